@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Installs MegaRL and everything it needs into .venv. Both launch/quickstart.sh and tests/run.sh begin with it.
+#
+# Nothing to do is the usual case and costs milliseconds: a stamp, written last, holds a hash of what was installed.
+# An installation that was cut off is begun anew; a changed list is installed over the old one.
+#
+#   PYTHON=/path/to/python3.11   the interpreter to use instead of the one that is found
+#   MEGARL_PLATFORM=cpu|cuda     instead of looking for a GPU
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() {
+    printf 'install: %s\n' "$@" >&2
+    exit 1
+}
+
+has_gpu() { [ -e /dev/nvidia0 ] || { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1; }
+
+platform=${MEGARL_PLATFORM:-$(if has_gpu; then echo cuda; else echo cpu; fi)}
+list=launch/requirements-$platform.txt
+[ -f "$list" ] || fail "MEGARL_PLATFORM must be cpu or cuda, not '$platform'"
+
+stamp=.venv/installed-by-megarl
+unfinished=.venv/unfinished-by-megarl
+wanted="$platform $(cat "$list" setup.py launch/install.sh | sha256sum | cut -c1-16)"
+
+# A virtual environment knows where it was made, and does not survive being moved.
+at_home() { case $(sed -n 's/^command = //p' .venv/pyvenv.cfg 2>/dev/null) in *" $PWD/.venv") ;; *) false ;; esac; }
+up_to_date() { [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && at_home; }
+up_to_date && exit 0
+
+# Two installations at once would ruin each other. Where the file system has no locks we go on without.
+exec 9<.
+flock -n 9 2>/dev/null || { echo "install: waiting for another installation of this folder" && flock 9; } || true
+up_to_date && exit 0
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3 /usr/bin/python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is not a Python 3.11"
+    fail "Python 3.11 was not found; the pinned SGLang and Megatron-Core are for it." \
+        "On Debian or Ubuntu: apt-get install python3.11 python3.11-venv. Elsewhere: PYTHON=/path/to/python3.11 bash $0"
+}
+
+reusable() {
+    [ ! -e $unfinished ] && at_home && .venv/bin/python -m pip --version >/dev/null 2>&1 &&
+        case $(cat $stamp 2>/dev/null) in "" | "$platform "*) ;; *) false ;; esac
+}
+
+started=$SECONDS
+if ! reusable; then
+    python=$(find_python)
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python cannot make virtual environments. On Debian or Ubuntu: apt-get install python3.11-venv"
+    echo "install: $("$python" --version) makes a new environment in .venv"
+    "$python" -m venv --clear "$PWD/.venv" || fail "could not make the environment in $PWD/.venv"
+fi
+rm -f $stamp
+touch $unfinished
+log=.venv/install.log
+: >$log
+
+# install TITLE TOTAL ARGUMENTS...: pip, which says nothing but how far it has come.
+install() {
+    local title=$1 total=$2 seen=0 line
+    shift 2
+    echo "install: $title"
+    .venv/bin/python -m pip --disable-pip-version-check install --no-input --no-compile --progress-bar off "$@" 2>&1 | tee -a $log |
+        while IFS= read -r line; do
+            case $line in
+            Collecting* | Processing* | Requirement\ already*)
+                seen=$((seen + 1))
+                [ $((seen % 20)) -ne 0 ] || [ "$total" -le 1 ] || echo "install:   $seen of $total packages"
+                ;;
+            Installing\ collected*) [ "$total" -le 1 ] || echo "install:   all at hand, unpacking" ;;
+            esac
+        done
+}
+failed() {
+    tail -n 15 $log >&2
+    fail "pip failed; its whole output is in $log. Does it reach its package index, and is there disk left (4 GB for CPU)?"
+}
+
+# The lines of the list that begin with the pattern, and the others.
+only() { grep -E "^($1)" "$list"; }
+without() { grep -v -E "^($1|#)" "$list"; }
+
+if [ "$platform" = cpu ]; then
+    torch=$(only torch==)
+    # A bare `torch` would be the CUDA build. The CPU build comes from what pip is configured with, or from torch's own index.
+    install "$torch" 1 --no-deps "$torch" || {
+        echo "install:   not in the configured package index; taking it from torch's own"
+        install "$torch" 1 --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" || failed
+    }
+    without torch== >.venv/requirements.txt
+    install "the pinned packages" "$(wc -l <.venv/requirements.txt)" --no-deps -r .venv/requirements.txt || failed
+else
+    without 'megatron-core|transformer-engine' >.venv/requirements.txt
+    install "torch, SGLang and what they need" 250 setuptools wheel ninja -r .venv/requirements.txt || failed
+    install "Megatron-Core" 1 --no-deps "$(only megatron-core)" || failed
+    install "Transformer Engine (built here, which takes a while)" 1 --no-build-isolation "$(only transformer-engine)" || failed
+fi
+install "megarl itself" 1 --no-deps --no-build-isolation --editable . || failed
+
+# SGLang itself imports only in an engine, which makes up for what a CPU lacks; tests/rollout/ do that.
+check='import importlib.metadata as m, torch, transformers, megatron.core, megarl; m.version("sglang")'
+.venv/bin/python -W ignore -c "$check" >>$log 2>&1 || {
+    tail -n 5 $log >&2
+    fail "the packages are there but do not import; see $log"
+}
+rm -f $unfinished
+echo "$wanted" >$stamp
+echo "install: done in $((SECONDS - started)) s"

@@ -1,0 +1,1 @@
+"""MegaRL: Megatron-native reinforcement learning for MoE models. Start at `train.py` and `flow.py`."""

@@ -1,0 +1,14 @@
+"""Aggregation: each token's share of a batch's loss."""
+
+from __future__ import annotations
+
+import torch
+
+
+def token_mean_weights(loss_mask: torch.Tensor) -> torch.Tensor:
+    """[T] fp32 weights that make a sum of token losses their mean: 1 / (number of action tokens) on each of those.
+
+    Give it the whole mini-batch of an optimizer step: the weights then stay right however ranks and micro-batches cut
+    it up. All 0 where there is no action token.
+    """
+    return loss_mask.float() / loss_mask.sum().clamp(min=1)

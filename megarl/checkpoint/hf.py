@@ -1,0 +1,268 @@
+"""HF folders of safetensors: read lazily, slice by slice, and write atomically, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megarl.config import ConfigError
+from megarl.models.layout import PADDING, Param, pieces
+from megarl.models.registry import family_of, load_hf_config
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}  # config, tokenizer, code that config.json names
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class HFWeights:
+    """The tensors of an HF folder by name. Nothing is read before it is asked for; files stay open."""
+
+    def __init__(self, folder: Path, files: dict[str, str]):
+        self.folder = folder
+        self._files = files  # tensor name -> file name
+        self._open: dict[str, Any] = {}
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def get(self, name: str) -> torch.Tensor:
+        """The whole tensor, in the file's dtype, on the host."""
+        return self._read(name, lambda file: file.get_tensor(name))
+
+    def slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """[start, stop) along `dim`; reads no more than that from disk where `dim` is 0."""
+        index = (slice(None),) * dim + (slice(start, stop),)
+        return self._read(name, lambda file: file.get_slice(name)[index])
+
+    def shard(self, param: Param, tp: int, rank: int) -> torch.Tensor:
+        """What rank `rank` of `tp` holds of a parameter, a new tensor; as `layout.shard`, without the full tensors."""
+        dim, slices = pieces(param, tp, rank)
+        parts = [self.slice(param.hf[s.source].name, dim, s.start, s.stop) for s in slices if s.source != PADDING]
+        padding = sum(s.stop - s.start for s in slices if s.source == PADDING)
+        if padding:
+            shape = list(param.hf[0].shape)
+            shape[dim] = padding
+            dtype = parts[0].dtype if parts else self.slice(param.hf[0].name, 0, 0, 1).dtype
+            parts.append(torch.zeros(shape, dtype=dtype))
+        return torch.cat(parts, dim=dim)
+
+    def check(self, hf: dict[str, Any]) -> None:
+        """Raise ConfigError, naming the tensor, unless these are exactly the tensors of the model `hf` describes."""
+        family = family_of(hf)
+        expected = {tensor.name: tensor.shape for param in family.params(hf, 1) for tensor in param.hf}
+        where = f"{self.folder}:"
+        if missing := [name for name in expected if name not in self._files]:
+            hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
+            raise ConfigError(f"{where} {_some(missing)} missing{hint}")
+        prefixes = family.untrained(hf)
+        extra = [name for name in self._files if name not in expected and not _ignored(name, prefixes)]
+        if HEAD in extra and HEAD not in expected:
+            extra.remove(HEAD)  # some checkpoints repeat the tied weight
+            if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
+                raise ConfigError(
+                    f"{where} {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true"
+                )
+        if extra:
+            raise ConfigError(f"{where} {_some(extra)} not part of {family.architecture} with this config.json")
+        for name, shape in expected.items():
+            if self.shape(name) != shape:
+                raise ConfigError(f"{where} {name} has shape {self.shape(name)}; config.json asks for {shape}")
+
+    def _slice(self, name: str) -> Any:
+        return self._read(name, lambda file: file.get_slice(name))
+
+    def _read(self, name: str, read: Any) -> Any:
+        if name not in self._files:
+            raise ConfigError(f"{self.folder} has no tensor {name}")
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = _open(self.folder / file)
+        try:
+            return read(self._open[file])
+        except SafetensorError as error:
+            raise ConfigError(f"cannot read {name} from {self.folder / file}: {error}") from None
+
+
+def open_hf(folder: str | Path) -> HFWeights:
+    """The weights of an HF folder, single or sharded safetensors. Raises ConfigError for a folder that is not whole."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"there is no model folder {folder}")
+    load_hf_config(path)
+    if (path / INDEX).is_file():
+        try:
+            files = dict(json.loads((path / INDEX).read_text())["weight_map"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path / INDEX} is no index of safetensors: {error!r}") from None
+        held = {file: set(_open(path / file).keys()) for file in sorted(set(files.values()))}
+        for name, file in files.items():
+            if name not in held[file]:
+                raise ConfigError(f"{path / INDEX} says that {name} is in {file}, but it is not")
+        return HFWeights(path, files)
+    if not (path / SINGLE).is_file():
+        raise ConfigError(f"{folder} has no {SINGLE} and no {INDEX}: only safetensors are read")
+    return HFWeights(path, dict.fromkeys(_open(path / SINGLE).keys(), SINGLE))
+
+
+def save_hf(
+    folder: str | Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    source_folder: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+    write: bool = True,
+) -> None:
+    """Write an HF folder: the streamed tensors, and config, tokenizer and untrained tensors of `source_folder`.
+
+    `dtype`: cast to it what the table does not keep in a type of its own; None casts nothing. About `max_shard_bytes`
+    are held at a time. Everything is written to `<folder>.tmp`, which replaces `folder` when it is complete.
+    `write=False` only drains the stream: for the ranks that take part in a gather but do not write. The writer drains
+    it too before it raises, so that nobody is left waiting in a collective. Raises ConfigError for a tensor that is
+    missing, unknown, repeated or misshapen, and where `folder` holds something else.
+    """
+    stream = iter(tensors)
+    try:
+        if write:
+            _write(Path(folder), stream, Path(source_folder), dtype, max_shard_bytes)
+    except Exception:
+        _drain(stream)
+        raise
+    _drain(stream)
+
+
+def _write(
+    folder: Path,
+    stream: Iterator[tuple[str, torch.Tensor]],
+    source: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> None:
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} exists and is not an HF folder; it is not overwritten")
+    if folder.resolve() == source.resolve():
+        raise ConfigError(f"{folder} is the folder that the weights came from; choose another")
+    hf = load_hf_config(source)
+    family = family_of(hf)
+    rows = [(param, tensor) for param in family.params(hf, 1) for tensor in param.hf]
+    open_shapes = {tensor.name: tensor.shape for _, tensor in rows}
+    kept = {tensor.name for param, tensor in rows if param.dtype is not None}
+
+    staging = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    files = _ShardWriter(staging, max_shard_bytes)
+    for name, tensor in stream:
+        if name not in open_shapes:
+            raise ConfigError(f"{name} is repeated or not part of {family.architecture} with this config.json")
+        if (expected := open_shapes.pop(name)) != tuple(tensor.shape):
+            raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; config.json asks for {expected}")
+        cast = dtype if dtype is not None and name not in kept and tensor.is_floating_point() else tensor.dtype
+        # a copy: the stream may hand out views of one buffer, which safetensors does not write
+        files.add(name, tensor.detach().to("cpu", cast, copy=True).contiguous())
+    if open_shapes:
+        raise ConfigError(f"{folder}: {_some(list(open_shapes))} missing")
+    for name, tensor in _untrained(source, family.untrained(hf)):
+        files.add(name, tensor)
+    files.finish()
+
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in COPIED and not file.name.endswith(".safetensors.index.json"):
+            shutil.copyfile(file, staging / file.name)
+    _note_dtype(staging / "config.json", hf, dtype)
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(staging, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class _ShardWriter:
+    """Collects tensors into files of bounded size; the files get their final names when their number is known."""
+
+    def __init__(self, folder: Path, max_bytes: int):
+        self.folder, self.max_bytes = folder, max_bytes
+        self.pending: dict[str, torch.Tensor] = {}
+        self.bytes = self.total = 0
+        self.written: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.bytes + size > self.max_bytes:
+            self._flush()
+        self.pending[name] = tensor
+        self.bytes += size
+        self.total += size
+
+    def finish(self) -> None:
+        if self.pending:
+            self._flush()
+        count = len(self.written)
+        if count == 1:
+            os.rename(self._path(0), self.folder / SINGLE)
+            return
+        weight_map = {}
+        for i, names in enumerate(self.written):
+            final = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            os.rename(self._path(i), self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number}"
+
+    def _flush(self) -> None:
+        save_file(self.pending, self._path(len(self.written)), metadata={"format": "pt"})
+        self.written.append(list(self.pending))
+        self.pending, self.bytes = {}, 0
+
+
+def _untrained(source: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    if prefixes and ((source / SINGLE).is_file() or (source / INDEX).is_file()):
+        weights = open_hf(source)
+        for name in weights.names():
+            if name.startswith(prefixes):
+                yield name, weights.get(name)
+
+
+def _note_dtype(config: Path, hf: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """config.json says which type the weights have; leave it untouched where it is right already."""
+    key = "dtype" if "dtype" in hf else "torch_dtype"
+    if dtype is not None and hf.get(key) != (name := str(dtype).removeprefix("torch.")):
+        config.write_text(json.dumps({**hf, key: name}, indent=2) + "\n")
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise ConfigError(f"{file} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is truncated or not a safetensors file: {error}") from None
+
+
+def _drain(stream: Iterator[Any]) -> None:
+    for _ in stream:
+        pass
+
+
+def _ignored(name: str, prefixes: tuple[str, ...]) -> bool:
+    return name.startswith(prefixes) or name.endswith("rotary_emb.inv_freq")  # the latter is derived; old files have it
+
+
+def _some(names: list[str]) -> str:
+    """Up to three names and how many more, with the verb."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more + (" is" if len(names) == 1 else " are")

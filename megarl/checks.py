@@ -1,0 +1,264 @@
+"""The checks of a configuration, one subject each. Pure: they read files and raise ConfigError, nothing else.
+
+Where a setting is legal but surely not what was meant, they append a line to `warnings`. `dry_run.py` calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config, ConfigError
+from megarl.megatron import fields as megatron_fields
+from megarl.models.family import HFConfig
+from megarl.models.memory import stage_layers
+from megarl.models.registry import family_of, load_hf_config
+from megarl.rewards.functions import load_functions
+from megarl.rollout import server_args
+from megarl.rollout.tools import load_tools
+
+
+def data_parallel(config: Config) -> int:
+    return config.parallel.world_size // (config.parallel.tp * config.parallel.pp)
+
+
+def sequences_per_step(config: Config) -> int:
+    samples = 1 if config.algorithm == "sft" else config.rollout.samples_per_prompt
+    return config.data.prompts_per_step * samples
+
+
+def check_ranges(config: Config) -> None:
+    """Numbers that no run could mean."""
+    at_least_one = {
+        "run.num_rollout": config.run.num_rollout,
+        "run.num_update": config.run.num_update,
+        "run.epochs": config.run.epochs,
+        "rollout.tp": config.rollout.tp,
+        "rollout.ep": config.rollout.ep,
+        "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
+        "rollout.max_turns": config.rollout.max_turns,
+        "rollout.max_new_tokens": config.rollout.max_new_tokens,
+        "rollout.max_context": config.rollout.max_context,
+        "rollout.concurrency": config.rollout.concurrency,
+        "data.prompts_per_step": config.data.prompts_per_step,
+        "train.token_budget": config.train.token_budget,
+    }
+    for name, count in at_least_one.items():
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1, not {count}")
+    for name, number, low, high in (
+        ("rollout.top_p", config.rollout.top_p, 0.0, 1.0),
+        ("loss.clip", config.loss.clip, 0.0, 1.0),
+        ("advantage.gamma", config.advantage.gamma, 0.0, 1.0),
+        ("advantage.lam", config.advantage.lam, 0.0, 1.0),
+        ("actor_optimizer.warmup_fraction", config.actor_optimizer.warmup_fraction, 0.0, 1.0),
+        ("critic.optimizer.warmup_fraction", config.critic.optimizer.warmup_fraction, 0.0, 1.0),
+    ):
+        if not low <= number <= high:
+            raise ConfigError(f"{name} must lie between {low:g} and {high:g}, not {number:g}")
+    for name, number in (
+        ("rollout.temperature", config.rollout.temperature),
+        ("kl.coef", config.kl.coef),
+        ("actor_optimizer.lr", config.actor_optimizer.lr),
+        ("critic.optimizer.lr", config.critic.optimizer.lr),
+        ("run.save_every", config.run.save_every),
+        ("run.eval_every", config.run.eval_every),
+    ):
+        if number < 0:
+            raise ConfigError(f"{name} must not be negative, but is {number:g}")
+    if config.loss.dual_clip is not None and config.loss.dual_clip <= 1:
+        raise ConfigError(f"loss.dual_clip must be above 1, not {config.loss.dual_clip:g}; null turns it off")
+
+
+def check_nodes(config: Config) -> None:
+    parallel, engine = config.parallel, config.rollout.tp
+    world, here = parallel.world_size, min(parallel.world_size, parallel.ranks_per_node)
+    if world % here:
+        raise ConfigError(
+            f"parallel.world_size={world} is not a multiple of parallel.ranks_per_node={parallel.ranks_per_node}; "
+            "every node must run the same number of ranks"
+        )
+    if config.algorithm == "sft":
+        return
+    if world % engine:
+        fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise ConfigError(f"rollout.tp={engine} does not divide parallel.world_size={world}; sizes that do: {fits}")
+    if here % engine and engine % here:
+        raise ConfigError(
+            f"rollout.tp={engine} does not fit nodes of {here} ranks: an engine is part of a node, or whole nodes"
+        )
+    if engine % config.rollout.ep:
+        raise ConfigError(f"rollout.ep={config.rollout.ep} does not divide rollout.tp={engine}")
+
+
+def models(config: Config, dry_run: bool, warnings: list[str]) -> tuple[HFConfig, HFConfig | None]:
+    """config.json of the policy and, for PPO, of the critic."""
+    if dry_run and config.model.hf_config:
+        hf = load_hf_config(config.model.hf_config)
+    elif config.model.path:
+        hf = load_hf_config(_whole_folder(config.model.path, "model.path"))
+        if not list(Path(config.model.path).glob("tokenizer*")):
+            raise ConfigError(f"model.path={config.model.path} has no tokenizer; put tokenizer.json beside config.json")
+    else:
+        raise ConfigError("model.path is not set; it must name the HF folder of the policy")
+    family_of(hf)
+    if config.algorithm != "ppo":
+        if config.critic.path:
+            warnings.append(f"critic.path is set, but {config.algorithm} has no critic")
+        return hf, None
+    if not config.critic.path:
+        return hf, hf
+    if dry_run and config.model.hf_config and not Path(config.critic.path).exists():
+        warnings.append(f"critic.path={config.critic.path} is not here; planned as if it were the policy's model")
+        return hf, hf
+    critic = load_hf_config(_whole_folder(config.critic.path, "critic.path"))
+    if critic.get("vocab_size") != hf.get("vocab_size"):
+        raise ConfigError(
+            f"critic.path={config.critic.path} has a vocabulary of {critic.get('vocab_size')}, the policy of "
+            f"{hf.get('vocab_size')}; the critic reads the policy's tokens, so it must share its tokenizer"
+        )
+    return hf, critic
+
+
+def _whole_folder(path: str, key: str) -> str:
+    """The folder, if it has a config.json and safetensors."""
+    if not Path(path).is_dir():
+        raise ConfigError(f"{key}={path}: there is no such folder; put the model there, or correct the path")
+    load_hf_config(path)
+    if not list(Path(path).glob("*.safetensors")):
+        raise ConfigError(f"{key}={path} has no *.safetensors files; convert the weights to safetensors")
+    return path
+
+
+def check_training_layout(hf: HFConfig, config: Config) -> None:
+    """The family's table divides by tp, its experts by ep, its layers by pp."""
+    family, parallel = family_of(hf), config.parallel
+    settings = family.megatron_config(hf)
+    megatron_fields.check(config.model.megatron, mla=bool(settings.get("multi_latent_attention")))
+    settings = {**settings, **config.model.megatron}
+    family.params(hf, parallel.tp)  # raises for what tp does not divide
+    experts = settings.get("num_moe_experts")
+    if not experts and parallel.ep > 1:
+        raise ConfigError(f"parallel.ep={parallel.ep}, but {family.architecture} has no experts; set it to 1")
+    if experts and experts % parallel.ep:
+        raise ConfigError(f"parallel.ep={parallel.ep} does not divide the model's {experts} experts")
+    stage_layers(int(settings["num_layers"]), parallel.pp, settings)
+
+
+def check_engine(hf: HFConfig, config: Config) -> None:
+    """What SGLang needs of its own layout."""
+    settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
+    server_args.check(config.rollout.sglang)
+    heads = int(settings["num_attention_heads"])
+    groups = int(settings.get("num_query_groups") or heads)
+    experts = settings.get("num_moe_experts")
+    widths = {"intermediate_size": (int(settings["ffn_hidden_size"]), tp)}
+    if experts:
+        widths["moe_intermediate_size"] = (int(settings["moe_ffn_hidden_size"]), tp // ep)
+        if not _has_dense_layers(settings):
+            del widths["intermediate_size"]
+        if experts % ep:
+            raise ConfigError(f"rollout.ep={ep} does not divide the model's {experts} experts")
+    elif ep > 1:
+        raise ConfigError(f"rollout.ep={ep}, but the model has no experts; set it to 1")
+    if heads % tp:
+        raise ConfigError(f"rollout.tp={tp} does not divide the model's {heads} attention heads")
+    if groups % tp and tp % groups:
+        raise ConfigError(f"rollout.tp={tp} neither divides the model's {groups} key-value heads nor is a multiple")
+    for name, (width, parts) in widths.items():
+        if width % parts:
+            raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
+
+
+def _has_dense_layers(settings: Mapping[str, Any]) -> bool:
+    frequency = settings.get("moe_layer_freq", 1)
+    return not all(frequency) if isinstance(frequency, list) else frequency != 1
+
+
+def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
+    rollout, longest = config.rollout, int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
+    if rollout.max_context > longest:
+        raise ConfigError(f"rollout.max_context={rollout.max_context} is beyond the model's {longest} positions")
+    if rollout.max_new_tokens >= rollout.max_context:
+        raise ConfigError(
+            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
+            f"rollout.max_context={rollout.max_context}; lower the first or raise the second"
+        )
+    if config.train.token_budget < rollout.max_context:
+        warnings.append(
+            f"train.token_budget={config.train.token_budget} is below rollout.max_context={rollout.max_context}: "
+            "a longer conversation is a micro-batch of its own, and memory is planned for that"
+        )
+
+
+def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> None:
+    name, kl, samples = config.algorithm, config.kl, config.rollout.samples_per_prompt
+    if name == "sft":
+        return
+    load_functions(config.reward.functions)
+    load_tools(config.rollout.tools)
+    if not config.reward.functions and not own_reward:
+        raise ConfigError(f"reward.functions is empty; {name} needs at least one, such as megarl.rewards.gsm8k:gsm8k")
+    if name == "grpo" and samples < 2:
+        raise ConfigError(
+            "algorithm=grpo compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 every "
+            "advantage is 0; set it to 2 or more"
+        )
+    if config.rollout.temperature == 0:
+        if name == "grpo":
+            raise ConfigError(
+                "algorithm=grpo with rollout.temperature=0 gives a prompt the same answer every time, so every "
+                "advantage is 0; set it above 0"
+            )
+        warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
+    if config.rollout.top_p < 1:
+        warnings.append("rollout.top_p below 1 samples from another distribution than the one the log-probs are of")
+    if kl.place == "loss" and kl.estimator == "k1":
+        raise ConfigError(
+            "kl.estimator=k1 with kl.place=loss: the gradient of k1 is that of the log-prob, whose mean is zero, and "
+            "does not hold the policy back; set kl.estimator to k2 or k3, or kl.place to reward"
+        )
+    if kl.place != "none" and kl.target is not None and kl.coef == 0:
+        warnings.append("kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.place to none")
+
+
+def check_batch(config: Config, warnings: list[str]) -> None:
+    run, dp = config.run, data_parallel(config)
+    if run.num_update % run.epochs:
+        raise ConfigError(f"run.num_update={run.num_update} is not a multiple of run.epochs={run.epochs}")
+    per_epoch, sequences = run.num_update // run.epochs, sequences_per_step(config)
+    if per_epoch > sequences:
+        raise ConfigError(
+            f"run.num_update={run.num_update} over run.epochs={run.epochs} cuts a batch of {sequences} sequences in "
+            f"{per_epoch} mini-batches; raise data.prompts_per_step or lower run.num_update"
+        )
+    if sequences // per_epoch < dp:
+        warnings.append(
+            f"a mini-batch of {sequences // per_epoch} sequences leaves some of {dp} data-parallel ranks without work"
+        )
+    elif sequences % per_epoch or sequences // per_epoch % dp:
+        warnings.append(
+            f"{sequences} sequences do not divide evenly into {per_epoch} mini-batches on {dp} data-parallel ranks; "
+            "correct, but some ranks wait"
+        )
+
+
+def check_data(config: Config, dry_run: bool, warnings: list[str]) -> None:
+    data, run = config.data, config.run
+    if not data.train:
+        what = "finished conversations (.jsonl)" if config.algorithm == "sft" else "prompts (.parquet or .jsonl)"
+        raise ConfigError(f"data.train is not set; it must name a file of {what}")
+    for key, path in (("data.train", data.train), ("data.eval", data.eval)):
+        if path and not Path(path).is_file():
+            if not dry_run:
+                raise ConfigError(f"{key}={path}: there is no such file")
+            warnings.append(f"{key}={path} is not here; it must be when the run starts")
+    if run.eval_every and not data.eval and config.algorithm != "sft":
+        raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out prompts")
+    if run.resume == "auto" and not run.save_every:
+        warnings.append("run.resume=auto but run.save_every=0: there will be no checkpoint to go on from")
+    if config.rollout.replay and not Path(config.rollout.replay).is_dir():
+        raise ConfigError(f"rollout.replay={config.rollout.replay}: there is no such run folder")
+
+

@@ -1,0 +1,366 @@
+"""The configuration: dataclasses, strict YAML, `key=value` overrides. Every key is documented here and only here.
+
+What Megatron or SGLang already names is not named again: `model.megatron` and `rollout.sglang` pass through, checked
+against the fields of `TransformerConfig` and `ServerArgs` when the run starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A mistake in the configuration: one line that names the key and the remedy."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = "runs/default"
+    """Run folder: configuration, log, metrics, rollouts, checkpoints, export."""
+    seed: int = 1
+    """Seeds everything: initial heads, data order, sampling."""
+    num_rollout: int = 100
+    """Steps of the loop; each generates one batch of rollouts."""
+    num_update: int = 1
+    """Optimizer steps per rollout batch. Must be a multiple of `run.epochs`: each epoch is cut into equal mini-batches."""
+    epochs: int = 1
+    """Passes over each rollout batch."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto` goes on from the newest checkpoint in the run folder, or starts afresh when there is none."""
+    save_every: int = 0
+    """Write a checkpoint every so many steps, and at the end; 0 writes none."""
+    keep_checkpoints: int = 2
+    """How many checkpoints stay on disk."""
+    eval_every: int = 0
+    """Score `data.eval` every so many steps, before the first and after the last; 0 never does."""
+    export: bool = True
+    """Write the policy as an HF folder, `<run.dir>/export`, at the end."""
+    timeout_s: float = 1800.0
+    """How long a collective may wait for a peer before the run is stopped."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = ""
+    """HF folder of the policy: config.json, safetensors, tokenizer."""
+    hf_config: str = ""
+    """config.json to validate with instead of the one in `model.path`; for `--dry-run` where the weights are not at hand."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations. Master weights and optimizer states are always fp32."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's TransformerConfig, by its own names."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    world_size: int = 1
+    """Ranks of the whole job. `torchrun` must start this many; without `torchrun`, one node's worth is started for you."""
+    ranks_per_node: int = 8
+    """Ranks on one machine."""
+    tp: int = 1
+    """Tensor parallel ranks of the dense layers; more than one turns sequence parallelism on. Experts have TP 1."""
+    pp: int = 1
+    """Pipeline stages."""
+    ep: int = 1
+    """Expert parallel ranks; they are taken from TP x DP."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    tp: int = 1
+    """Ranks per engine: world_size / rollout.tp engines run, each tensor parallel over its ranks."""
+    ep: int = 1
+    """Expert parallel size inside an engine; divides rollout.tp."""
+    samples_per_prompt: int = 8
+    """Rollouts of each prompt in training."""
+    max_turns: int = 5
+    """Turns that the policy may take in one conversation."""
+    max_new_tokens: int = 1024
+    """Tokens that the policy may write in one turn."""
+    max_context: int = 4096
+    """Tokens of a whole conversation. Longer prompts are dropped and counted."""
+    temperature: float = 1.0
+    """Sampling temperature in training; 0 is greedy. Evaluation runs both greedy and at this temperature."""
+    top_p: float = 1.0
+    """Nucleus sampling; below 1 the engine's log-probs are those of the full distribution."""
+    tools: tuple[str, ...] = ()
+    """Tools as `module:name`; a prompt may call those that it lists, or all where it lists none."""
+    tool_timeout: float = 30.0
+    """Seconds that a tool may take before it is killed; the policy then sees the time-out as its observation."""
+    tool_call_parser: str = "qwen25"
+    """SGLang's parser for this model's tool calls."""
+    concurrency: int = 128
+    """Conversations at once per engine."""
+    request_timeout: float = 600.0
+    """Seconds that one answer of the engine may take."""
+    start_timeout: float = 600.0
+    """Seconds that an engine may take to start."""
+    replay: str = ""
+    """A run folder whose recorded rollouts are used instead of generating, step by step; for debugging and exact repeats."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Further fields of SGLang's ServerArgs, by its own names."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: str = ""
+    """Prompts to train on: .parquet with verl's columns, or .jsonl."""
+    eval: str = ""
+    """Held-out prompts, same formats; empty for none."""
+    prompts_per_step: int = 64
+    """Prompts in one rollout batch."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a list of chat messages, or a string that becomes one user message."""
+    label_key: str = "ground_truth"
+    """Column of the ground truth where there is no `reward_model.ground_truth`."""
+    shuffle: bool = True
+    """Shuffle anew each epoch, by `run.seed`."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    clip: float = 0.2
+    """PPO: the ratio is clipped to [1 - clip, 1 + clip_high]."""
+    clip_high: float | None = None
+    """Upper clip range where it differs from `loss.clip`, as in DAPO."""
+    dual_clip: float | None = 3.0
+    """Bound of the loss for negative advantages (arXiv:1912.09729); null turns it off."""
+    value_clip: float | None = 0.2
+    """Clip range of the value update; null turns it off."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    gamma: float = 0.99
+    """Discount per action token."""
+    lam: float = 0.95
+    """GAE's lambda."""
+    whiten: bool = True
+    """PPO: advantages to mean 0 and standard deviation 1 over the global batch's action tokens."""
+    group_std: bool = True
+    """GRPO: divide by the group's standard deviation."""
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    place: Literal["reward", "loss", "none"] = "reward"
+    """Where the KL to the reference policy enters; `none` builds no reference."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """http://joschu.net/blog/kl-approx.html; k2 or k3 for `place: loss`, whose gradient k1 does not give."""
+    coef: float = 0.001
+    """Initial coefficient."""
+    target: float | None = 0.015
+    """Adaptive controller's target in nats per token (arXiv:1909.08593); null keeps the coefficient fixed."""
+    horizon: int = 10000
+    """Rollouts over which the adaptive controller closes the gap."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay after the warm-up."""
+    warmup_fraction: float = 0.1
+    """Share of all optimizer steps in which the rate climbs to its peak."""
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    path: str = ""
+    """HF folder that the critic starts from; empty for `model.path`. Its value head starts at zero unless the folder has one."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """As `actor_optimizer`."""
+    warmup_rollouts: int = 0
+    """Steps in which only the critic is updated."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    token_budget: int = 3072
+    """Tokens in one micro-batch of one data-parallel rank; a longer sequence is a micro-batch of its own."""
+    deterministic: bool = True
+    """Equal runs give equal bits. Turn off where speed on a GPU matters more."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    functions: tuple[str, ...] = ()
+    """Reward functions as `module:name`; each takes a Rollout and returns a number. The reward is their sum."""
+
+
+@dataclass(frozen=True)
+class TrackConfig:
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+    rollouts: bool = True
+    """Write every rollout as JSONL into the run folder."""
+    progress: bool = True
+    """Live display on the terminal; plain lines where the output is no terminal."""
+
+
+@dataclass(frozen=True)
+class Config:
+    algorithm: Literal["ppo", "grpo", "sft"] = "ppo"
+    """Which controller runs."""
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    actor_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The policy's optimizer."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply `section.key=value` overrides, whose values are YAML too.
+
+    Raises ConfigError, naming the key and the nearest known one, for anything unknown or of the wrong type.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"there is no configuration file {path}")
+    try:
+        tree = yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}, not a mapping of sections")
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"override {override!r} is not of the form key=value")
+        node = tree
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
+        node[leaf] = _parse_scalar(text)
+    return from_dict(tree)
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """A Config out of nested plain values; strict as `load_config`."""
+    return _build(Config, tree, "")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain values, such that `from_dict(to_dict(c)) == c`."""
+    tree: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            value = to_dict(value)
+        tree[item.name] = list(value) if isinstance(value, tuple) else value
+    return tree
+
+
+def describe_keys(cls: type = Config, prefix: str = "") -> list[tuple[str, Any]]:
+    """Every key with its default, in order: what `--keys` prints and what the tests count."""
+    rows: list[tuple[str, Any]] = []
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        kind = hints[item.name]
+        if dataclasses.is_dataclass(kind):
+            rows += describe_keys(typing.cast(type, kind), f"{prefix}{item.name}.")
+        else:
+            default = item.default if item.default is not dataclasses.MISSING else {}
+            rows.append((prefix + item.name, default))
+    return rows
+
+
+def _parse_scalar(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-6 as a string; everybody means the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _build(cls: Any, tree: Any, where: str) -> Any:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where.rstrip('.')} must be a section of keys, not {tree!r}")
+    known = {item.name: item for item in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            everywhere = [name for name, _ in describe_keys() if name.split(".")[-1] == key]
+            hint = f"; did you mean {where}{near[0]}?" if near else f"; did you mean {everywhere[0]}?" if everywhere else ""
+            raise ConfigError(f"unknown key {where}{key}{hint} (known here: {', '.join(known)})")
+        values[key] = _convert(value, hints[key], f"{where}{key}")
+    return cls(**values)
+
+
+def _convert(value: Any, kind: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, {} if value is None else value, f"{name}.")
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is types.UnionType:
+        if value is None and type(None) in args:
+            return None
+        return _convert(value, next(arg for arg in args if arg is not type(None)), name)
+    if origin is Literal:
+        if value not in args:
+            near = difflib.get_close_matches(str(value), [str(arg) for arg in args], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, args))}, not {value!r}{hint}")
+        return value
+    if origin is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{name} must be a list, not {value!r}")
+        return tuple(_convert(item, args[0], f"{name}[{i}]") for i, item in enumerate(items))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name} must be a mapping, not {value!r}")
+        return dict(value)
+    if kind is float:
+        value = _number(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{name} must be a number, not {value!r}")
+        return float(value)
+    if kind is int:
+        value = _number(value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{name} must be of type {kind.__name__}, not {value!r}")
+    return value

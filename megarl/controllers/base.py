@@ -1,0 +1,82 @@
+"""What a controller is, and the two things that every one of them needs: mini-batches and averaged metrics."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megarl.algorithms.weights import token_mean_weights
+from megarl.config import Config
+from megarl.types import Rollout, TrainBatch
+
+if TYPE_CHECKING:
+    from megarl.flow import HybridFlow
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step of the loop leaves behind: numbers to log, and the rollouts with the batch made of them."""
+
+    metrics: dict[str, float]
+    rollouts: list[Rollout] = field(default_factory=list)
+    batch: TrainBatch | None = None
+
+
+class Controller(ABC):
+    """An algorithm. Every rank runs the same controller on the same values."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def roles(self) -> tuple[str, ...]:
+        """The roles it calls, in the order in which they start."""
+
+    @abstractmethod
+    def items(self, flow: HybridFlow) -> Sequence[Any]:
+        """What the loader deals out, step by step: prompts, or finished conversations for SFT."""
+
+    @abstractmethod
+    def step(self, flow: HybridFlow, items: Sequence[Any]) -> StepResult:
+        """One turn of the loop."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep of the algorithm; plain JSON values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return None
+
+
+def mini_batches(batch: TrainBatch, num_update: int, epochs: int, seed: int) -> Iterator[TrainBatch]:
+    """Cut a batch into `num_update` mini-batches over `epochs` passes, each pass in its own order of sequences.
+
+    Every mini-batch carries its `loss_weights`: a token's share in the token mean of this mini-batch.
+    """
+    per_epoch = num_update // epochs
+    order = list(range(batch.num_sequences))
+    for epoch in range(epochs):
+        if per_epoch > 1:
+            random.Random(f"{seed}/{epoch}").shuffle(order)
+        for part in range(per_epoch):
+            mini = batch.select(order[part::per_epoch]) if per_epoch > 1 else batch
+            yield mini.with_(loss_weights=token_mean_weights(mini.loss_mask))
+
+
+class MeanOf:
+    """Averages metrics that are reported once per update."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._counts[name] = self._counts.get(name, 0) + 1
+
+    def result(self) -> dict[str, float]:
+        return {name: total / self._counts[name] for name, total in self._sums.items()}

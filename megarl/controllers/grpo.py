@@ -1,0 +1,79 @@
+"""Group relative policy optimisation (arXiv:2402.03300): the group's mean is the baseline, there is no critic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megarl.algorithms.advantages import group_advantages, spread_to_tokens
+from megarl.algorithms.kl import AdaptiveKL, kl_estimate
+from megarl.controllers.base import Controller, MeanOf, StepResult, mini_batches
+from megarl.controllers.policy import policy_loss, rollout_prompts, sampling_metrics
+from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
+
+if TYPE_CHECKING:
+    from megarl.flow import HybridFlow
+
+
+class GRPOController(Controller):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon)
+        self.steps = 0
+
+    def roles(self) -> tuple[str, ...]:
+        reference = ("reference",) if self.config.kl.place != "none" else ()
+        return ("rollout", "actor", *reference, "reward")
+
+    def items(self, flow: HybridFlow) -> Sequence[Prompt]:
+        return rollout_prompts(flow)
+
+    def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
+        config = self.config
+
+        # 1. Experience.
+        rollouts = flow.reward.score(flow.rollout.generate(items, config.rollout.samples_per_prompt))
+        flow.rollout.sleep()
+        batch = TrainBatch.from_rollouts(rollouts)
+        policy = flow.actor.forward(batch)
+        batch = batch.with_(old_logprobs=policy.logprobs)
+        metrics = sampling_metrics(batch, policy)
+        if config.kl.place != "none":
+            batch = batch.with_(ref_logprobs=flow.reference.logprobs(batch))
+
+        # 2. Advantages: each sample against the others of its prompt. A KL in the reward counts as the sequence's sum.
+        kl_mean = 0.0
+        score = batch.sequence_reward
+        if batch.ref_logprobs is not None:
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, config.kl.estimator, batch.loss_mask)
+            kl_mean = float(kl.sum() / batch.loss_mask.sum().clamp(min=1))
+            if config.kl.place == "reward":
+                per_sequence = torch.zeros_like(score).index_add(0, batch.sequence_ids, kl)
+                score = score - self.kl.coef * per_sequence
+        advantages = group_advantages(score, batch.group, config.advantage.group_std)
+        batch = batch.with_(advantages=spread_to_tokens(advantages, batch.cu_seqlens, batch.loss_mask))
+
+        # 3. Updates.
+        def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+            return policy_loss(output, part, config, self.kl.coef)
+
+        means = MeanOf()
+        for mini in mini_batches(batch, config.run.num_update, config.run.epochs, seed=self.steps):
+            means.add(flow.actor.update(mini, actor_loss))
+
+        # 4. The engine gets the new weights.
+        flow.rollout.update_weights(flow.actor)
+        metrics |= means.result()
+        metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
+        self.kl = self.kl.updated(kl_mean, len(rollouts))
+        self.steps += 1
+        return StepResult(metrics, rollouts, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl": self.kl.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl = self.kl.restored(state["kl"])
+        self.steps = state["steps"]

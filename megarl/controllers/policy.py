@@ -1,0 +1,59 @@
+"""What the policy-gradient controllers share: their prompts, their loss, and the figures of a sampled batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.kl import kl_estimate
+from megarl.algorithms.policy_loss import ppo_policy_loss
+from megarl.config import Config
+from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
+
+if TYPE_CHECKING:
+    from megarl.flow import HybridFlow
+
+
+def rollout_prompts(flow: HybridFlow) -> Sequence[Prompt]:
+    """The training prompts, rendered; those that leave no room for an answer are dropped and counted."""
+    return flow.load_prompts(flow.config.data.train)
+
+
+def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:
+    """Clipped surrogate, plus the KL to the reference where it belongs into the loss, minus the entropy bonus."""
+    settings = config.loss
+    assert output.logprobs is not None and batch.old_logprobs is not None and batch.advantages is not None
+    surrogate = ppo_policy_loss(
+        output.logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        batch.loss_mask,
+        clip_low=settings.clip,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+    )
+    loss, metrics = surrogate.loss, dict(surrogate.metrics)
+    metrics["actor/pg_loss"] = surrogate.loss.detach()
+    if config.kl.place == "loss":
+        assert batch.ref_logprobs is not None
+        kl = kl_estimate(output.logprobs, batch.ref_logprobs, config.kl.estimator, batch.loss_mask)
+        loss = loss + kl_coef * kl
+        metrics["actor/kl_loss"] = kl.detach()
+    if output.entropy is not None:
+        metrics["actor/entropy"] = output.entropy.detach()
+        if settings.entropy_coef:
+            loss = loss - settings.entropy_coef * output.entropy
+    return TokenLoss(loss, metrics)
+
+
+def sampling_metrics(batch: TrainBatch, policy: ModelOutput) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's on the same tokens: largest and mean absolute difference.
+
+    Both sides hold the same weights when a batch is sampled, so anything beyond rounding is a fault of the push,
+    of a layout, or of a kernel.
+    """
+    assert policy.logprobs is not None
+    if not batch.loss_mask.any():
+        return {}
+    gap = (batch.rollout_logprobs - policy.logprobs).abs()[batch.loss_mask]
+    return {"rollout/logprob_diff": float(gap.max()), "rollout/logprob_diff_mean": float(gap.mean())}

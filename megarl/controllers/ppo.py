@@ -1,0 +1,88 @@
+"""Proximal policy optimisation with a critic (arXiv:1707.06347), token by token, KL to the reference in the reward or in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.algorithms.advantages import gae, whiten
+from megarl.algorithms.kl import AdaptiveKL, kl_estimate
+from megarl.algorithms.rewards import token_rewards
+from megarl.algorithms.value_loss import explained_variance, value_loss
+from megarl.controllers.base import Controller, MeanOf, StepResult, mini_batches
+from megarl.controllers.policy import policy_loss, rollout_prompts, sampling_metrics
+from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
+
+if TYPE_CHECKING:
+    from megarl.flow import HybridFlow
+
+
+class PPOController(Controller):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon)
+        self.steps = 0
+
+    def roles(self) -> tuple[str, ...]:
+        reference = ("reference",) if self.config.kl.place != "none" else ()
+        return ("rollout", "actor", *reference, "critic", "reward")
+
+    def items(self, flow: HybridFlow) -> Sequence[Prompt]:
+        return rollout_prompts(flow)
+
+    def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
+        config = self.config
+
+        # 1. Experience: rollouts by the engine, scored; then everything that the update needs to know about them.
+        rollouts = flow.reward.score(flow.rollout.generate(items, config.rollout.samples_per_prompt))
+        flow.rollout.sleep()
+        batch = TrainBatch.from_rollouts(rollouts)
+        policy = flow.actor.forward(batch)
+        values, mask = flow.critic.values(batch), batch.loss_mask
+        batch = batch.with_(old_logprobs=policy.logprobs)
+        metrics = sampling_metrics(batch, policy)
+        if config.kl.place != "none":
+            batch = batch.with_(ref_logprobs=flow.reference.logprobs(batch))
+
+        # 2. Advantages: outcome on the last action, the KL penalty on every one, then GAE over the actions.
+        kl_mean = 0.0
+        penalty = None
+        if batch.ref_logprobs is not None:
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, config.kl.estimator, mask)
+            kl_mean = float(kl.sum() / mask.sum().clamp(min=1))
+            penalty = kl if config.kl.place == "reward" else None
+        rewards = token_rewards(batch.sequence_reward, batch.cu_seqlens, mask, penalty, self.kl.coef)
+        discount, lam = config.advantage.gamma, config.advantage.lam
+        advantages, returns = gae(rewards, values, mask, batch.cu_seqlens, discount, lam)
+        if config.advantage.whiten:
+            advantages = whiten(advantages, mask)
+        batch = batch.with_(values=values, rewards=rewards, advantages=advantages, returns=returns)
+
+        # 3. Updates: the critic towards the returns, the policy along the advantages.
+        def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+            return policy_loss(output, part, config, self.kl.coef)
+
+        def critic_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+            return value_loss(output.values, part.values, part.returns, part.loss_mask, config.loss.value_clip)
+
+        means = MeanOf()
+        for mini in mini_batches(batch, config.run.num_update, config.run.epochs, seed=self.steps):
+            means.add(flow.critic.update(mini, critic_loss))
+            if self.steps >= config.critic.warmup_rollouts:
+                means.add(flow.actor.update(mini, actor_loss))
+
+        # 4. The engine gets the new weights.
+        flow.rollout.update_weights(flow.actor)
+        metrics |= means.result()
+        metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
+        metrics["critic/explained_variance"] = explained_variance(values, returns, mask)
+        self.kl = self.kl.updated(kl_mean, len(rollouts))
+        self.steps += 1
+        return StepResult(metrics, rollouts, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl": self.kl.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl = self.kl.restored(state["kl"])
+        self.steps = state["steps"]

@@ -1,0 +1,246 @@
+"""Prompts: readers of parquet and JSONL, rendering to token ids, and the loader that remembers where it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pyarrow
+import pyarrow.parquet
+
+from megarl.config import ConfigError
+from megarl.types import Message, Prompt
+
+Item = TypeVar("Item")
+
+_ALIASES = {"prompt": "messages", "ground_truth": "label"}  # what the two columns are called elsewhere
+_EXTRA = ("extra_info", "metadata", "extra")  # columns whose fields are spread out into Prompt.extra
+
+
+def read_prompts(path: str | Path, prompt_key: str = "prompt", label_key: str = "ground_truth") -> list[Prompt]:
+    """All prompts of a file, in its order, without token ids.
+
+    `.parquet` with verl's columns (data_source, prompt, ability, reward_model {style, ground_truth}, extra_info), or
+    `.jsonl` with {prompt | messages, ground_truth | label, tools, data_source, id, metadata | extra}; either may use
+    the other's columns. `prompt_key` names the prompt, a list of chat messages or a string that becomes one user
+    message; `label_key` the ground truth where there is no `reward_model.ground_truth`, "" where there is none at all.
+    `tools` are names or OpenAI tool schemas. Without `id` a row's id is the file's stem and the row's number from 0.
+    Any other column goes into `extra`, together with the fields of extra_info, metadata and extra.
+
+    Raises ConfigError for a missing, empty or unreadable file, a missing column, a malformed row, an id used twice.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"there is no data file {file}; check data.train and data.eval")
+    if file.suffix == ".parquet":
+        rows = _parquet_rows(file)
+    elif file.suffix == ".jsonl":
+        rows = _jsonl_rows(file)
+    else:
+        raise ConfigError(f"{file}: the suffix {file.suffix!r} is not known; data files are .parquet or .jsonl")
+    prompts: list[Prompt] = []
+    seen: dict[str, str] = {}
+    for where, row in rows:
+        prompt = _prompt(row, where, f"{file.stem}-{len(prompts)}", prompt_key, label_key)
+        if prompt.id in seen:
+            raise ConfigError(f"{where}: the id {prompt.id!r} is taken by {seen[prompt.id]}; ids must be unique")
+        seen[prompt.id] = where
+        prompts.append(prompt)
+    if not prompts:
+        raise ConfigError(f"{file} holds no prompts")
+    return prompts
+
+
+def render_prompts(
+    prompts: Sequence[Prompt], render: Callable[[Prompt], Sequence[int]], max_prompt_tokens: int
+) -> tuple[list[Prompt], int]:
+    """The prompts with their token ids, without those longer than `max_prompt_tokens`, and how many those were.
+
+    Raises ConfigError if none is left.
+    """
+    kept: list[Prompt] = []
+    shortest = 0
+    for prompt in prompts:
+        ids = tuple(render(prompt))
+        if len(ids) <= max_prompt_tokens:
+            kept.append(replace(prompt, token_ids=ids))
+        else:
+            shortest = min(shortest or len(ids), len(ids))
+    if not kept:
+        raise ConfigError(
+            f"all {len(prompts)} prompts are longer than {max_prompt_tokens} tokens, the shortest has {shortest}; "
+            "raise rollout.max_context"
+        )
+    return kept, len(prompts) - len(kept)
+
+
+class PromptLoader(Generic[Item]):
+    """Hands out prompts for ever, epoch after epoch, each epoch in an order of its own that only the seed decides.
+
+    A batch may take the end of one epoch and the beginning of the next, so that every prompt comes once per epoch.
+    Items of another kind will do, too: they are only indexed, and only when it is their turn.
+    """
+
+    def __init__(self, prompts: Sequence[Item], prompts_per_step: int, seed: int, shuffle: bool = True) -> None:
+        if not len(prompts):
+            raise ConfigError("there are no prompts to train on")
+        if prompts_per_step < 1:
+            raise ConfigError(f"data.prompts_per_step must be at least 1, not {prompts_per_step}")
+        self._prompts = prompts
+        self._per_step = prompts_per_step
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._offset = 0  # prompts of this epoch that were handed out
+        self._samples = 0  # prompts handed out since the beginning
+        self._order = self._order_of(0)
+
+    def next_batch(self) -> list[Item]:
+        """The next `prompts_per_step` prompts."""
+        batch: list[Item] = []
+        while len(batch) < self._per_step:
+            if self._offset == len(self._order):
+                self._epoch += 1
+                self._offset = 0
+                self._order = self._order_of(self._epoch)
+            batch.append(self._prompts[self._order[self._offset]])
+            self._offset += 1
+        self._samples += len(batch)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, as plain values: the next batch of a loader that loads this is the next one of this."""
+        return {
+            "epoch": self._epoch,
+            "offset": self._offset,
+            "samples": self._samples,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place. Raises ConfigError if it was saved with other prompts."""
+        if state["fingerprint"] != self.fingerprint:
+            raise ConfigError(
+                "the checkpoint was written with other training prompts than these; give data.train the file it was "
+                "written with, or start a new run.dir"
+            )
+        self._epoch, self._offset, self._samples = int(state["epoch"]), int(state["offset"]), int(state["samples"])
+        self._order = self._order_of(self._epoch)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the data set: its length and up to 1,000 of its items, evenly spread, for some are slow to index."""
+        count = len(self._prompts)
+        digest = hashlib.sha256(str(count).encode())
+        for place in range(min(count, 1000)):
+            digest.update(repr(self._prompts[place * count // min(count, 1000)]).encode())
+        return digest.hexdigest()
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from None
+    number = 0
+    for batch in table.to_batches(max_chunksize=1000):  # not the whole table as Python objects twice
+        for row in batch.to_pylist():
+            yield f"{file}, row {number}", row
+            number += 1
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{file}:{number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # also a UnicodeDecodeError
+                raise ConfigError(f"{where}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{where}: a {type(row).__name__}, not an object with the key {'prompt'!r}")
+            yield where, row
+
+
+def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str) -> Prompt:
+    rest = dict(row)
+    messages = _messages(_take(rest, prompt_key, where, "data.prompt_key"), where, prompt_key)
+    reward_model = rest.get("reward_model")
+    if isinstance(reward_model, dict) and "ground_truth" in reward_model:
+        ground_truth = reward_model["ground_truth"]
+        rest.pop("reward_model")
+    elif label_key:
+        ground_truth = _take(rest, label_key, where, "data.label_key")
+    else:
+        ground_truth = None
+    identity = rest.pop("id", None)
+    tools = _tools(rest.pop("tools", None), where)
+    data_source = str(rest.pop("data_source", None) or "")
+    extra: dict[str, Any] = {}
+    for name in _EXTRA:
+        fields = rest.get(name)
+        if isinstance(fields, dict):
+            extra.update(rest.pop(name))
+    return Prompt(
+        id=default_id if identity is None else str(identity),
+        messages=messages,
+        data_source=data_source,
+        ground_truth=ground_truth,
+        tools=tools,
+        extra=rest | extra,
+    )
+
+
+def _take(row: dict[str, Any], key: str, where: str, option: str) -> Any:
+    for name in (key, _ALIASES.get(key)):
+        if name is not None and row.get(name) is not None:
+            return row.pop(name)
+    present = ", ".join(name for name, value in row.items() if value is not None) or "none"
+    empty = f"; the column {key!r} is empty here" if key in row else ""
+    none = ' (or to "" if there is no ground truth)' if option == "data.label_key" else ""
+    raise ConfigError(f"{where}: no {key!r}{empty}; columns here: {present}; set {option} to the right one{none}")
+
+
+def _messages(value: Any, where: str, key: str) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},)
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where}: {key!r} must be text or a list of chat messages, not {str(value)[:80]!r}")
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ConfigError(f"{where}: {key!r} holds {str(message)[:80]!r}, not a message with role and content")
+        # A parquet column of structs gives every message every field, None where it has none.
+        messages.append({name: item for name, item in message.items() if item is not None or name == "content"})
+    return tuple(messages)
+
+
+def _tools(value: Any, where: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = [value]
+    names = []
+    for tool in value if isinstance(value, list) else [value]:
+        name = tool.get("function", tool).get("name") if isinstance(tool, dict) else tool
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{where}: 'tools' holds {str(tool)[:80]!r}, neither a name nor a tool schema")
+        names.append(name)
+    return tuple(names)

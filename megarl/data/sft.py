@@ -1,0 +1,119 @@
+"""Finished conversations for supervised fine-tuning, tokenised turn by turn as the rollout loop would see them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from megarl.config import ConfigError
+from megarl.types import Message, Prompt, Rollout, Turn
+
+
+def sft_rollouts(path: str | Path, tokenizer: Any) -> Conversations:
+    """Read a JSONL file of conversations as Rollouts whose action turns are what the assistant wrote.
+
+    Each line holds `messages`, which end with the assistant's, and where tools are called `tools`, a list of OpenAI
+    tool schemas. An action turn runs up to and including the tokenizer's end-of-turn token; its log-probs are 0, for
+    nobody sampled it. Raises ConfigError, naming the line, where there is no such conversation.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"there is no file of conversations {path}; set data.train to one")
+    rows: list[tuple[str, dict[str, Any]]] = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{where} is not JSON: {error}") from None
+            check(row, where)
+            rows.append((where, row))
+    if not rows:
+        raise ConfigError(f"{path} holds no conversation")
+    return Conversations(rows, tokenizer)
+
+
+class Conversations(Sequence[Rollout]):
+    """The conversations of a file, each rendered and tokenised when it is asked for (0.5 ms), not all at the start."""
+
+    def __init__(self, rows: Sequence[tuple[str, dict[str, Any]]], tokenizer: Any) -> None:
+        self.rows = rows
+        self.tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Rollout: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Conversations: ...
+
+    def __getitem__(self, index: int | slice) -> Rollout | Conversations:
+        if isinstance(index, slice):
+            return Conversations(self.rows[index], self.tokenizer)
+        where, row = self.rows[index]
+        return conversation(row, self.tokenizer, where, group=index)
+
+
+def check(row: Any, where: str) -> None:
+    """Raise ConfigError where the row is not a conversation that ends with the assistant's words."""
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        raise ConfigError(f"{where} has no list `messages`")
+    roles = [message.get("role") if isinstance(message, dict) else None for message in row["messages"]]
+    if None in roles:
+        raise ConfigError(f"{where}: message {roles.index(None)} has no role")
+    if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
+        raise ConfigError(f"{where}: messages must begin with a prompt and end with the assistant's, not {roles}")
+
+
+def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0) -> Rollout:
+    """One conversation as a Rollout: prompt, action, observation, action, ..., action.
+
+    The chat template renders ever longer beginnings of the conversation; what a beginning adds to the one before is
+    tokenised by itself, because the ids of a turn were fixed before the next one was written.
+    """
+    messages: tuple[Message, ...] = tuple(row["messages"])
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    end_of_turn = tokenizer.eos_token
+    tools = row.get("tools") or None
+
+    def render(count: int, add_generation_prompt: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages[:count]), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
+
+    def rest(text: str, known: str) -> str:
+        if not text.startswith(known):
+            raise ConfigError(f"{where}: the chat template rewrites earlier turns once later ones are there")
+        return text[len(known) :]
+
+    turns: list[Turn] = []
+    known = ""
+    for index in answers:
+        observed = rest(render(index, True), known)
+        known += observed
+        turns.append(Turn(tuple(tokenizer.encode(observed, add_special_tokens=False))))
+        written = rest(render(index + 1, False), known)
+        if end_of_turn not in written:
+            raise ConfigError(f"{where}: the chat template does not end the assistant's turn by {end_of_turn}")
+        written = written[: written.rindex(end_of_turn) + len(end_of_turn)]
+        known += written
+        ids = tuple(tokenizer.encode(written, add_special_tokens=False))
+        turns.append(Turn(ids, logprobs=(0.0,) * len(ids), is_action=True))
+    prompt = Prompt(
+        id=str(row.get("id", where)),
+        messages=messages[: answers[0]],
+        token_ids=turns[0].token_ids,
+        ground_truth=row.get("ground_truth"),
+        tools=tuple(tool["function"]["name"] for tool in tools or ()),
+    )
+    calls = sum(len(message.get("tool_calls") or ()) for message in messages)
+    return Rollout(prompt, tuple(turns), messages=messages, group=group, tool_calls=calls)

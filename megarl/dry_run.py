@@ -1,0 +1,186 @@
+"""What can be known before anything starts: whether a configuration fits together, and what it will need.
+
+`validate` runs at the head of every run, so that a mistake costs seconds and not a queue's wait; `--dry-run` prints its
+report and stops there. It starts no process, device, Megatron or SGLang: a 512-GPU recipe is checked on a laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl import checks
+from megarl.config import Config, ConfigError
+from megarl.models.family import HFConfig
+from megarl.models.memory import StageMemory, plan_memory, stage_layers
+from megarl.models.registry import family_of, param_count
+from megarl.parallel.ranks import check_layout
+
+GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `validate` found out. `facts`: section -> rows of (what, value). `memory`: one entry per pipeline stage.
+
+    Both are empty where a mistake in the layout or the model leaves nothing to plan.
+    """
+
+    errors: list[str]
+    warnings: list[str]
+    facts: dict[str, list[tuple[str, str]]]
+    memory: list[StageMemory]
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    def raise_errors(self) -> None:
+        """Raise ConfigError with every mistake in one line, if there are any."""
+        if self.errors:
+            raise ConfigError("; and ".join(self.errors))
+
+
+def validate(config: Config, dry_run: bool = False, roles_with_options: Collection[str] = ()) -> Report:
+    """Check everything that can be checked without starting anything; every error names the key and the remedy.
+
+    In a dry run the model may be a config.json alone (`model.hf_config`), and data files that are not there are
+    warnings. `roles_with_options`: roles that a script registered itself; a reward of its own needs no
+    `reward.functions`.
+    """
+    errors: list[str] = []
+    warnings: list[str] = []
+
+    def passes(check: Callable[..., Any], *arguments: Any) -> bool:
+        try:
+            check(*arguments)
+        except ConfigError as error:
+            errors.append(str(error))
+            return False
+        return True
+
+    # Each depends on the ones before it: a layout that is wrong has no data parallel size to speak of.
+    laid_out = (
+        passes(checks.check_ranges, config)
+        and passes(check_layout, config.parallel)
+        and passes(checks.check_nodes, config)
+    )
+    passes(checks.check_algorithm, config, warnings, "reward" in roles_with_options)
+    passes(checks.check_data, config, dry_run, warnings)
+    if laid_out:
+        passes(checks.check_batch, config, warnings)
+    models: list[HFConfig | None] = []
+    if not passes(lambda: models.extend(checks.models(config, dry_run, warnings))) or not laid_out:
+        return Report(errors, warnings, {}, [])
+    hf, critic_hf = models
+    assert hf is not None
+    divides = all([passes(checks.check_training_layout, model, config) for model in models if model is not None])
+    if config.algorithm != "sft":
+        divides = passes(checks.check_engine, hf, config) and divides
+        passes(checks.check_lengths, hf, config, warnings)
+    if not divides:
+        return Report(errors, warnings, {}, [])
+    return Report(errors, warnings, _facts(hf, critic_hf, config), plan_memory(hf, config, critic_hf))
+
+
+def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str, list[tuple[str, str]]]:
+    parallel, rollout, run = config.parallel, config.rollout, config.run
+    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
+    counts = param_count(hf)
+    here = min(parallel.world_size, parallel.ranks_per_node)
+    layers = [len(stage) for stage in stage_layers(int(settings["num_layers"]), parallel.pp, settings)]
+    model = [
+        ("architecture", family_of(hf).architecture),
+        ("parameters", f"{_count(sum(counts.values()))}, of which {_count(counts['experts'])} in routed experts"),
+        ("critic", "none" if critic_hf is None else _count(sum(param_count(critic_hf).values()))),
+    ]
+    layout = [
+        ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
+        ("dense layers", f"tp {parallel.tp} x pp {parallel.pp} x dp {checks.data_parallel(config)}"),
+        ("experts", f"ep {parallel.ep} x pp {parallel.pp} x dp {parallel.world_size // (parallel.ep * parallel.pp)}"),
+        ("layers by stage", " ".join(map(str, layers))),
+    ]
+    sequences, per_epoch = checks.sequences_per_step(config), run.num_update // run.epochs
+    batch = [
+        ("sequences a step", f"{config.data.prompts_per_step} prompts x {sequences // config.data.prompts_per_step}"),
+        ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
+        ("mini-batch", f"{sequences / per_epoch:g} sequences over dp {checks.data_parallel(config)}"),
+        ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
+    ]
+    facts = {"model": model, "layout": layout, "batch": batch}
+    if config.algorithm != "sft":
+        nodes = -(-rollout.tp // here)
+        spread = f", each over {nodes} nodes" if nodes > 1 else ""
+        facts["engines"] = [
+            ("SGLang engines", f"{parallel.world_size // rollout.tp} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
+            ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
+        ]
+    return facts
+
+
+def render(report: Report) -> str:
+    """The report for a terminal: facts, bytes per rank by part, warnings and errors."""
+    parts: list[Table | str] = []
+    if report.facts:
+        facts = Table(box=box.SIMPLE_HEAD, show_header=False)
+        facts.add_column(style="bold")
+        facts.add_column()
+        facts.add_column(overflow="fold")
+        for section, rows in report.facts.items():
+            for i, (name, value) in enumerate(rows):
+                facts.add_row(section if i == 0 else "", name, value, end_section=i == len(rows) - 1)
+        parts.append(facts)
+    if report.memory:
+        parts += [_memory_table(report.memory), _verdict(max(stage.peak for stage in report.memory))]
+    parts += [f"warning: {line}" for line in report.warnings]
+    parts += [f"error: {line}" for line in report.errors] or ["the configuration fits together"]
+    console = Console(soft_wrap=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str), markup=False, highlight=False)
+    return capture.get().rstrip()
+
+
+def _verdict(peak: int) -> str:
+    line = f"the fullest rank needs {_bytes(peak)}"
+    if peak < 4e9:
+        return line
+    size = next((size for size in GPU_SIZES if peak < 0.93 * size * 1e9), None)  # the rest is for CUDA and NCCL
+    return f"{line}: GPUs of {size} GB or more" if size else f"{line}, more than a GPU of {GPU_SIZES[-1]} GB has"
+
+
+def _memory_table(stages: list[StageMemory]) -> Table:
+    """Parts down, pipeline stages across: the first, the fullest in between, and the last."""
+    shown = [stages[0], *([max(stages[1:-1], key=lambda s: s.peak)] if len(stages) > 2 else []), *stages[1:][-1:]]
+    table = Table(box=box.SIMPLE_HEAD, title="memory per rank", title_justify="left")
+    table.add_column("")
+    for stage in shown:
+        first, last = stage.layers.start, stage.layers.stop - 1
+        table.add_column(f"stage {stage.stage}, layers {first}-{last}", justify="right")
+    blocks: list[tuple[list[dict[str, int]], str, list[int]]] = [
+        ([s.states for s in shown], "", []),
+        ([s.training for s in shown], "training, engine asleep", [s.training_total for s in shown]),
+        ([s.generation for s in shown], "generating", [s.generation_total for s in shown]),
+        ([s.host for s in shown], "", []),
+    ]
+    for parts, title, totals in blocks:
+        for name in parts[0]:
+            estimate = "about " if name in ("activations", "engine KV cache") else ""
+            where = " (host)" if parts[0] is shown[0].host else ""
+            table.add_row(name + where, *[estimate + _bytes(part[name]) for part in parts])
+        if totals and parts[0]:
+            table.add_row(title, *map(_bytes, totals), style="bold", end_section=True)
+    return table
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"

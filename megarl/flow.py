@@ -1,0 +1,252 @@
+"""HybridFlow: roles, the colocated placement, and the one training loop.
+
+Every rank builds the same flow and runs the same controller on the same values. The roles (`flow.actor`,
+`flow.rollout`, ...) share the work of a call among the ranks and hand the whole result to each of them, so that an
+algorithm is written as if there were one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint.sharded import restore_model, save_model
+from megarl.checkpoint.store import CheckpointStore
+from megarl.config import Config, ConfigError, load_config
+from megarl.controllers.base import StepResult
+from megarl.controllers.registry import make_controller
+from megarl.data.prompts import PromptLoader, read_prompts, render_prompts
+from megarl.dry_run import validate
+from megarl.models.registry import load_hf_config
+from megarl.observe.clock import Clock
+from megarl.observe.metrics import rollout_metrics
+from megarl.observe.run_log import RunLog
+from megarl.parallel import device, ranks
+from megarl.rollout.chat import Chat
+from megarl.rollout.tools import load_tools
+from megarl.types import Prompt
+from megarl.workers.actor import ActorWorker
+from megarl.workers.context import Context, Worker
+from megarl.workers.critic import CriticWorker
+from megarl.workers.reference import ReferenceWorker
+from megarl.workers.reward import RewardWorker
+from megarl.workers.rollout import RolloutWorker
+
+WORKERS: dict[str, Callable[..., Worker]] = {
+    "rollout": RolloutWorker,
+    "actor": ActorWorker,
+    "reference": ReferenceWorker,
+    "critic": CriticWorker,
+    "reward": RewardWorker,
+}
+
+REQUEUE_EXIT_CODE = 85
+"""Exit status of a run that was asked to stop (SIGUSR1 or SIGTERM) and saved itself: start it again with resume=auto."""
+
+
+class HybridFlow:
+    """An algorithm's roles and the loop that runs it.
+
+        flow = HybridFlow("configs/quickstart.yaml")
+        flow.register_worker("reward", reward_fn=lambda rollout: float("42" in rollout.answer))
+        flow.run(num_rollout=10, num_update=2)
+
+    Roles that the controller needs and nobody registered get their default worker.
+    """
+
+    rollout: RolloutWorker
+    actor: ActorWorker
+    reference: ReferenceWorker
+    critic: CriticWorker
+    reward: RewardWorker
+
+    def __init__(self, config: Config | str | Path, overrides: Sequence[str] = ()) -> None:
+        self.config = config if isinstance(config, Config) else load_config(config, overrides)
+        self.registered: dict[str, tuple[Callable[..., Worker], dict[str, Any]]] = {}
+        self.step = 0
+        self._stop_asked = False
+
+    def register_worker(self, role: str, worker: Callable[..., Worker] | None = None, **options: Any) -> None:
+        """Say which worker plays a role, and with which options: `worker(context, **options)`."""
+        if role not in WORKERS:
+            raise ConfigError(f"there is no role {role!r}; roles are {', '.join(WORKERS)}")
+        self.registered[role] = (worker or WORKERS[role], options)
+
+    def run(self, num_rollout: int | None = None, num_update: int | None = None) -> dict[str, float]:
+        """Train for `num_rollout` steps of `num_update` optimizer steps each; returns the last step's metrics.
+
+        Both default to the configuration. Call once per process. Raises ConfigError for a user's mistake.
+        """
+        run = self.config.run
+        run = dataclasses.replace(
+            run,
+            num_rollout=run.num_rollout if num_rollout is None else num_rollout,
+            num_update=run.num_update if num_update is None else num_update,
+        )
+        self.config = dataclasses.replace(self.config, run=run)
+        self.controller = make_controller(self.config)
+        self.workers: list[Worker] = []
+        validate(self.config, roles_with_options=frozenset(self.registered)).raise_errors()
+        self.ranks = ranks.initialize(self.config.parallel, run.timeout_s)
+        self.log = RunLog(self.config, self.ranks)
+        finished = False
+        try:
+            self._start()
+            metrics = self._loop()
+            finished = True
+            return metrics
+        finally:
+            for worker in reversed(self.workers):
+                worker.close()
+            self.log.close()
+            if finished:
+                ranks.shutdown()
+
+    def load_prompts(self, path: str) -> list[Prompt]:
+        """Read and render prompts; those that leave no room for an answer are dropped, with a line that says how many."""
+        data = self.config.data
+        prompts = read_prompts(path, data.prompt_key, data.label_key)
+        kept, dropped = render_prompts(prompts, self.chat.render, self.config.rollout.max_context - 1)
+        if dropped:
+            self.log.say(f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context and are left out")
+        return kept
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def _loop(self) -> dict[str, float]:
+        run = self.config.run
+        metrics: dict[str, float] = {}
+        self._catch_signals()
+        while self.step < run.num_rollout:
+            if self._eval_due(first=0):
+                self.log.metrics(self.step, self._evaluate())
+            items = self.loader.next_batch()
+            self.step += 1
+            self.log.begin_step(self.step)
+            self._for_step()
+            result = self.controller.step(self, items)
+            metrics = self._finish_step(result)
+            last = self.step == run.num_rollout
+            stop = any(ranks.all_gather_objects(self._stop_asked)) and not last
+            if stop or (run.save_every and (last or self.step % run.save_every == 0)):
+                self._save()
+            if stop:
+                self.log.say(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
+                raise SystemExit(REQUEUE_EXIT_CODE)
+        if self._eval_due(first=1):
+            evaluation = self._evaluate()
+            self.log.metrics(self.step, evaluation)
+            metrics |= evaluation
+        if run.export:
+            self.actor.export(self.log.run_dir / "export")
+        return metrics
+
+    def _finish_step(self, result: StepResult) -> dict[str, float]:
+        metrics = dict(result.metrics)
+        metrics |= rollout_metrics(result.rollouts)
+        metrics |= self.clock.lap()
+        if result.batch is not None:
+            tokens = len(result.batch.tokens)
+            metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.ranks.world
+        metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
+        self.log.step(self.step, metrics, result.rollouts, result.batch)
+        return metrics
+
+    def _for_step(self) -> None:
+        if hasattr(self, "rollout"):
+            self.rollout.step = self.step
+
+    def _eval_due(self, first: int) -> bool:
+        every = self.config.run.eval_every
+        return bool(every and self.eval_prompts and (first or self.step % every == 0))
+
+    def _evaluate(self) -> dict[str, float]:
+        """Reward on the held-out prompts, one answer each: greedy, and sampled as in training."""
+        metrics = {}
+        for name, greedy in (("greedy", True), ("sampled", False)):
+            rollouts = self.reward.score(self.rollout.generate(self.eval_prompts, 1, greedy=greedy))
+            for metric, value in rollout_metrics(rollouts).items():
+                short = metric.removeprefix("rollout/").replace("reward_mean", "reward")
+                if short in ("reward", "turns_mean", "response_length_mean"):
+                    metrics[f"eval/{short}_{name}"] = value
+        self.clock.lap()  # evaluation is not part of a training step's time
+        return metrics
+
+    # --- start, checkpoint ------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        config, run = self.config, self.config.run
+        self.clock = Clock(self.log.phase)
+        self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools))
+        self.log.tokenizer = self.chat.tokenizer
+        context = Context(
+            config=config,
+            ranks=self.ranks,
+            hf_config=load_hf_config(config.model.path),
+            chat=self.chat,
+            clock=self.clock,
+            run_dir=self.log.run_dir,
+            total_updates=run.num_rollout * run.num_update,
+        )
+        for role in self.controller.roles():
+            make, options = self.registered.get(role, (WORKERS[role], {}))
+            if role == "reference":
+                options = {"actor": self.actor, **options}
+            worker = make(context, **options)
+            setattr(self, role, worker)
+            self.workers.append(worker)
+            worker.start()
+        items = self.controller.items(self)
+        self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
+        has_eval = bool(config.data.eval and run.eval_every and hasattr(self, "rollout"))
+        self.eval_prompts = self.load_prompts(config.data.eval) if has_eval else []
+        for worker in self.workers:
+            worker.ready()
+        self.store = CheckpointStore(self.log.run_dir, run.keep_checkpoints)
+        if run.resume == "auto":
+            self._resume()
+        self.clock.lap()
+
+    def _trained(self) -> dict[str, Any]:
+        """The models that a checkpoint holds, by role."""
+        return {role: getattr(self, role).model for role in ("actor", "critic") if hasattr(self, role)}
+
+    def _save(self) -> None:
+        host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
+
+        def write_models(folder: Path) -> None:
+            for role, model in self._trained().items():
+                save_model(model, folder / role)
+
+        with self.clock.phase("save"):
+            self.store.save(self.step, host, write_models)
+
+    def _resume(self) -> None:
+        folder = self.store.newest()
+        if folder is None:
+            self.log.say("no checkpoint in the run folder yet: starting afresh")
+            return
+        host = self.store.load(folder)
+        for role, model in self._trained().items():
+            restore_model(model, folder / role)
+        self.step = host["step"]
+        self.loader.load_state_dict(host["loader"])
+        self.controller.load_state_dict(host["controller"])
+        if hasattr(self, "rollout"):
+            self.rollout.update_weights(self.actor)
+        self.log.say(f"resumed from {folder} after step {self.step}")
+
+    def _catch_signals(self) -> None:
+        """A first SIGTERM or SIGUSR1 asks for a stop at the end of the step; a second SIGTERM ends the run at once."""
+
+        def ask(number: int, frame: Any) -> None:
+            if self._stop_asked and number == signal.SIGTERM:
+                raise SystemExit(143)
+            self._stop_asked = True
+
+        signal.signal(signal.SIGUSR1, ask)
+        if self.config.run.save_every:
+            signal.signal(signal.SIGTERM, ask)

@@ -1,0 +1,154 @@
+"""From an HF config to Megatron's `GPTModel`, wrapped for data parallelism.
+
+Transformer Engine's layer spec on CUDA, the local spec with `cpu_modules.py` elsewhere. What the model computes comes
+from its family's table; how it is spread out and in which type, from our configuration; `model.megatron` has the last
+word on everything that neither of them owns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megarl.config import Config, ConfigError
+from megarl.megatron.heads import ValueHead
+from megarl.models.layout import padded_vocab
+from megarl.models.registry import family_of
+from megarl.parallel import device
+
+Role = Literal["actor", "critic"]
+
+_OURS = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "expert_model_parallel_size": "parallel.ep",
+    "params_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "pipeline_dtype": "model.dtype",
+    "deterministic_mode": "train.deterministic",
+}
+"""Fields of TransformerConfig that have a key of ours."""
+
+_FIXED = {
+    "fp16": "training in fp16 is not implemented",
+    "sequence_parallel": "it is on exactly where parallel.tp > 1",
+    "expert_tensor_parallel_size": "experts have tensor parallel size 1",
+    "context_parallel_size": "context parallelism is not implemented",
+    "virtual_pipeline_model_parallel_size": "interleaved pipelines are not implemented",
+    "pipeline_model_parallel_layout": "only even pipeline splits are implemented",
+    "mtp_num_layers": "multi-token prediction layers are not trained",
+    "calculate_per_token_loss": "losses are sums over tokens",
+    "variable_seq_lengths": "micro-batches differ in length",
+    "finalize_model_grads_func": "it is a function",
+}
+"""Fields that cannot be set at all, and why."""
+
+
+def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConfig:
+    """Megatron's configuration of the model. Raises ConfigError for a key of `model.megatron` that it does not have,
+    that has a key of ours, or that Megatron refuses."""
+    family = family_of(hf)
+    values = dict(family.megatron_config(hf))
+    kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
+    parallel, dtype = config.parallel, getattr(torch, config.model.dtype)
+    values.update(
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.tp > 1,
+        pipeline_model_parallel_size=parallel.pp,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the only one for sequences of any length
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads,
+        deterministic_mode=config.train.deterministic,
+        use_cpu_initialization=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+    if values.get("num_moe_experts"):
+        if values["num_moe_experts"] % parallel.ep:
+            raise ConfigError(f"parallel.ep={parallel.ep} does not divide the model's {values['num_moe_experts']} experts")
+        values.update(
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=1,
+            moe_grouped_gemm=device.has_cuda(),
+        )
+    elif parallel.ep > 1:
+        raise ConfigError(f"parallel.ep={parallel.ep}, but the model has no experts; set it to 1")
+    if values["num_layers"] % parallel.pp:
+        raise ConfigError(f"parallel.pp={parallel.pp} does not divide the model's {values['num_layers']} layers")
+    values.update(_passed_through(config.model.megatron, kind))
+    try:
+        return kind(**values)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"Megatron refuses this model configuration: {error}") from error
+
+
+def _passed_through(given: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    known = [item.name for item in dataclasses.fields(kind) if item.init]
+    for name in given:
+        if name in _OURS:
+            raise ConfigError(f"model.megatron.{name} has a key of its own: set {_OURS[name]}")
+        if name in _FIXED:
+            raise ConfigError(f"model.megatron.{name} cannot be set: {_FIXED[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"model.megatron.{name} is not a field of Megatron's {kind.__name__}{hint}")
+    return dict(given)
+
+
+def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[DistributedDataParallel]:
+    """This rank's part of the model: one chunk, since pipelines are not interleaved. Weights are arbitrary until loaded."""
+    settings = transformer_config(hf, config)
+    if config.train.deterministic and device.has_cuda():
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    arguments = dict(family_of(hf).gpt_kwargs(hf))
+    arguments["vocab_size"] = padded_vocab(arguments["vocab_size"], config.parallel.tp)
+    if role == "critic":
+        arguments["share_embeddings_and_output_weights"] = False
+    model = GPTModel(
+        config=settings,
+        transformer_layer_spec=_layer_spec(settings),
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        **arguments,
+    )
+    if role == "critic" and last:
+        model.output_layer = ValueHead(settings)
+    # Megatron takes routed experts for dense parameters unless EP > 1. With tensor parallel size 1 for experts only,
+    # their replicas on other tensor parallel ranks see other tokens, and the gradients must be summed over these too.
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False
+    model.to(device.device())
+    wrapped = Float16Module(settings, model) if settings.bf16 else model
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False
+    )
+    return [DistributedDataParallel(settings, ddp, wrapped)]
+
+
+def _layer_spec(settings: TransformerConfig) -> Any:
+    if device.has_cuda():
+        return get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
+    from megarl.megatron.cpu_modules import adapt_local_spec
+
+    spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization="RMSNorm")
+    return adapt_local_spec(spec)

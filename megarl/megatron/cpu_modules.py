@@ -1,0 +1,124 @@
+"""Modules for Megatron's local layer spec on a machine without Transformer Engine: attention, norm, replicated linear.
+
+They stand where Transformer Engine's TEDotProductAttention, TENorm and TELinear(parallel_mode="duplicated") stand on
+CUDA, because the local spec's own do not know packed sequences, sequence parallelism, or a k_pos_emb gradient that is
+summed over tensor parallel ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_latent_attention as mla
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class PackedAttention(MegatronModule):
+    """Causal core attention on `scaled_dot_product_attention`, for GQA and MLA, one call per packed sequence.
+
+    A call per sequence costs the sum of the squared lengths; one call with a block-diagonal mask would cost the square
+    of the sum, forty times as much for a micro-batch of forty sequences.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
+            raise ValueError(f"only causal self attention is here, not {attn_mask_type} {attention_type} attention")
+        self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.dropout = config.attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """query [T, heads, d], key [T, groups, d], value [T, groups, d_v] -> [T, heads * d_v]; without
+        `packed_seq_params` [s, b, heads, d] and so on -> [s, b, heads * d_v]."""
+        if packed_seq_params is None:
+            return self._attend(query, key, value)
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        return torch.cat([self._attend(q[:, None], k[:, None], v[:, None])[:, 0] for q, k, v in parts])
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+        output = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root mean square norm whose weight says that its gradient must be summed over sequence parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A linear layer whose weight every tensor parallel rank has whole, applied to its part of the sequence."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise ValueError("DuplicatedLinear has no bias")
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[..., input_size] -> [..., output_size] and no bias, as Megatron's linear layers return."""
+        return F.linear(x, self.weight), None
+
+
+def adapt_local_spec(spec: Any) -> Any:
+    """Put the modules above into a tree of Megatron's local layer specs, in place; returns the tree."""
+    # MLA recognises a replicated down projection by this class and by no other.
+    mla.TELinear = DuplicatedLinear
+    _walk(spec, set())
+    return spec
+
+
+def _walk(node: Any, seen: set[int]) -> None:
+    if id(node) in seen or isinstance(node, type):
+        return
+    seen.add(id(node))
+    if isinstance(node, mla.MLASelfAttentionSubmodules):
+        node.linear_q_down_proj = node.linear_kv_down_proj = DuplicatedLinear
+    if isinstance(node, list):
+        for item in node:
+            _walk(item, seen)
+    elif dataclasses.is_dataclass(node):
+        for item in dataclasses.fields(node):
+            value = getattr(node, item.name)
+            if value is DotProductAttention:
+                setattr(node, item.name, PackedAttention)
+            elif value is WrappedTorchNorm:
+                setattr(node, item.name, RMSNorm)
+            else:
+                _walk(value, seen)

@@ -1,0 +1,75 @@
+"""`model.megatron` against Megatron's own TransformerConfig, read from its source so that a plan needs no Megatron."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError
+
+OURS = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "expert_model_parallel_size": "parallel.ep",
+    "params_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "pipeline_dtype": "model.dtype",
+    "deterministic_mode": "train.deterministic",
+}
+"""Fields that have a key of ours."""
+
+FIXED = {
+    "fp16": "training in fp16 is not implemented",
+    "sequence_parallel": "it is on exactly where parallel.tp > 1",
+    "expert_tensor_parallel_size": "experts have tensor parallel size 1",
+    "context_parallel_size": "context parallelism is not implemented",
+    "virtual_pipeline_model_parallel_size": "interleaved pipelines are not implemented",
+    "pipeline_model_parallel_layout": "give num_layers_in_first_pipeline_stage and ..._last_... instead",
+    "account_for_embedding_in_pipeline_split": "give num_layers_in_first_pipeline_stage instead",
+    "account_for_loss_in_pipeline_split": "give num_layers_in_last_pipeline_stage instead",
+    "mtp_num_layers": "multi-token prediction layers are not trained",
+    "calculate_per_token_loss": "losses are sums over tokens",
+    "variable_seq_lengths": "micro-batches differ in length",
+    "finalize_model_grads_func": "it is a function",
+}
+"""Fields that cannot be set at all, and why."""
+
+_CLASSES = (
+    ("model_parallel_config.py", "ModelParallelConfig"),
+    ("transformer/transformer_config.py", "TransformerConfig"),
+)
+_MLA = ("transformer/transformer_config.py", "MLATransformerConfig")
+
+
+@functools.cache
+def known_fields(mla: bool) -> frozenset[str]:
+    """Names of the fields of TransformerConfig, or of MLATransformerConfig. Raises ConfigError without Megatron."""
+    spec = importlib.util.find_spec("megatron.core")  # finds the package without running it
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("Megatron-Core is not installed; run `bash launch/install.sh`")
+    names: set[str] = set()
+    for file, name in (*_CLASSES, *([_MLA] if mla else [])):
+        source = Path(spec.submodule_search_locations[0], file).read_text()
+        body = next(n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
+        annotated = (node.target for node in body if isinstance(node, ast.AnnAssign))
+        names |= {target.id for target in annotated if isinstance(target, ast.Name)}
+    return frozenset(names)
+
+
+def check(settings: Mapping[str, Any], mla: bool) -> None:
+    """Raise ConfigError for a key of `model.megatron` that Megatron does not know, with the nearest, or is not free."""
+    for name in settings:
+        if name in OURS:
+            raise ConfigError(f"model.megatron.{name} has a key of its own: set {OURS[name]}")
+        if name in FIXED:
+            raise ConfigError(f"model.megatron.{name} cannot be set: {FIXED[name]}")
+        if name not in known_fields(mla):
+            near = difflib.get_close_matches(name, known_fields(mla), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            kind = "MLATransformerConfig" if mla else "TransformerConfig"
+            raise ConfigError(f"model.megatron.{name} is not a field of Megatron's {kind}{hint}")

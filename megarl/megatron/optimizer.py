@@ -1,0 +1,95 @@
+"""Megatron's distributed optimizer and schedule, and a step that a non-finite gradient cannot spoil."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megarl.config import OptimizerConfig
+
+
+def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Any:
+    """AdamW with fp32 master weights and states, sharded over data parallel ranks. Biases and norms do not decay."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.max_grad_norm,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        ),
+        list(chunks),
+    )
+    for inner in _torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                # torch would do this in its first step, but Megatron's state_dict wants a step count before that.
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+    return optimizer
+
+
+def load_optimizer_state(optimizer: Any, state: Any) -> None:
+    """`optimizer.load_state_dict`, and then a step count of its own for each parameter.
+
+    Megatron gives all parameters one tensor for it, which torch's AdamW would increment once for each of them.
+    """
+    optimizer.load_state_dict(state)
+    for inner in _torch_optimizers(optimizer):
+        for values in inner.state.values():
+            values["step"] = values["step"].clone()
+
+
+def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The AdamW inside Megatron's wrappers where that is torch's; with Transformer Engine it is not."""
+    inner = [part.optimizer for part in optimizer.chained_optimizers]
+    return [one for one in inner if isinstance(one, torch.optim.AdamW)]
+
+
+def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int) -> OptimizerParamScheduler:
+    """Linear warm-up over `warmup_fraction` of all updates, then the decay.
+
+    `take_step` advances it before the update, so that update k of 1..n has the rate of point k on a line that ends at
+    n + 1: neither the first update nor the last has a rate of zero.
+    """
+    total = max(1, total_updates)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=min(total, round(config.warmup_fraction * total)),
+        lr_decay_steps=total + 1,
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def take_step(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[float, bool]:
+    """One update from the finished gradients. Returns the gradient's norm before clipping, and whether it was taken.
+
+    Megatron looks for non-finite gradients only where it scales the loss (fp16). Here a non-finite norm, which is the
+    same on all ranks because it is reduced over all of them, leaves weights, states and schedule as they are.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm() or 0.0)
+    if not math.isfinite(norm):
+        return norm, False
+    scheduler.step(1)
+    optimizer.step()
+    return norm, True

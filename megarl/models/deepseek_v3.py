@@ -1,0 +1,208 @@
+"""DeepSeek-V3: multi-head latent attention, sigmoid routing by groups with a bias for balance, shared experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+
+from megarl.config import ConfigError
+from megarl.models import blocks
+from megarl.models.family import Family, HFConfig
+from megarl.models.layout import Columns, HFTensor, Param, Replicated, Rows
+from megarl.models.options import need, require, require_common, rope
+
+HEADS = "num_attention_heads"
+
+
+def megatron_config(hf: HFConfig) -> dict[str, Any]:
+    _check(hf)
+    dense = _dense_layers(hf)
+    shared = int(hf.get("n_shared_experts") or 0) * need(hf, "moe_intermediate_size")
+    groups, group_topk = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    limited = group_topk < groups  # choosing all groups is choosing none
+    return dict(
+        num_layers=need(hf, "num_hidden_layers"),
+        hidden_size=need(hf, "hidden_size"),
+        ffn_hidden_size=need(hf, "intermediate_size"),
+        num_attention_heads=need(hf, HEADS),
+        multi_latent_attention=True,
+        q_lora_rank=hf.get("q_lora_rank"),
+        kv_lora_rank=need(hf, "kv_lora_rank"),
+        qk_head_dim=need(hf, "qk_nope_head_dim"),
+        qk_pos_emb_head_dim=need(hf, "qk_rope_head_dim"),
+        v_head_dim=need(hf, "v_head_dim"),
+        qk_layernorm=True,  # the norms of the latents
+        # Megatron's MLA turns pairs (0, 1), (2, 3).. itself, which is HF's rope_interleave: weights stay as they are.
+        rotary_interleaved=False,
+        **_rope(hf),
+        normalization="RMSNorm",
+        layernorm_epsilon=need(hf, "rms_norm_eps"),
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=hf.get("initializer_range", 0.02),
+        num_moe_experts=need(hf, "n_routed_experts"),
+        moe_layer_freq=[0] * dense + [1] * (need(hf, "num_hidden_layers") - dense),
+        moe_ffn_hidden_size=need(hf, "moe_intermediate_size"),
+        moe_shared_expert_intermediate_size=shared or None,
+        moe_router_topk=need(hf, "num_experts_per_tok"),
+        moe_router_num_groups=groups if limited else None,
+        moe_router_group_topk=group_topk if limited else None,
+        moe_router_topk_scaling_factor=float(hf.get("routed_scaling_factor", 1.0)),
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.0,  # moving it changes the policy outside of the loss
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+    )
+
+
+def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
+    return dict(
+        vocab_size=need(hf, "vocab_size"),
+        max_sequence_length=need(hf, "max_position_embeddings"),
+        position_embedding_type="rope",
+        rotary_base=float(rope(hf)["rope_theta"]),
+        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+    )
+
+
+def params(hf: HFConfig, tp: int) -> list[Param]:
+    _check(hf)
+    hidden, moe_ffn = need(hf, "hidden_size"), need(hf, "moe_intermediate_size")
+    shared = int(hf.get("n_shared_experts") or 0)
+    rows = blocks.embedding(hf)
+    for layer in range(need(hf, "num_hidden_layers")):
+        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        rows.append(blocks.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden))
+        rows += _attention(hf, layer)
+        rows.append(blocks.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden))
+        if layer < _dense_layers(hf):
+            ffn = need(hf, "intermediate_size")
+            rows += blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size")
+            continue
+        router, *experts = blocks.experts(layer, hidden, moe_ffn, need(hf, "n_routed_experts"))
+        bias = HFTensor(f"{theirs}.mlp.gate.e_score_correction_bias", (need(hf, "n_routed_experts"),))
+        rows.append(router)
+        rows.append(Param(f"{ours}.mlp.router.expert_bias", (bias,), Replicated(), dtype=torch.float32, buffer=True))
+        rows += experts
+        if shared:
+            rows += blocks.gated_mlp(
+                f"{ours}.mlp.shared_experts",
+                f"{theirs}.mlp.shared_experts",
+                hidden,
+                shared * moe_ffn,
+                "moe_intermediate_size x n_shared_experts",
+            )
+    return blocks.checked(rows + blocks.final(hf), tp)
+
+
+def untrained(hf: HFConfig) -> tuple[str, ...]:
+    """The multi-token prediction layers, which follow the decoder's in HF's numbering."""
+    first = need(hf, "num_hidden_layers")
+    return tuple(f"model.layers.{first + k}." for k in range(_mtp_layers(hf)))
+
+
+def _attention(hf: HFConfig, layer: int) -> list[Param]:
+    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    hidden, heads, latent = need(hf, "hidden_size"), need(hf, HEADS), need(hf, "kv_lora_rank")
+    nope, turned, value = need(hf, "qk_nope_head_dim"), need(hf, "qk_rope_head_dim"), need(hf, "v_head_dim")
+    by_head = Rows(heads, HEADS)
+    query = heads * (nope + turned)
+    rows = []
+    if rank := hf.get("q_lora_rank"):
+        rows += [
+            blocks.one(f"{ours}.linear_q_down_proj.weight", f"{theirs}.q_a_proj.weight", (rank, hidden), Replicated()),
+            blocks.norm(f"{ours}.q_layernorm", f"{theirs}.q_a_layernorm", rank),
+            blocks.one(f"{ours}.linear_q_up_proj.weight", f"{theirs}.q_b_proj.weight", (query, rank), by_head),
+        ]
+    else:
+        rows.append(blocks.one(f"{ours}.linear_q_proj.weight", f"{theirs}.q_proj.weight", (query, hidden), by_head))
+    down, up = (latent + turned, hidden), (heads * (nope + value), latent)
+    output = Columns(heads, HEADS)
+    return rows + [
+        blocks.one(f"{ours}.linear_kv_down_proj.weight", f"{theirs}.kv_a_proj_with_mqa.weight", down, Replicated()),
+        blocks.norm(f"{ours}.kv_layernorm", f"{theirs}.kv_a_layernorm", latent),
+        blocks.one(f"{ours}.linear_kv_up_proj.weight", f"{theirs}.kv_b_proj.weight", up, by_head),
+        blocks.one(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * value), output),
+    ]
+
+
+def _rope(hf: HFConfig) -> dict[str, Any]:
+    """Rotary fields of MLATransformerConfig. YaRN (arXiv:2309.00071): Megatron scales cos and sin by
+    m(mscale) / m(mscale_all_dim) and the softmax by m(mscale_all_dim)^2, with m(x) = 0.1 x ln(factor) + 1, as HF does.
+    """
+    options = rope(hf)
+    theta = float(options["rope_theta"])
+    if options["rope_type"] == "default":
+        # a factor of 1 keeps Megatron from scaling the softmax
+        return dict(rope_type="rope", rotary_base=theta, rotary_scaling_factor=1.0, mscale=1.0, mscale_all_dim=0.0)
+    if options["rope_type"] != "yarn":
+        raise ConfigError(
+            f"config.json: rope_type={options['rope_type']!r} is not implemented (implemented: default, yarn)"
+        )
+    require(options, "attention_factor", None)
+    require(options, "truncate", True)
+    mscale, all_dim = options.get("mscale"), options.get("mscale_all_dim")
+    if bool(mscale) != bool(all_dim):
+        if all_dim:
+            raise ConfigError(
+                "config.json: rope mscale_all_dim without mscale is not implemented; give both or neither"
+            )
+        mscale = None  # HF ignores mscale alone
+    return dict(
+        rope_type="yarn",
+        rotary_base=theta,
+        rotary_scaling_factor=float(need(options, "factor")),
+        original_max_position_embeddings=int(need(options, "original_max_position_embeddings")),
+        beta_fast=float(options.get("beta_fast") or 32),
+        beta_slow=float(options.get("beta_slow") or 1),
+        mscale=float(mscale or 1.0),
+        mscale_all_dim=float(all_dim or 0.0),
+    )
+
+
+def _check(hf: HFConfig) -> None:
+    require_common(hf)
+    require(hf, "attention_bias", False)
+    require(hf, "rope_interleave", True)
+    require(hf, "scoring_func", "sigmoid")
+    require(hf, "topk_method", "noaux_tc")
+    require(hf, "moe_layer_freq", 1)
+    require(hf, "num_key_value_heads", need(hf, HEADS))
+    _rope(hf)
+    topk, groups, group_topk = need(hf, "num_experts_per_tok"), hf.get("n_group") or 1, hf.get("topk_group") or 1
+    if bool(hf.get("norm_topk_prob", True)) != (topk > 1):
+        raise ConfigError(
+            f"config.json: norm_topk_prob={hf.get('norm_topk_prob', True)} with num_experts_per_tok={topk} is not "
+            "implemented: Megatron normalises the weights of sigmoid routing exactly when there is more than one"
+        )
+    if group_topk < groups and topk // group_topk != 2:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok={topk} with topk_group={group_topk} is not implemented: HF ranks a "
+            f"group by its best 2 experts, Megatron by num_experts_per_tok / topk_group = {topk // group_topk}"
+        )
+
+
+def _dense_layers(hf: HFConfig) -> int:
+    return min(int(hf.get("first_k_dense_replace") or 0), need(hf, "num_hidden_layers"))
+
+
+def _mtp_layers(hf: HFConfig) -> int:
+    return int(hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0)
+
+
+FAMILY = Family(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    megatron_config,
+    gpt_kwargs,
+    params,
+    tool_call_parser="deepseekv3",
+    untrained=untrained,
+)

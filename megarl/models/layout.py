@@ -1,0 +1,214 @@
+"""The weight-layout algebra: which slices of which HF tensors make the shard that one tensor-parallel rank holds.
+
+A `Param` is one Megatron parameter with the HF tensors it is made of and its `Cut`. A cut answers one question, as
+plain data: the `Pieces` of rank r out of n, a list of intervals to concatenate along one dimension. Loading, export,
+the push to the engine and planning on paper are all derived from those intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from megarl.config import ConfigError
+
+PADDING = -1  # `Slice.source` of rows that no HF tensor has; they are zeros
+VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of this times TP
+
+
+class HFTensor(NamedTuple):
+    """A tensor of an HF checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Slice(NamedTuple):
+    """The interval [start, stop) of HF tensor number `source` along the dimension of its `Pieces`."""
+
+    source: int
+    start: int
+    stop: int
+
+
+class Pieces(NamedTuple):
+    """A rank's shard: the concatenation along `dim` of these slices, in this order."""
+
+    dim: int
+    slices: tuple[Slice, ...]
+
+
+class Cut:
+    """How a parameter is divided; `sources` are the shapes of its HF tensors. A new cut defines this one method."""
+
+    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Replicated(Cut):
+    """Every rank holds all of it."""
+
+    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+        return Pieces(0, (Slice(0, 0, sources[0][0]),))
+
+
+@dataclass(frozen=True)
+class Rows(Cut):
+    """Equal blocks along dim 0 (column parallel), never through one of the `count` units: heads, for instance."""
+
+    count: int
+    of: str
+
+    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+        return Pieces(0, (_block(0, sources[0][0], self.count, self.of, tp, rank),))
+
+
+@dataclass(frozen=True)
+class Columns(Cut):
+    """Equal blocks along dim 1 (row parallel), never through one of the `count` units."""
+
+    count: int
+    of: str
+
+    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+        return Pieces(1, (_block(0, sources[0][1], self.count, self.of, tp, rank),))
+
+
+@dataclass(frozen=True)
+class Qkv(Cut):
+    """Sources q, k, v; dim 0 of a shard is [q.. k v] of each of its query groups in turn. For weights and biases."""
+
+    groups: int
+
+    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+        local = _share(self.groups, "num_key_value_heads", tp)
+        rows = [shape[0] // self.groups for shape in sources]
+        groups = range(rank * local, (rank + 1) * local)
+        return Pieces(0, tuple(Slice(s, g * n, (g + 1) * n) for g in groups for s, n in enumerate(rows)))
+
+
+@dataclass(frozen=True)
+class GateUp(Cut):
+    """Sources gate, up; a shard is [gate_r; up_r]."""
+
+    count: int
+    of: str
+
+    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+        return Pieces(0, tuple(_block(s, sources[s][0], self.count, self.of, tp, rank) for s in (0, 1)))
+
+
+@dataclass(frozen=True)
+class Vocab(Cut):
+    """Equal blocks of rows of the vocabulary padded to `VOCAB_MULTIPLE` x TP; the last ranks may hold only padding."""
+
+    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+        rows = sources[0][0]
+        local = padded_vocab(rows, tp) // tp
+        start, stop = min(rows, rank * local), min(rows, (rank + 1) * local)
+        slices = (Slice(0, start, stop), Slice(PADDING, 0, local - (stop - start)))
+        return Pieces(0, tuple(s for s in slices if s.stop > s.start))
+
+
+@dataclass(frozen=True)
+class Param:
+    """One Megatron parameter: its canonical global name, what it is made of, and how it is cut.
+
+    `megatron`: global layer and expert numbers, names of Megatron's local spec with one MLP per expert.
+    `expert`: lives on the expert grid (expert parallel; tensor parallel size 1 here) instead of the dense one.
+    `dtype`: what it is kept in whatever the model's type is. `buffer`: not a trained parameter.
+    """
+
+    megatron: str
+    hf: tuple[HFTensor, ...]
+    cut: Cut
+    expert: bool = False
+    dtype: torch.dtype | None = None
+    buffer: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements, of all ranks together, without padding."""
+        return sum(prod(tensor.shape) for tensor in self.hf)
+
+
+def pieces(param: Param, tp: int, rank: int) -> Pieces:
+    """The shard of tensor-parallel rank `rank` of `tp`. Experts are whole whatever `tp` is; a planner that gives them a
+    tensor-parallel grid of their own asks `param.cut` with that grid. Raises ConfigError where `tp` does not divide.
+    """
+    if not 0 <= rank < tp:
+        raise ValueError(f"rank {rank} of {tp} tensor parallel ranks")
+    if param.expert:
+        tp, rank = 1, 0
+    try:
+        return param.cut.pieces([tensor.shape for tensor in param.hf], tp, rank)
+    except _Indivisible as error:
+        raise ConfigError(f"{' + '.join(tensor.name for tensor in param.hf)} cannot be cut: {error}") from None
+
+
+def local_shape(param: Param, tp: int, rank: int) -> tuple[int, ...]:
+    """Shape of the shard of `rank`, padding included."""
+    dim, slices = pieces(param, tp, rank)
+    shape = list(param.hf[0].shape)
+    shape[dim] = sum(s.stop - s.start for s in slices)
+    return tuple(shape)
+
+
+def shard(param: Param, tensors: Mapping[str, torch.Tensor], tp: int, rank: int) -> torch.Tensor:
+    """The shard of `rank`, a new contiguous tensor, out of the full HF tensors by name."""
+    dim, slices = pieces(param, tp, rank)
+    sources = [tensors[tensor.name] for tensor in param.hf]
+    return torch.cat([_cells(sources, dim, s) for s in slices], dim=dim)
+
+
+def unshard(param: Param, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The full HF tensors by name out of the shards of every rank, in rank order; inverse of `shard`, bit for bit."""
+    full = {t.name: torch.empty(t.shape, dtype=shards[0].dtype, device=shards[0].device) for t in param.hf}
+    for rank, local in enumerate(shards):
+        expected = local_shape(param, len(shards), rank)
+        if tuple(local.shape) != expected:
+            raise ValueError(
+                f"{param.megatron}: the shard of rank {rank} has shape {tuple(local.shape)}, not {expected}"
+            )
+        dim, slices = pieces(param, len(shards), rank)
+        at = 0
+        for source, start, stop in slices:
+            if source != PADDING:
+                full[param.hf[source].name].narrow(dim, start, stop - start).copy_(local.narrow(dim, at, stop - start))
+            at += stop - start
+    return full
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Rows of Megatron's embedding and output layer over all ranks."""
+    multiple = VOCAB_MULTIPLE * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+class _Indivisible(Exception):
+    pass
+
+
+def _share(count: int, of: str, tp: int) -> int:
+    if count % tp:
+        sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise _Indivisible(f"{of}={count} does not divide by tensor parallel size {tp}; sizes that do: {sizes}")
+    return count // tp
+
+
+def _block(source: int, length: int, count: int, of: str, tp: int, rank: int) -> Slice:
+    block = _share(count, of, tp) * (length // count)
+    return Slice(source, rank * block, (rank + 1) * block)
+
+
+def _cells(sources: Sequence[torch.Tensor], dim: int, part: Slice) -> torch.Tensor:
+    if part.source != PADDING:
+        return sources[part.source].narrow(dim, part.start, part.stop - part.start)
+    shape = list(sources[0].shape)
+    shape[dim] = part.stop - part.start
+    return sources[0].new_zeros(shape)

@@ -1,0 +1,260 @@
+"""Bytes that a rank needs, by part, worked out from a family's table: no process, no device.
+
+Weights, gradients, optimizer states and the engine's weights are exact, element by element. Activations and the KV
+cache are estimates, as their functions say. What CUDA, NCCL and the allocator take for themselves is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from megarl.config import Config, ConfigError
+from megarl.models.family import HFConfig
+from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape, padded_vocab
+from megarl.models.registry import family_of
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One rank of a pipeline stage. Every rank of a stage needs the same. All numbers are bytes.
+
+    While training the engine sleeps and has given its memory back; while generating there are no activations. The
+    states of actor and critic stay on the device in both.
+    """
+
+    stage: int
+    layers: range  # decoder layers of the stage
+    states: dict[str, int]  # there all the time
+    training: dict[str, int]  # besides, while training
+    generation: dict[str, int]  # besides, while generating
+    host: dict[str, int]  # in the host's memory
+
+    @property
+    def training_total(self) -> int:
+        return sum(self.states.values()) + sum(self.training.values())
+
+    @property
+    def generation_total(self) -> int:
+        return sum(self.states.values()) + sum(self.generation.values())
+
+    @property
+    def peak(self) -> int:
+        return max(self.training_total, self.generation_total)
+
+
+def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None) -> list[StageMemory]:
+    """Memory of a rank of each pipeline stage. `critic_hf`: of the critic's model; None where there is no critic.
+
+    Raises ConfigError where the layout does not divide the model.
+    """
+    parallel, rollout = config.parallel, config.rollout
+    size = BYTES[config.model.dtype]
+    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
+    params = family_of(hf).params(hf, parallel.tp)
+    models = {"actor": (params, settings)}
+    if critic_hf is not None:
+        critic_settings = {**family_of(critic_hf).megatron_config(critic_hf), **config.model.megatron}
+        models["critic"] = (critic_params(critic_hf, parallel.tp), critic_settings)
+    generation = {}
+    if config.algorithm != "sft":
+        # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
+        tokens = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
+        generation = {
+            "engine weights": engine_elements(params, rollout.tp) * size,
+            "engine KV cache": tokens * kv_elements(settings, rollout.tp) * size,
+        }
+    tokens = max(config.train.token_budget, rollout.max_context if config.algorithm != "sft" else 0)
+    stages = []
+    for stage in range(parallel.pp):
+        states: dict[str, int] = {}
+        training = {"activations": 0, "logits": 0}
+        host = {}
+        for role, (table, shape) in models.items():
+            layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape)[stage]
+            dense, expert = stage_elements(table, parallel.tp, parallel.ep, parallel.pp, stage, layers)
+            dp = parallel.world_size // (parallel.tp * parallel.pp)
+            expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep))
+            for part, amount in state_bytes(dense, expert, dp, expert_dp, size).items():
+                states[f"{role} {part}"] = amount
+            # One model computes at a time: the greater of the two counts.
+            used = activation_elements(shape, layers, parallel.tp, tokens, in_flight=parallel.pp - stage) * size
+            training["activations"] = max(training["activations"], used)
+            if role == "actor" and stage == parallel.pp - 1:
+                training["logits"] = logits_bytes(int(hf["vocab_size"]), parallel.tp, tokens, size)
+            if role == "actor":
+                own = layers
+                if config.algorithm != "sft" and config.kl.place != "none":
+                    host["reference weights"] = (dense + expert) * size
+        stages.append(StageMemory(stage, own, states, training, generation, host))
+    return stages
+
+
+def stage_layers(num_layers: int, pp: int, settings: Mapping[str, Any]) -> list[range]:
+    """Which decoder layers each pipeline stage has: as Megatron-Core 0.16 deals them out, evenly, or with
+    `num_layers_in_first_pipeline_stage` and `..._last_...` (keys of `model.megatron`) given and the rest even.
+
+    Raises ConfigError where the layers do not divide, with numbers that do.
+    """
+    first = settings.get("num_layers_in_first_pipeline_stage")
+    last = settings.get("num_layers_in_last_pipeline_stage")
+    middle = num_layers - (first or 0) - (last or 0)
+    stages = pp - (first is not None) - (last is not None)
+    if stages < 0 or (pp == 1 and stages == 0):
+        raise ConfigError(f"model.megatron gives the layers of the first or last stage, but parallel.pp={pp}")
+    if middle < 0 or (middle > 0) != (stages > 0) or (stages and middle % stages):
+        remedy = _uneven_remedy(num_layers, pp)
+        raise ConfigError(
+            f"{num_layers} layers cannot be dealt out to parallel.pp={pp} stages (first: {first or 'even'}, last: "
+            f"{last or 'even'}); {remedy}"
+        )
+    counts = [middle // stages] * stages if stages else []
+    counts = ([first] if first is not None else []) + counts + ([last] if last is not None else [])
+    starts = [sum(counts[:i]) for i in range(pp)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def _uneven_remedy(num_layers: int, pp: int) -> str:
+    """What would fit: another pp, or a shorter last stage."""
+    fits = ", ".join(str(n) for n in range(1, num_layers + 1) if num_layers % n == 0 and n <= 4 * pp)
+    per_stage = -(-num_layers // pp)
+    last = num_layers - per_stage * (pp - 1)
+    if pp > 1 and last > 0:
+        return f"set model.megatron.num_layers_in_last_pipeline_stage={last}, or parallel.pp to one of {fits}"
+    if pp > 2 and num_layers >= pp:
+        per_stage = num_layers // (pp - 1)
+        while per_stage and num_layers - per_stage * (pp - 2) < 2:
+            per_stage -= 1
+        ends = num_layers - per_stage * (pp - 2)
+        return (
+            f"set model.megatron.num_layers_in_first_pipeline_stage={ends - ends // 2} and "
+            f"num_layers_in_last_pipeline_stage={ends // 2}, or parallel.pp to one of {fits}"
+        )
+    return f"set parallel.pp to one of {fits}"
+
+
+def critic_params(hf: HFConfig, tp: int) -> list[Param]:
+    """The table with a head of one value in place of the output layer."""
+    table = [param for param in family_of(hf).params(hf, tp) if param.megatron != "output_layer.weight"]
+    head = HFTensor("score.weight", (1, int(hf["hidden_size"])))
+    return [*table, Param("output_layer.weight", (head,), Replicated())]
+
+
+def stage_elements(
+    params: Sequence[Param], tp: int, ep: int, pp: int, stage: int, layers: range
+) -> tuple[int, int]:
+    """Elements of (dense, routed expert) parameters that one rank of a stage holds, vocabulary padding included."""
+    dense = expert = 0
+    tied = all(param.megatron != "output_layer.weight" for param in params)
+    for param in params:
+        name = param.megatron
+        if name.startswith("decoder.layers."):
+            here = int(name.split(".")[2]) in layers
+        elif name.startswith("embedding."):
+            here = stage == 0 or (tied and stage == pp - 1)  # a tied embedding has a copy on the last stage
+        else:
+            here = stage == pp - 1
+        if not here:
+            continue
+        if param.expert:
+            expert += param.size
+        else:
+            dense += prod(local_shape(param, tp, 0))
+    return dense, expert // ep
+
+
+def state_bytes(dense: int, expert: int, dp: int, expert_dp: int, size: int) -> dict[str, int]:
+    """Weights, fp32 gradients, and the distributed optimizer's share of master weights and two moments.
+
+    Per element, with d ranks to share the optimizer: 6 + 12 / d bytes in bf16 and 8 + 8 / d in fp32, where the weights
+    are their own masters: the table in Megatron-Core's guide to its distributed optimizer. Dense parameters are shared
+    over data parallel ranks, experts over the ranks that hold the same experts.
+    """
+    states = 12 if size == 2 else 8
+    return {
+        "weights": (dense + expert) * size,
+        "gradients": (dense + expert) * 4,
+        "optimizer": -(-dense * states // dp) + -(-expert * states // expert_dp),
+    }
+
+
+def activation_elements(settings: Mapping[str, Any], layers: range, tp: int, tokens: int, in_flight: int) -> int:
+    """Elements that the layers of a stage keep for the backward pass: an estimate.
+
+    The tensors that enter a matrix product, a norm, an activation function or flash attention are kept, as counted in
+    arXiv:2205.05198 section 4, here for gated MLPs, grouped or latent attention and routed experts. Sequence
+    parallelism divides all of them by tp; tokens are taken to be spread evenly over the experts. A stage holds
+    `in_flight` micro-batches at once (1F1B). With `recompute_granularity: full` a layer keeps its input, and one layer
+    at a time is computed anew.
+    """
+    hidden = int(settings["hidden_size"])
+    per_layer = [_layer_elements(settings, layer) for layer in layers]
+    kept = sum(per_layer)
+    extra = 0
+    if settings.get("recompute_granularity") == "full":
+        kept, extra = hidden * len(layers), max(per_layer, default=0)
+    return (kept * in_flight + extra) * tokens // tp
+
+
+def _layer_elements(settings: Mapping[str, Any], layer: int) -> int:
+    """Kept per token by one layer before any division."""
+    hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
+    if settings.get("multi_latent_attention"):
+        nope, turned, value = (int(settings[key]) for key in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
+        latents = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + turned
+        attention = 2 * latents + heads * (2 * (nope + turned) + 2 * value)  # latents and their norms; q, k, v, out
+    else:
+        head = _head_size(settings)
+        attention = (2 * heads + 2 * int(settings["num_query_groups"])) * head  # q, out, k, v
+    mlp = 3 * int(settings["ffn_hidden_size"])  # gate, up, their product
+    if _is_moe(settings, layer):
+        width, topk = int(settings["moe_ffn_hidden_size"]), int(settings["moe_router_topk"])
+        shared = int(settings.get("moe_shared_expert_intermediate_size") or 0)
+        mlp = topk * (2 * hidden + 3 * width) + 3 * shared  # dispatched input and output of each chosen expert
+    return 4 * hidden + attention + mlp  # the two norms' inputs and outputs
+
+
+def _is_moe(settings: Mapping[str, Any], layer: int) -> bool:
+    if not settings.get("num_moe_experts"):
+        return False
+    frequency = settings.get("moe_layer_freq", 1)
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
+
+
+def logits_bytes(vocab_size: int, tp: int, tokens: int, size: int) -> int:
+    """Logits of a micro-batch and their gradient, in the model's type: `megatron/logprobs.py` makes no fp32 copy."""
+    return 2 * tokens * (padded_vocab(vocab_size, tp) // tp) * size
+
+
+def engine_elements(params: Sequence[Param], tp: int) -> int:
+    """Elements that one rank of an SGLang engine holds; of experts 1 / tp, whether they are dealt out whole or cut.
+
+    Keys and values are held more than once where there are fewer heads than ranks; latents, norms and routers by all.
+    """
+    total = 0
+    for param in params:
+        if isinstance(param.cut, Replicated) and not param.expert:
+            total += param.size
+        elif isinstance(param.cut, Qkv):
+            q, k, v = (prod(tensor.shape) for tensor in param.hf)
+            total += q // tp + (k + v) // min(tp, param.cut.groups)
+        else:
+            total += -(-param.size // tp)
+    return total
+
+
+def kv_elements(settings: Mapping[str, Any], tp: int) -> int:
+    """Elements of KV cache per token on one rank of an engine: keys and values of its heads, or the whole latent."""
+    layers = int(settings["num_layers"])
+    if settings.get("multi_latent_attention"):
+        return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
+    heads = max(1, int(settings["num_query_groups"]) // tp)
+    return 2 * layers * heads * _head_size(settings)
+
+
+def _head_size(settings: Mapping[str, Any]) -> int:
+    return int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])

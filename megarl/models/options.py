@@ -1,0 +1,68 @@
+"""Reading config.json strictly: an option that a table does not implement is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import ConfigError
+
+
+def need(hf: Mapping[str, Any], key: str) -> Any:
+    """The value of a key that has no default; raises ConfigError naming it."""
+    if hf.get(key) is None:
+        raise ConfigError(f"config.json of {_name(hf)} has no {key}")
+    return hf[key]
+
+
+def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, ...] = ()) -> None:
+    """Refuse an option unless it is absent, its `default`, or one of `allowed`."""
+    value = hf.get(key, default)
+    if value is not None and value != default and value not in allowed:
+        known = ", ".join(str(item) for item in (default, *allowed))
+        raise ConfigError(f"config.json of {_name(hf)}: {key}={value!r} is not implemented (implemented: {known})")
+
+
+def require_common(hf: Mapping[str, Any]) -> None:
+    """Refuse what no family implements."""
+    require(hf, "quantization_config", None)
+    if hf.get("quantization_config") is not None:
+        raise ConfigError(
+            f"config.json of {_name(hf)}: quantization_config is not implemented; convert the weights to bfloat16 first"
+        )
+    require(hf, "hidden_act", "silu")
+    require(hf, "attention_dropout", 0.0)
+    require(hf, "use_sliding_window", False)
+    require(hf, "partial_rotary_factor", 1.0)
+    require(hf, "pruned_heads", {})
+    for kind in hf.get("layer_types") or ():
+        if kind != "full_attention":
+            raise ConfigError(f"config.json of {_name(hf)}: layer_types with {kind!r} is not implemented")
+
+
+def rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary options in one form: always `rope_theta` and `rope_type`, and what that type has besides.
+
+    transformers 5 writes `rope_parameters`; before it there were `rope_theta` and `rope_scaling`.
+    """
+    options = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in options.values()):
+        raise ConfigError(f"config.json of {_name(hf)}: rope_parameters per layer type are not implemented")
+    options["rope_type"] = options.pop("type", None) or options.get("rope_type") or "default"
+    options["rope_theta"] = options.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    require(options, "partial_rotary_factor", 1.0)
+    return options
+
+
+def default_rope(hf: Mapping[str, Any]) -> float:
+    """The base of unscaled rotary embeddings; any scaled kind is refused."""
+    options = rope(hf)
+    if options["rope_type"] != "default":
+        raise ConfigError(
+            f"config.json of {_name(hf)}: rope_type={options['rope_type']!r} is not implemented (implemented: default)"
+        )
+    return float(options["rope_theta"])
+
+
+def _name(hf: Mapping[str, Any]) -> str:
+    return str((hf.get("architectures") or ["the model"])[0])

@@ -1,0 +1,72 @@
+"""The families by name. A new family is a file with a table and one line here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models import deepseek_v3, qwen2, qwen3_moe
+from megarl.models.family import Family, HFConfig
+from megarl.models.layout import Param
+
+FAMILIES: dict[str, Family] = {
+    family.architecture: family for family in (qwen2.FAMILY, qwen3_moe.FAMILY, deepseek_v3.FAMILY)
+}
+
+PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")
+
+
+def family_of(hf: HFConfig) -> Family:
+    """The table of the model that config.json describes; raises ConfigError for one that there is no table for."""
+    name = (hf.get("architectures") or [None])[0]
+    if name is None:
+        name = next((f.architecture for f in FAMILIES.values() if f.model_type == hf.get("model_type")), None)
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"there is no table for the architecture {name or hf.get('model_type')}; known: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+def load_hf_config(path: str | Path) -> dict[str, Any]:
+    """config.json, given itself or the folder that it is in, as plain values. Raises ConfigError."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+        if not file.is_file():
+            raise ConfigError(f"there is no config.json in {path}: it is not an HF model folder")
+    if not file.is_file():
+        raise ConfigError(f"there is no model folder or config.json at {path}")
+    try:
+        values = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds a {type(values).__name__}, not a mapping")
+    return values
+
+
+def part_of(param: Param) -> str:
+    """Which of `PARTS` a parameter belongs to. Shared experts compute for every token: they are dense."""
+    name = param.megatron
+    if name.startswith("embedding."):
+        return "embedding"
+    if name.startswith("output_layer."):
+        return "head"
+    if "layernorm." in name:
+        return "norms"
+    if ".router." in name:
+        return "router"
+    if ".self_attention." in name:
+        return "attention"
+    return "experts" if param.expert else "dense mlp"
+
+
+def param_count(hf: HFConfig) -> dict[str, int]:
+    """Number of elements of each part of the whole model, without padding; a tied head counts as embedding."""
+    counts = dict.fromkeys(PARTS, 0)
+    for param in family_of(hf).params(hf, 1):
+        counts[part_of(param)] += param.size
+    return counts

@@ -1,0 +1,137 @@
+"""The live display of a run; one line per step where the output is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+SHOWN: tuple[tuple[str, str, str], ...] = (
+    ("reward", "rollout/reward_mean", ".3f"),
+    ("loss", "actor/nll", ".4f"),
+    ("KL to reference", "actor/kl_to_reference", ".4f"),
+    ("entropy", "actor/entropy", ".3f"),
+    ("gradient norm", "actor/grad_norm", ".3f"),
+    ("tool calls", "rollout/tool_calls_mean", ".2f"),
+    ("log-prob difference", "rollout/logprob_diff", ".1e"),
+    ("tokens/s per rank", "perf/tokens_per_second_per_rank", ",.0f"),
+    ("s/step", "time/step", ".1f"),
+)
+"""Title, metric and format of what the display shows; a metric that a run does not have is left out."""
+
+
+class Progress:
+    """Says where a run is. Every rank makes one; only an enabled one (rank 0's) prints.
+
+    `live=None` looks whether the output is a terminal. Evaluation metrics (`eval/...`) are shown until the next ones.
+    """
+
+    def __init__(self, title: str, total: int, enabled: bool = True, live: bool | None = None) -> None:
+        self.title = title
+        self.total = total
+        self.enabled = enabled
+        self.step_done = 0
+        self._values: dict[str, float] = {}
+        self._phase = "starting"
+        self._phase_began = time.monotonic()
+        self._stamps: deque[float] = deque(maxlen=21)
+        # The terminal width decides nothing about lines that a file or a pipe receives: they are never wrapped.
+        self._console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+        self._live: Live | None = None
+        if enabled and (self._console.is_terminal if live is None else live):
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2)
+            self._live.start()
+
+    def phase(self, name: str) -> None:
+        self._phase, self._phase_began = name, time.monotonic()
+
+    def begin_step(self, step: int) -> None:
+        """Step `step`, from 1, begins: from here on its time counts."""
+        self.step_done = step - 1
+        self._stamps.append(time.monotonic())
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step `step` is done."""
+        self.step_done = step
+        self._values |= metrics
+        if self._live is None:
+            self.say(self.line(step, metrics))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Figures of the state after `step` steps; returns the line that it says."""
+        self._values |= metrics
+        rewards = {name.removeprefix("eval/"): value for name, value in metrics.items() if "reward" in name}
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in rewards.items())
+        line = f"held out, after step {step}: {shown}"
+        self.say(line)
+        return line
+
+    def line(self, step: int, metrics: Mapping[str, float]) -> str:
+        """`step 12/100  reward 0.512  ...  2:10 left`"""
+        parts = [f"step {step}/{self.total}"]
+        parts += [f"{title} {metrics[name]:{style}}" for title, name, style in SHOWN if name in metrics]
+        left = self.seconds_left()
+        if left is not None and step < self.total:
+            parts.append(f"{clock(left)} left")
+        return "  ".join(parts)
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the display."""
+        if self.enabled:
+            self._console.print(Text(text))
+            self._console.file.flush()
+
+    def seconds_left(self) -> float | None:
+        """By the mean of the last 20 steps, evaluations among them included; None before the first is done."""
+        stamps = list(self._stamps)
+        if not stamps or self.step_done == 0:
+            return None
+        begun = len(stamps) - 1
+        per_step = (stamps[-1] - stamps[0]) / begun if begun else time.monotonic() - stamps[0]
+        elapsed = time.monotonic() - stamps[-1]
+        return max(0.0, per_step * (self.total - self.step_done) - min(elapsed, per_step))
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._phase = ""
+            self._live.stop()
+            self._live = None
+
+    def _render(self) -> RenderableType:
+        left = self.seconds_left()
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(self.title, style="bold"),
+            Text(f"step {self.step_done}/{self.total}"),
+            ProgressBar(total=max(1, self.total), completed=self.step_done, width=30),
+            Text("" if left is None or not self._phase else f"{clock(left)} left"),
+        )
+        rows: list[Any] = [head]
+        if self._phase:
+            rows.append(Text(f"now: {self._phase} ({clock(time.monotonic() - self._phase_began)})", style="cyan"))
+        shown = [(title, format(self._values[name], style)) for title, name, style in SHOWN if name in self._values]
+        shown += [
+            (f"held-out {name.removeprefix('eval/reward_')}", f"{value:.3f}")
+            for name, value in self._values.items()
+            if name.startswith("eval/reward_")
+        ]
+        if shown:
+            cells = [Text.assemble((f"{title} ", "dim"), (value, "bold")) for title, value in shown]
+            rows.append(Text("   ").join(cells))
+        return Group(*rows)
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:34`, `1:02:03`"""
+    whole = round(seconds)
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,109 @@
+"""All that a run writes down, behind one object: folder, log, metrics, recorded rollouts, display."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config, ConfigError
+from megarl.observe.progress import Progress
+from megarl.observe.rollout_log import rollout_file, write_rollouts
+from megarl.observe.run_folder import RunFolder, prepare
+from megarl.observe.tracker import Tracker
+from megarl.parallel import ranks
+from megarl.types import Rollout, TrainBatch
+
+
+class RunLog:
+    """Made on every rank, by all of them together; rank 0 writes and prints, on the others every method is idle.
+
+    Raises ConfigError on all ranks where the run folder cannot be had. Later failures to write are warned of once.
+    Set `tokenizer` to have the texts of the turns recorded beside their ids.
+    """
+
+    def __init__(self, config: Config, place: ranks.Ranks) -> None:
+        self.run_dir = Path(config.run.dir)
+        self.tokenizer: Any = None
+        self.writes = place.rank == 0
+        self._record_rollouts = config.track.rollouts
+        self._warned: set[str] = set()
+        self._folder: RunFolder | None = None
+        error = None
+        if self.writes:
+            try:
+                self._folder = prepare(self.run_dir, config, resume=config.run.resume == "auto")
+            except ConfigError as failure:
+                error = str(failure)
+        error = ranks.broadcast_object(error)
+        if error:
+            raise ConfigError(error)
+        self._progress = Progress(
+            config.algorithm.upper(),
+            config.run.num_rollout,
+            enabled=self.writes,
+            live=None if config.track.progress else False,
+        )
+        self._tracker = Tracker(self.run_dir, config.track.tensorboard) if self.writes else None
+        self.say(f"run folder {self.run_dir}")
+
+    def say(self, text: str) -> None:
+        """A line for the terminal and for log.txt."""
+        if self.writes:
+            self._progress.say(text)
+            self._note(text)
+
+    def phase(self, name: str) -> None:
+        """What is going on now, for the display."""
+        self._progress.phase(name)
+
+    def begin_step(self, step: int) -> None:
+        """Steps count from 1."""
+        self._progress.begin_step(step)
+
+    def step(
+        self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout] = (), batch: TrainBatch | None = None
+    ) -> None:
+        """A step is done: its metrics, and its rollouts with the batch that was made of them in the same order."""
+        if not self.writes:
+            return
+        assert self._tracker is not None
+        self._tracker.log(step, metrics)
+        if self._record_rollouts and rollouts:
+            decode = None if self.tokenizer is None else self.tokenizer.decode
+            try:
+                write_rollouts(rollout_file(self.run_dir, step), rollouts, batch, decode)
+            except OSError as error:
+                self._warn(f"could not record rollouts: {error}; training goes on without them")
+        self._progress.step(step, metrics)
+        self._note(self._progress.line(step, metrics))
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Figures of the state after `step` steps that are not a step's own: an evaluation."""
+        if not self.writes:
+            return
+        assert self._tracker is not None
+        self._tracker.log(step, metrics)
+        self._note(self._progress.evaluation(step, metrics))
+
+    def close(self) -> None:
+        self._progress.close()
+        if self._tracker is not None:
+            self._tracker.close()
+        if self._folder is not None:
+            self._folder.release()
+
+    def _note(self, text: str) -> None:
+        try:
+            with (self.run_dir / "log.txt").open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        except OSError as error:
+            self._warn(f"could not write log.txt: {error.strerror}; training goes on without it")
+
+    def _warn(self, text: str) -> None:
+        kind = text.split(":")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=3)

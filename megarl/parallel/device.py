@@ -1,0 +1,52 @@
+"""The device seam: the only place that asks whether this machine has a GPU. Everything else asks here."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import torch
+
+_HAS_CUDA = torch.cuda.is_available()  # asked once, before anything stands in for torch.cuda
+
+
+def has_cuda() -> bool:
+    return _HAS_CUDA
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _HAS_CUDA else torch.device("cpu")
+
+
+def backend() -> str:
+    """torch.distributed backend; with CUDA, host tensors still travel by gloo."""
+    return "cpu:gloo,cuda:nccl" if _HAS_CUDA else "gloo"
+
+
+def select() -> None:
+    """Bind this process to its device."""
+    if _HAS_CUDA:
+        torch.cuda.set_device(device())
+
+
+def name() -> str:
+    """For people: the GPU's name, or the number of cores."""
+    return torch.cuda.get_device_name(device()) if _HAS_CUDA else f"CPU, {os.cpu_count()} cores"
+
+
+def synchronize() -> None:
+    if _HAS_CUDA:
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    if _HAS_CUDA:
+        torch.cuda.empty_cache()
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this process has used: on the device, or resident on the host where there is none."""
+    if _HAS_CUDA:
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

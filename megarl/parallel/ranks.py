@@ -1,0 +1,147 @@
+"""Who sits where: torch.distributed, Megatron's process groups, and this rank's coordinates in them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.config import ConfigError, ParallelConfig
+from megarl.parallel import device
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's coordinates. Sizes are those of the dense layout; experts have tensor parallel size 1."""
+
+    rank: int
+    world: int
+    local_rank: int
+    tp: int
+    tp_rank: int
+    pp: int
+    pp_rank: int
+    ep: int
+    ep_rank: int
+    dp: int
+    dp_rank: int
+
+
+_host_group: dist.ProcessGroup | None = None
+
+
+def check_layout(parallel: ParallelConfig) -> None:
+    """Raise ConfigError where the layout does not divide the world; says what would."""
+    model_parallel = parallel.tp * parallel.pp
+    if min(parallel.world_size, parallel.tp, parallel.pp, parallel.ep, parallel.ranks_per_node) < 1:
+        raise ConfigError("parallel.world_size, tp, pp, ep and ranks_per_node must each be at least 1")
+    if parallel.world_size % model_parallel:
+        raise ConfigError(
+            f"parallel.world_size={parallel.world_size} is not a multiple of tp x pp = {parallel.tp} x {parallel.pp} = "
+            f"{model_parallel}; the nearest that are: {_nearest_multiples(parallel.world_size, model_parallel)}"
+        )
+    expert_ranks = parallel.world_size // parallel.pp
+    if expert_ranks % parallel.ep:
+        fits = [n for n in range(1, expert_ranks + 1) if expert_ranks % n == 0]
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} does not divide the {expert_ranks} ranks of a pipeline stage "
+            f"(world_size / pp); possible: {', '.join(map(str, fits))}"
+        )
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    low, high = value // of * of, (value // of + 1) * of
+    return f"{low} and {high}" if low else str(high)
+
+
+def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
+    """Join the process group that torchrun described in the environment and build Megatron's groups. Once per process."""
+    global _host_group
+    check_layout(parallel)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != parallel.world_size:
+        raise ConfigError(f"{world} ranks were started but parallel.world_size={parallel.world_size}; start as many as that")
+    import megarl.megatron  # noqa: F401  fits Megatron-Core to a machine without GPU before it is imported
+    from megatron.core import parallel_state, tensor_parallel
+
+    device.select()
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(device.backend(), timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    _host_group = dist.new_group(backend="gloo", timeout=timeout)
+    return Ranks(
+        rank=dist.get_rank(),
+        world=world,
+        local_rank=int(os.environ.get("LOCAL_RANK", str(dist.get_rank()))),
+        tp=parallel.tp,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel.pp,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        ep=parallel.ep,
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def host_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks, for host values; raises where `initialize` has not run."""
+    if _host_group is None:
+        raise RuntimeError("megarl.parallel.ranks.initialize has not run")
+    return _host_group
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, by rank, on every rank. Values are pickled: for host values of our own only."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=host_group())
+    return values
+
+
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """The source rank's value on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=source, group=host_group())
+    return values[0]
+
+
+def is_lead() -> bool:
+    """Whether this is rank 0, which writes what is written once."""
+    return dist.get_rank() == 0
+
+
+def barrier() -> None:
+    dist.barrier(group=host_group())
+
+
+def shutdown() -> None:
+    """Leave the process group, if this process is in one."""
+    global _host_group
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    _host_group = None
+
+
+def all_reduce_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum of a host tensor over all ranks."""
+    total = values.clone()
+    dist.all_reduce(total, group=host_group())
+    return total

@@ -1,0 +1,216 @@
+"""Every rank gets every full HF tensor, one bounded bucket at a time: TP all-gather, EP and PP broadcast."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megarl.config import ConfigError
+from megarl.models.layout import Param, local_shape, unshard
+from megarl.parallel.ranks import Ranks, all_gather_objects
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+class Owner(NamedTuple):
+    """Where a parameter lives: on this pipeline stage, and on this expert rank alone or (None) cut over TP."""
+
+    stage: int
+    ep_rank: int | None
+
+
+def layer_of(name: str) -> int | None:
+    """Global layer of a canonical name; None outside of the layers."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def owners(params: Sequence[Param], stages: Sequence[Collection[int]], ep: int) -> dict[str, Owner]:
+    """Who holds each parameter, by canonical name, given the layers of each stage.
+
+    The embedding is on the first stage, the final norm and the output layer on the last; experts are dealt to the `ep`
+    ranks in contiguous blocks. Raises ConfigError where a layer's experts do not divide or a layer is not on one stage.
+    """
+    stage_of: dict[int, int] = {}
+    for stage, layers in enumerate(stages):
+        for held in layers:
+            if held in stage_of:
+                raise ConfigError(f"layer {held} is on the pipeline stages {stage_of[held]} and {stage}")
+            stage_of[held] = stage
+    experts: dict[int | None, int] = {}
+    for param in params:
+        layer = layer_of(param.megatron)
+        if param.expert:
+            experts[layer] = max(experts.get(layer, 0), _expert_of(param) + 1)
+    result = {}
+    for param in params:
+        layer = layer_of(param.megatron)
+        if layer is None:
+            stage = 0 if param.megatron.startswith("embedding.") else len(stages) - 1
+        elif layer in stage_of:
+            stage = stage_of[layer]
+        else:
+            raise ConfigError(f"layer {layer} is on no pipeline stage")
+        ep_rank = None
+        if param.expert:
+            if experts[layer] % ep:
+                sizes = [n for n in range(1, experts[layer] + 1) if experts[layer] % n == 0]
+                raise ConfigError(
+                    f"the {experts[layer]} experts of layer {layer} do not divide by parallel.ep={ep}; "
+                    f"sizes that do: {', '.join(map(str, sizes))}"
+                )
+            ep_rank = _expert_of(param) // (experts[layer] // ep)
+        result[param.megatron] = Owner(stage, ep_rank)
+    return result
+
+
+def gather_hf(
+    local: Mapping[str, torch.Tensor], params: Sequence[Param], ranks: Ranks, bucket_bytes: int = 512 << 20
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stream (HF name, full tensor), in the table's order and equal on all ranks, out of this rank's shards.
+
+    `local`: canonical name -> this rank's shard (with padding), on the device; `params`: the family's table.
+    Collective: every rank must run the iterator to its end. Beside `local`, a bucket and a parameter are held: the
+    bucket has at most `bucket_bytes`, or one parameter that is larger. The tensors are new and belong to the caller.
+    Raises ValueError on all ranks, before anything moves, where some rank's shards are not those of the table.
+    """
+    from megatron.core import parallel_state
+
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    ep_group = parallel_state.get_expert_model_parallel_group()
+    layers = sorted({layer for layer in map(layer_of, local) if layer is not None})
+    dtype = next((local[p.megatron].dtype for p in params if p.dtype is None and p.megatron in local), None)
+    seen = all_gather_objects((ranks.pp_rank, layers, dtype))
+    stages: list[list[int]] = [next(held for stage, held, _ in seen if stage == s) for s in range(ranks.pp)]
+    owner = owners(params, stages, ranks.ep)
+    dtypes = sorted({str(d) for *_, d in seen})
+    problems = [
+        *([f"the ranks' parameters have different types: {', '.join(dtypes)}"] if len(dtypes) > 1 else []),
+        *(problem for found in all_gather_objects(_problems(local, params, owner, ranks, dtype)) for problem in found),
+    ]
+    if problems:
+        raise ValueError(f"the model's shards do not fit its table: {problems[0]} ({len(problems)} such)")
+    assert dtype is not None  # an empty model is a problem above
+    device = next(iter(local.values())).device
+
+    for bucket in _runs(params, owner, dtype, bucket_bytes, ranks.tp):
+        stage, ep_rank = owner[bucket[0].megatron]
+        tp = ranks.tp if ep_rank is None else 1
+        sizes = [prod(local_shape(param, tp, 0)) for param in bucket]
+        buffer = torch.empty((tp, sum(sizes)), dtype=bucket[0].dtype or dtype, device=device)
+        if stage == ranks.pp_rank and ep_rank in (None, ranks.ep_rank):
+            mine = buffer[ranks.tp_rank if ep_rank is None else 0]
+            for param, part in zip(bucket, mine.split(sizes), strict=True):
+                part.view(local[param.megatron].shape).copy_(local[param.megatron].detach())
+        if stage == ranks.pp_rank:
+            if ep_rank is None and tp > 1:
+                dist.all_gather(list(buffer), buffer[ranks.tp_rank].clone(), group=tp_group)
+            elif ep_rank is not None and ranks.ep > 1:
+                dist.broadcast(buffer, dist.get_global_rank(ep_group, ep_rank), group=ep_group)
+        if ranks.pp > 1:
+            dist.broadcast(buffer, dist.get_global_rank(pp_group, stage), group=pp_group)
+        at = 0
+        for param, size in zip(bucket, sizes, strict=True):
+            shards = [row[at : at + size].view(local_shape(param, tp, r)) for r, row in enumerate(buffer)]
+            at += size
+            yield from unshard(param, shards).items()
+
+
+def buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Group a stream of HF tensors into lists of at most `max_bytes`, never parting the tensors of one module.
+
+    SGLang fuses tensors of a module on arrival (q_a_proj with kv_a_proj_with_mqa of an attention), and only those of
+    one call. A module that is larger than `max_bytes` makes a list of its own.
+    """
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for module in _modules(tensors):
+        bytes_ = sum(tensor.numel() * tensor.element_size() for _, tensor in module)
+        if bucket and size + bytes_ > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket += module
+        size += bytes_
+    if bucket:
+        yield bucket
+
+
+def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """One hash of names, types, shapes and bits of all tensors, whatever their order; for comparing two sides."""
+    total = 0
+    for name, tensor in tensors:
+        digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        total += int.from_bytes(digest.digest(), "big")
+    return f"{total % (1 << 256):064x}"
+
+
+def _expert_of(param: Param) -> int:
+    match = _EXPERT.search(param.megatron)
+    assert match, param.megatron
+    return int(match[1])
+
+
+def _modules(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive tensors of one module: `model.layers.3.self_attn.q_proj.weight` is of `model.layers.3.self_attn`."""
+    module: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in tensors:
+        if module and module[-1][0].split(".")[:-2] != name.split(".")[:-2]:
+            yield module
+            module = []
+        module.append((name, tensor))
+    if module:
+        yield module
+
+
+def _problems(
+    local: Mapping[str, torch.Tensor],
+    params: Sequence[Param],
+    owner: Mapping[str, Owner],
+    ranks: Ranks,
+    dtype: torch.dtype | None,
+) -> list[str]:
+    """What is wrong with this rank's shards, one line each."""
+    found = []
+    for param in params:
+        stage, ep_rank = owner[param.megatron]
+        if stage != ranks.pp_rank or ep_rank not in (None, ranks.ep_rank):
+            continue
+        if param.megatron not in local:
+            found.append(f"rank {ranks.rank} lacks {param.megatron}")
+            continue
+        tensor, shape = local[param.megatron], local_shape(param, ranks.tp, ranks.tp_rank)
+        if tuple(tensor.shape) != shape:
+            found.append(f"{param.megatron} on rank {ranks.rank} has shape {tuple(tensor.shape)}, not {shape}")
+        if tensor.dtype != (param.dtype or dtype):
+            found.append(f"{param.megatron} on rank {ranks.rank} is {tensor.dtype}, not {param.dtype or dtype}")
+    # With a tied head, Megatron has a copy of the embedding as output layer on the last stage; it is not sent.
+    unknown = [name for name in local if name not in owner and name != "output_layer.weight"]
+    return found + [f"rank {ranks.rank} has {name}, which the table does not know" for name in unknown]
+
+
+def _runs(
+    params: Sequence[Param], owner: Mapping[str, Owner], dtype: torch.dtype, bucket_bytes: int, tp: int
+) -> Iterator[list[Param]]:
+    """The table cut into buckets of consecutive parameters with one owner and one type; the same on all ranks."""
+    bucket: list[Param] = []
+    size = 0
+    for param in params:
+        copies = 1 if param.expert else tp
+        bytes_ = copies * prod(local_shape(param, tp, 0)) * (param.dtype or dtype).itemsize
+        same = bucket and (owner[param.megatron], param.dtype) == (owner[bucket[0].megatron], bucket[0].dtype)
+        if bucket and (not same or size + bytes_ > bucket_bytes):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(param)
+        size += bytes_
+    if bucket:
+        yield bucket

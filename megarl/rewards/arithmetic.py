@@ -1,0 +1,26 @@
+"""Arithmetic with a calculator: did the policy state the right result?"""
+
+from __future__ import annotations
+
+import re
+
+from megarl.rewards.numbers import as_number, numbers_in
+from megarl.types import Rollout
+
+
+def arithmetic(rollout: Rollout) -> float:
+    """1.0 where the conversation ends with a statement whose last number equals `prompt.ground_truth`, else 0.0.
+
+    A statement is a finished text of the policy with a word in it, such as "The answer is 72."; neither a bare number,
+    nor a tool call, nor a text that was cut off. Raises ValueError for a ground truth that is no number.
+    """
+    truth = as_number(rollout.prompt.ground_truth)
+    if truth is None:
+        raise ValueError(f"the ground truth {rollout.prompt.ground_truth!r} is not a number")
+    last = rollout.messages[-1] if rollout.messages else {"role": "none"}
+    if last["role"] != "assistant" or last.get("tool_calls") or rollout.status in ("length", "aborted"):
+        return 0.0
+    text = rollout.answer
+    if "<tool_call" in text or not re.search(r"[^\W\d_]", text):
+        return 0.0
+    return float(numbers_in(text)[-1:] == [truth])

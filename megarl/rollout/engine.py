@@ -1,0 +1,290 @@
+"""One SGLang engine from start to end: its process, its health, its sleep and its weights.
+
+The lead rank of each engine's ranks holds one `Engine`. SGLang runs in processes of its own (see
+`engine_process.py`), so that a rank never imports it on a CPU and survives its failures.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config import Config
+from megarl.parallel import device
+from megarl.rollout import engine_cpu, engine_cuda, server_args, weights
+from megarl.rollout.weights import NamedTensors
+
+_LOG_LINES = 20
+_PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.I)
+_PORT_TRIES = 3
+
+
+class EngineError(RuntimeError):
+    """The engine did not start, died, or refused a push. The message ends with its last log lines."""
+
+
+class Engine:
+    """Life cycle of one engine. Not thread-safe; one object per engine, on its lead rank.
+
+    config: model, dtype, rollout.* and run.* are read. index: number of the engine within the job; names its log
+    `<run.dir>/logs/engine_<index>.log`. engines_here: engines on this machine, which share its cores.
+    threads: of each of the engine's tensor parallel ranks on a CPU; 0 for its share of the cores.
+    first_device: the first GPU of this engine. nnodes, node_rank, dist_init_addr ("host:port"): for an engine across
+    machines, one object on each; only that with node_rank 0 generates.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        index: int = 0,
+        engines_here: int = 1,
+        *,
+        threads: int = 0,
+        first_device: int = 0,
+        nnodes: int = 1,
+        node_rank: int = 0,
+        dist_init_addr: str = "",
+    ) -> None:
+        server_args.check(config.rollout.sglang)
+        self.config = config
+        self.index = index
+        self.nnodes, self.node_rank, self.dist_init_addr = nnodes, node_rank, dist_init_addr
+        self.engines_here, self.threads, self.first_device = engines_here, threads, first_device
+        self.api_key = secrets.token_urlsafe(24)
+        self.port = 0
+        self.usable = False
+        """Whether it may generate: it is ready, and no push has failed since the last whole one."""
+        self.tool_call_marker = ""
+        """Text by which SGLang's parser knows a tool call; empty where the parser has none."""
+        self.log = Path(config.run.dir, "logs", f"engine_{index}.log")
+        self._platform = engine_cuda if device.has_cuda() else engine_cpu
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asleep = False
+        # Loopback must not go through a proxy that the environment names.
+        self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the engine's processes and return at once; `wait_ready` follows."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_bytes(b"")
+        self._tries = 1
+        self._launch()
+        atexit.register(self.shutdown)
+
+    def _launch(self) -> None:
+        rollout = self.config.rollout
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        arguments: dict[str, Any] = {
+            "model_path": self.config.model.path,
+            "dtype": self.config.model.dtype,
+            "tp_size": rollout.tp,
+            "ep_size": rollout.ep,
+            "random_seed": self.config.run.seed + self.index,
+            "host": "127.0.0.1",
+            "port": self.port,
+            "api_key": self.api_key,
+            "nnodes": self.nnodes,
+            "node_rank": self.node_rank,
+            "weight_version": "0",
+            "skip_server_warmup": True,
+            "log_level": "warning",
+            **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
+            **self._platform.server_args(self.config, self.first_device),
+            **rollout.sglang,
+        }
+        environment = {
+            "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
+            **self._platform.environment(rollout.tp, self.engines_here, self.threads),
+        }
+        self._facts = self.log.with_suffix(".json")
+        self._facts.unlink(missing_ok=True)
+        settings = {"server_args": arguments, "facts": str(self._facts.resolve())}
+        settings["tool_call_parser"] = rollout.tool_call_parser
+        order = {"parent": os.getpid(), "log": str(self.log.resolve()), "settings": settings}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.rollout.engine_process"],
+            stdin=subprocess.PIPE,  # stays open: its end tells the process that this rank is gone
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=dict(os.environ, **environment),
+            start_new_session=True,  # Ctrl-C reaches the rank only, which then ends the engine
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block until the engine answers; `timeout` defaults to `rollout.start_timeout` seconds.
+
+        Raises EngineError with the last log lines when it dies or does not get there in time. A port that another
+        process took in the meantime is replaced by another, a few times.
+        """
+        limit = self.config.rollout.start_timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        assert self._process is not None, "start() comes first"
+        while not self._answers():
+            if self._process.poll() is not None:
+                if _PORT_TAKEN.search(self._tail()) and self._tries < _PORT_TRIES:
+                    self._tries += 1
+                    self._launch()
+                else:
+                    self.shutdown()
+                    raise EngineError(f"engine {self.index} did not start; {self._last_lines()}")
+            elif time.monotonic() > deadline:
+                self.shutdown()
+                raise EngineError(f"engine {self.index} was not ready after {limit:g} s; {self._last_lines()}")
+            time.sleep(0.2)
+        facts = json.loads(self._facts.read_text())
+        self.tool_call_marker = facts["tool_call_marker"]
+        self._checkpoint = weights.checkpoint_names(self.config.model.path)
+        self._num_layers = json.loads(Path(self.config.model.path, "config.json").read_text())["num_hidden_layers"]
+        self.usable = True
+
+    def _answers(self) -> bool:
+        # With the key, so that another server on this port is not taken for ours. /health would generate a token.
+        try:
+            self._call("/model_info" if self.node_rank == 0 else "/health", timeout=5.0, post=False)
+            return True
+        except (EngineError, OSError):
+            return False
+
+    def check_alive(self) -> None:
+        """Raise EngineError if the engine may not generate."""
+        if self._process is None or self._process.poll() is not None:
+            raise EngineError(f"engine {self.index} is not running; {self._last_lines()}")
+        if not self.usable:
+            raise EngineError(f"engine {self.index} has no whole set of weights; push them first")
+
+    def push(self, buckets: Iterable[NamedTensors], version: int) -> None:
+        """Replace the engine's weights by those of `buckets`, lists of (HF name, full tensor), and number them.
+
+        Any failure leaves the engine unusable until a push succeeds, and raises EngineError: the engine refuses, a
+        tensor of the model's folder is missing or one is unknown, or the engine holds other bytes than were sent.
+        """
+        self.usable = False
+        self._call("/begin_weight_update")
+        probes: dict[str, str] = {}
+        names: list[str] = []
+        try:
+            for bucket in weights.with_partners(buckets):
+                flat = weights.flatten(bucket)
+                names += [name for name, _ in flat]
+                probes.update({name: weights.checksum(tensor) for name, tensor in flat if self._is_probe(name, tensor)})
+                payload = [self._packed(flat) for _ in range(self.config.rollout.tp)]
+                self._call(
+                    "/update_weights_from_tensor",
+                    {"serialized_named_tensors": payload, "flush_cache": False, "weight_version": str(version)},
+                )
+        finally:
+            self._call("/end_weight_update")
+        self._call("/flush_cache")
+        if wrong := weights.difference(names, self._checkpoint, self._num_layers):
+            raise EngineError(f"the push of version {version} does not fit the model: tensors {wrong}")
+        self._verify(probes, version)
+        self.usable = True
+
+    def _packed(self, tensors: NamedTensors) -> str:
+        return base64.b64encode(self._platform.pack(tensors)).decode()
+
+    def _verify(self, probes: dict[str, str], version: int) -> None:
+        """Compare the engine's own checksums of the norms, which it keeps whole and as they came, with what was sent.
+
+        Fused and sharded tensors have other bytes in the engine. That they arrived is what the trainer's comparison
+        of log-probs in each step shows.
+        """
+        if device.has_cuda():  # SGLang's GPU checksum is another function; the log-probs serve alone
+            return
+        answer = self._call("/weights_checker", {"action": "checksum"})
+        for rank in answer["ranks"]:
+            held = rank["checksums"]
+            wrong = [name for name, value in probes.items() if name in held and held[name] != value]
+            if wrong or (probes and not probes.keys() & held.keys()):
+                raise EngineError(f"engine {self.index} holds other weights than were pushed, such as {wrong[:3]}")
+        told = self._call("/model_info", post=False)["weight_version"]
+        if told != str(version):
+            raise EngineError(f"engine {self.index} says weight version {told} after the push of {version}")
+
+    def _is_probe(self, name: str, tensor: torch.Tensor) -> bool:
+        held_as_sent = tensor.dtype == getattr(torch, self.config.model.dtype)
+        return tensor.dim() == 1 and "norm" in name and held_as_sent
+
+    def sleep(self) -> None:
+        """Give the device to training: free weights and KV cache where there is a GPU, else drop the cache."""
+        if self._asleep:
+            return
+        if self._platform.has_memory_saver():
+            self._call("/release_memory_occupation", {})
+        else:
+            self._call("/flush_cache")
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undo `sleep`. On a GPU the weights' contents are gone: a push must follow."""
+        if not self._asleep:
+            return
+        if self._platform.has_memory_saver():
+            self._call("/resume_memory_occupation", {})
+            self.usable = False
+        self._asleep = False
+
+    def shutdown(self) -> None:
+        """End the engine and all of its processes; safe to call twice, and at exit."""
+        process, self._process = self._process, None
+        self.usable = False
+        if process is None:
+            return
+        atexit.unregister(self.shutdown)
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _call(self, path: str, body: dict[str, Any] | None = None, timeout: float = 0.0, post: bool = True) -> Any:
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        data = json.dumps(body or {}).encode() if post else None
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with self._http.open(request, timeout=timeout or self.config.rollout.request_timeout) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            text = error.read()[:500].decode(errors="replace")
+            raise EngineError(f"engine {self.index} refused {path}: {text or error}") from None
+        except OSError as error:
+            raise EngineError(f"engine {self.index} does not answer {path} ({error}); {self._last_lines()}") from None
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text.decode(errors="replace")
+
+    def _tail(self) -> str:
+        if not self.log.exists():
+            return ""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def _last_lines(self) -> str:
+        return f"the last lines of {self.log}:\n{self._tail() or '(nothing)'}"

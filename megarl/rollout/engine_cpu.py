@@ -1,0 +1,64 @@
+"""What an engine is told on a machine without a GPU. `engine_cuda.py` is its counterpart."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config import Config
+from megarl.rollout.weights import NamedTensors
+
+_STUBS = Path(__file__).with_name("cpu_stubs")
+MOST_TOKENS = 131072
+"""Cap of the KV cache where `rollout.sglang.max_total_tokens` gives none; memory is only taken as it is used."""
+
+
+def server_args(config: Config, first_device: int) -> dict[str, Any]:
+    """SGLang's settings for this kind of machine."""
+    rollout = config.rollout
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": True,
+        "max_total_tokens": min(rollout.concurrency * rollout.max_context, MOST_TOKENS),
+        "max_running_requests": rollout.concurrency,
+        "sleep_on_idle": True,  # an idle engine would otherwise keep a core busy while the ranks train
+    }
+
+
+def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
+    """Environment of the engine's processes. `engines` of them share this machine's cores, unless `threads` is given."""
+    cores = sorted(os.sched_getaffinity(0))
+    threads = threads or max(1, len(cores) // (engines * tp))
+    path = os.pathsep.join(filter(None, [str(_STUBS), os.environ.get("PYTHONPATH", "")]))
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait by spinning stall each other where cores are shared
+        # SGLang wants a list of cores per tensor parallel rank; without AMX it only counts them.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp)),
+        "TORCHDYNAMO_DISABLE": "1",  # else small functions are compiled, which needs a C++ compiler and seconds
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": path,
+    }
+
+
+def has_memory_saver() -> bool:
+    """Whether sleeping frees the engine's memory; host memory stays."""
+    return False
+
+
+def pack(tensors: NamedTensors) -> bytes:
+    """Pickle of [(name, tensor)] for a process on this machine; the data lie in shared memory, not in the pickle."""
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")  # a file descriptor cannot be sent by HTTP
+    try:
+        return bytes(ForkingPickler.dumps(list(tensors)))
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)

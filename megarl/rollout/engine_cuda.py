@@ -1,0 +1,37 @@
+"""What an engine is told on a machine with GPUs. `engine_cpu.py` is its counterpart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import Config
+from megarl.rollout.weights import NamedTensors
+
+
+def server_args(config: Config, first_device: int) -> dict[str, Any]:
+    """SGLang's settings for this kind of machine; the memory saver lets the weights sleep while the ranks train."""
+    return {
+        "device": "cuda",
+        "base_gpu_id": first_device,
+        "enable_memory_saver": True,
+        "max_running_requests": config.rollout.concurrency,
+    }
+
+
+def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
+    """Environment of the engine's processes."""
+    return {}
+
+
+def has_memory_saver() -> bool:
+    """Whether sleeping frees the engine's memory."""
+    return True
+
+
+def pack(tensors: NamedTensors) -> bytes:
+    """Pickle of [(name, tensor)] by SGLang's own serializer: CUDA IPC handles, with devices named by UUID."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+    monkey_patch_torch_reductions()
+    return bytes(MultiprocessingSerializer.serialize(list(tensors)))

@@ -1,0 +1,46 @@
+"""SGLang's HTTP server with arguments from stdin instead of the command line, where others could read the API key.
+
+stdin: JSON {"parent": pid, "server_args": {...}, "facts": path, "tool_call_parser": name}. Writes to `facts` what
+the rank must know of SGLang's tool-call parser, so that a rank never has to import SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.engine_process import die_with_parent
+
+
+def tool_call_marker(parser: str) -> str:
+    """The text that a reply contains exactly when SGLang's parser sees a tool call in it; empty if there is none."""
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    detector = FunctionCallParser(tools=[], tool_call_parser=parser).detector
+    marker = str(getattr(detector, "bot_token", "") or "").strip()
+    unmarked = ("", '{"name": "f", "arguments": {}}', "[f(a=1)]")
+    return "" if any(detector.has_tool_call(text) for text in unmarked) else marker
+
+
+def main(settings: dict[str, Any]) -> None:
+    die_with_parent(settings["parent"])
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    facts = {"tool_call_marker": tool_call_marker(settings["tool_call_parser"])}
+    Path(settings["facts"]).write_text(json.dumps(facts))
+    try:
+        run_server(ServerArgs(**settings["server_args"]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":  # SGLang's children import this file anew under another name
+    main(json.load(sys.stdin))

@@ -1,0 +1,195 @@
+"""The rollout loop: the policy writes, tools answer, until the policy is done. Token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.config import RolloutConfig
+from megarl.rollout.chat import Chat
+from megarl.rollout.client import Client, Policy
+from megarl.rollout.engine import Engine
+from megarl.rollout.tool_calls import Parse, Reply, parser
+from megarl.rollout.tools import ToolPool, ToolResult
+from megarl.types import Message, Prompt, Rollout, Status, Turn
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a conversation needs besides the policy."""
+
+    chat: Chat
+    tools: ToolPool
+    parse: Parse
+    config: RolloutConfig
+
+
+async def run_conversation(
+    prompt: Prompt, policy: Policy, around: Surroundings, params: dict[str, Any], group: int = 0, seed: int = 0
+) -> Rollout:
+    """One conversation. params: SGLang's sampling parameters but for max_new_tokens, which follows from the budget.
+
+    The whole conversation stays within `max_context` tokens and the policy within `max_turns` turns. Status: `stop`
+    when the policy ended a turn without a call, or with an end token that leaves no room for an answer; `length` when
+    a turn or the context was full; `max_turns`; `aborted` when the engine cut it off.
+    """
+    chat, config = around.chat, around.config
+    schemas = chat.schemas(prompt)
+    turns = [Turn(prompt.token_ids or tuple(chat.render(prompt)))]
+    messages: list[Message] = list(prompt.messages)
+    context = list(turns[0].token_ids)
+    calls = errors = 0
+    status: Status = "max_turns"
+    for number in range(1, config.max_turns + 1):
+        budget = min(config.max_new_tokens, config.max_context - len(context))
+        if budget <= 0:
+            status = "length"
+            break
+        out = await policy.generate(context, {**params, "max_new_tokens": budget})
+        if out.token_ids:
+            turns.append(Turn(out.token_ids, out.logprobs, is_action=True, weight_version=out.weight_version))
+            context += out.token_ids
+        ended = bool(out.token_ids) and out.token_ids[-1] == chat.end_of_turn
+        if not ended:
+            messages.append({"role": "assistant", "content": chat.text(out.token_ids)})
+            status = "aborted" if out.finish == "abort" else out.finish
+            break
+        reply = await around.parse(chat.text(out.token_ids[:-1]), schemas)
+        messages.append(_assistant(reply))
+        if not reply.calls and not reply.error:
+            status = "stop"
+            break
+        if number == config.max_turns:
+            break
+        allowed = {schema["function"]["name"] for schema in schemas}
+        results = await asyncio.gather(*(_run(around.tools, allowed, call) for call in reply.calls))
+        calls += len(results)
+        errors += sum(not result.ok for result in results) + bool(reply.error)
+        answers: list[Message] = [
+            {"role": "tool", "name": call.name, "content": result.text}
+            for call, result in zip(reply.calls, results, strict=True)
+        ]
+        if reply.error:
+            answers.append({"role": "tool", "name": "error", "content": f"Error: {reply.error}"})
+        observed = chat.observation(answers, schemas)
+        if len(context) + len(observed) >= config.max_context:
+            status = "length"
+            break
+        turns.append(Turn(tuple(observed)))
+        context += observed
+        messages += answers
+    return Rollout(
+        prompt=prompt,
+        turns=tuple(turns),
+        status=status,
+        seed=seed,
+        group=group,
+        messages=tuple(messages),
+        tool_calls=calls,
+        tool_errors=errors,
+    )
+
+
+async def _run(tools: ToolPool, allowed: set[str], call: Any) -> ToolResult:
+    if call.name not in allowed:
+        return ToolResult(f"Error: there is no tool {call.name!r}; there are: {', '.join(sorted(allowed))}", False)
+    return await tools.call(call.name, call.arguments)
+
+
+def _assistant(reply: Reply) -> Message:
+    message: Message = {"role": "assistant", "content": reply.text}
+    if reply.calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in reply.calls
+        ]
+    return message
+
+
+def sampling_params(config: RolloutConfig, chat: Chat, greedy: bool, seed: int) -> dict[str, Any]:
+    """SGLang's sampling parameters of one conversation, without max_new_tokens."""
+    params: dict[str, Any] = {"stop_token_ids": [chat.end_of_turn], "skip_special_tokens": False}
+    if greedy or config.temperature == 0:
+        return {**params, "temperature": 0.0}
+    return {**params, "temperature": config.temperature, "top_p": config.top_p, "sampling_seed": seed}
+
+
+def sample_seed(seed: int, group: int, sample: int) -> int:
+    """Seed of one conversation, 32 bits; depends on nothing but its three numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{group}/{sample}".encode()).digest()[:4], "big")
+
+
+async def gather_rollouts(
+    prompts: Sequence[Prompt],
+    policy: Policy,
+    around: Surroundings,
+    *,
+    samples: int,
+    greedy: bool,
+    seed: int,
+    first_group: int = 0,
+) -> list[Rollout]:
+    """`samples` conversations of each prompt, `config.concurrency` at once; ordered by prompt, then by sample."""
+    slots = asyncio.Semaphore(around.config.concurrency)
+
+    async def one(prompt: Prompt, group: int, sample: int) -> Rollout:
+        own = sample_seed(seed, group, sample)
+        async with slots:
+            params = sampling_params(around.config, around.chat, greedy, own)
+            return await run_conversation(prompt, policy, around, params, group, own)
+
+    tasks: list[asyncio.Task[Rollout]] = []
+    try:
+        async with asyncio.TaskGroup() as together:
+            for group, prompt in enumerate(prompts, first_group):
+                if not prompt.token_ids:
+                    prompt = replace(prompt, token_ids=tuple(around.chat.render(prompt)))
+                tasks += [together.create_task(one(prompt, group, sample)) for sample in range(samples)]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def generate_rollouts(
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    chat: Chat,
+    config: RolloutConfig,
+    *,
+    samples: int | None = None,
+    greedy: bool = False,
+    seed: int = 0,
+    first_group: int = 0,
+) -> list[Rollout]:
+    """Rollouts of the prompts by an engine that is ready, ordered by prompt, then by sample.
+
+    samples: per prompt, `config.samples_per_prompt` by default. Prompt i gets the group `first_group + i`, so that
+    engines that share a batch do not give a number twice. seed: of the step; each sample's own is recorded in it.
+    Raises RuntimeError where the engine fails, with its last log lines if it died.
+    """
+    engine.check_alive()
+
+    async def run() -> list[Rollout]:
+        async with (
+            Client(engine.url, engine.api_key, config.request_timeout, config.concurrency) as client,
+            ToolPool(chat.tools, config.tool_timeout) as tools,
+        ):
+            parse = parser(client, config.tool_call_parser, engine.tool_call_marker)
+            around = Surroundings(chat, tools, parse, config)
+            return await gather_rollouts(
+                prompts,
+                client,
+                around,
+                samples=config.samples_per_prompt if samples is None else samples,
+                greedy=greedy,
+                seed=seed,
+                first_group=first_group,
+            )
+
+    try:
+        return asyncio.run(run())
+    except RuntimeError:
+        engine.check_alive()
+        raise

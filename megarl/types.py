@@ -1,0 +1,218 @@
+"""Every value that crosses a stage of the loop.
+
+Host side: frozen dataclasses, one per notion (`Prompt`, `Turn`, `Rollout`). Training side: one packed batch
+(`TrainBatch`) of `[T]` tensors, T tokens of N sequences laid end to end without padding.
+
+Alignment, written down here once and meant everywhere else: **index t speaks about token t.**
+`logprobs[t]` is log p(tokens[t] | tokens before it), `values[t]` is the critic's value of the state in which
+token t was chosen (that is, before it), `advantages[t]`, `returns[t]` and `rewards[t]` belong to the choice of
+token t, and `loss_mask[t]` is True when the policy chose token t. The first token of a sequence has no
+prediction: its entries are 0 and its mask is False. Models emit at index t what they predict for t + 1; the
+shift happens in `megarl/megatron/` and nowhere else.
+
+A worked example, one tool call in two turns (ids made up; A = action):
+
+    turn 0  prompt       [1 2 3]      is_action=False
+    turn 1  tool call    [7 8]        is_action=True    logprobs [-.1 -.2]
+    turn 2  tool answer  [4 5]        is_action=False
+    turn 3  statement    [9]          is_action=True    logprobs [-.3]
+
+    tokens            1  2  3  7    8    4  5  9
+    positions         0  1  2  3    4    5  6  7
+    loss_mask         .  .  .  A    A    .  .  A
+    rollout_logprobs  0  0  0  -.1  -.2  0  0  -.3
+    rewards           0  0  0  0    0    0  0  r        (an outcome reward sits on the last action)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+
+Message = dict[str, Any]
+"""One chat message in the OpenAI form: role, content, and tool_calls where there are some."""
+
+Status = Literal["stop", "length", "max_turns", "aborted"]
+"""Why a rollout ended: the policy stopped, ran out of tokens, ran out of turns, or was cut off by a failure."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A task, as it comes out of a data set.
+
+    `token_ids` are the rendered chat with the generation prompt, filled in by the loader; `tools` are the names
+    of the tools that the policy may call. `ground_truth` and `extra` are for the reward and never reach the policy.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...] = ()
+    data_source: str = ""
+    ground_truth: Any = None
+    tools: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A run of tokens that one party wrote: the prompt, the policy, or a tool.
+
+    `logprobs` has one entry per token for an action and is empty otherwise. `weight_version` is the version of the
+    weights that chose the tokens, -1 for tokens that no policy chose.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    is_action: bool = False
+    weight_version: int = -1
+
+    def __post_init__(self) -> None:
+        if self.is_action and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"an action turn has {len(self.token_ids)} tokens but {len(self.logprobs)} logprobs")
+        if not self.is_action and self.logprobs:
+            raise ValueError("only an action turn carries logprobs")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One conversation: the token ids that the engine saw, turn by turn. Turn 0 is the rendered prompt.
+
+    `group` numbers the prompt within the step: samples of one prompt share it. `messages` is the conversation in
+    words, for rewards and readers; training reads only the turns.
+    """
+
+    prompt: Prompt
+    turns: tuple[Turn, ...]
+    status: Status = "stop"
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+    group: int = 0
+    messages: tuple[Message, ...] = ()
+    tool_calls: int = 0
+    tool_errors: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for turn in self.turns for token in turn.token_ids]
+
+    @property
+    def num_actions(self) -> int:
+        """Tokens that the policy chose."""
+        return sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
+
+    @property
+    def answer(self) -> str:
+        """What the policy said last, as text."""
+        for message in reversed(self.messages):
+            if message["role"] == "assistant":
+                return str(message.get("content") or "")
+        return ""
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """N sequences packed into `[T]` tensors; see the head of this file for the alignment.
+
+    Every rank holds the whole global batch on the host, so that a controller can compute a global statistic in one
+    line; workers take their share of it and gather what they computed. float tensors are fp32.
+    """
+
+    tokens: torch.Tensor  # [T] int64
+    cu_seqlens: torch.Tensor  # [N + 1] int64, cu_seqlens[i] is where sequence i starts, cu_seqlens[N] == T
+    loss_mask: torch.Tensor  # [T] bool, True where the policy chose the token
+    group: torch.Tensor  # [N] int64, samples of one prompt share a number
+    sequence_reward: torch.Tensor  # [N] outcome reward of each sequence
+    rollout_logprobs: torch.Tensor  # [T] as the engine reported them
+    old_logprobs: torch.Tensor | None = None  # [T] of the policy before the first update on this batch
+    ref_logprobs: torch.Tensor | None = None  # [T]
+    values: torch.Tensor | None = None  # [T]
+    rewards: torch.Tensor | None = None  # [T] token rewards: outcome plus, where asked for, the KL penalty
+    advantages: torch.Tensor | None = None  # [T]
+    returns: torch.Tensor | None = None  # [T]
+    loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
+
+    @staticmethod
+    def from_rollouts(rollouts: Sequence[Rollout]) -> TrainBatch:
+        """Pack finished rollouts; a rollout without any action token is packed too and has an empty mask."""
+        tokens: list[int] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        starts = [0]
+        for rollout in rollouts:
+            for turn in rollout.turns:
+                tokens += turn.token_ids
+                mask += [turn.is_action] * len(turn.token_ids)
+                logprobs += turn.logprobs if turn.is_action else [0.0] * len(turn.token_ids)
+            starts.append(len(tokens))
+        return TrainBatch(
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            cu_seqlens=torch.tensor(starts, dtype=torch.int64),
+            loss_mask=torch.tensor(mask, dtype=torch.bool),
+            group=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
+            sequence_reward=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
+            rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        )
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[N] tokens of each sequence."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[T] index of each token within its sequence."""
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.lengths)
+        return torch.arange(len(self.tokens)) - starts
+
+    @property
+    def sequence_ids(self) -> torch.Tensor:
+        """[T] which sequence each token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths)
+
+    def with_(self, **changes: torch.Tensor | None) -> TrainBatch:
+        """A new batch with the named tensors in place of the old ones."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def select(self, indices: Sequence[int]) -> TrainBatch:
+        """The sub-batch of the given sequences, in the given order."""
+        rows = list(indices)
+        where = [torch.arange(int(self.cu_seqlens[i]), int(self.cu_seqlens[i + 1])) for i in rows]
+        token_index = torch.cat(where) if where else torch.zeros(0, dtype=torch.int64)
+        changes: dict[str, torch.Tensor] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is None or item.name == "cu_seqlens":
+                continue
+            changes[item.name] = value[rows] if item.name in ("group", "sequence_reward") else value[token_index]
+        lengths = torch.tensor([len(index) for index in where], dtype=torch.int64)
+        changes["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What a model says of a micro-batch, already shifted: index t speaks about token t. On the device."""
+
+    logprobs: torch.Tensor | None = None  # [T] of the policy
+    entropy: torch.Tensor | None = None  # [T] of the distribution that token t was drawn from
+    values: torch.Tensor | None = None  # [T] of the critic
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What a loss returns: a number per token, and further numbers per token to be logged.
+
+    The optimizer step minimises sum(loss_weights * loss); each metric is logged as sum(loss_weights * metric).
+    The weights are shares of the global mini-batch, so the result does not depend on how it was cut up.
+    """
+
+    loss: torch.Tensor  # [T], differentiable
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> [T], detached

@@ -1,0 +1,58 @@
+"""The policy in training: log-probs, updates, weights for the engine, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from megarl.checkpoint.hf import save_hf
+from megarl.megatron.model import MegatronModel
+from megarl.reshard.gather import gather_hf
+from megarl.types import ModelOutput, TokenLoss, TrainBatch
+from megarl.workers.context import Worker
+
+LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
+
+
+class ActorWorker(Worker):
+    model: MegatronModel
+
+    def start(self) -> None:
+        with self.clock.phase("load"):
+            context = self.context
+            self.model = MegatronModel(
+                context.hf_config, self.config, self.ranks, role="actor", total_updates=context.total_updates
+            )
+            self.model.load_hf(self.config.model.path)
+
+    def forward(self, batch: TrainBatch) -> ModelOutput:
+        """Log-probs and entropies, [T] fp32 on the host, of the policy as it is now."""
+        with self.clock.phase("actor_logprobs"):
+            output = self.model.forward(batch, self.temperature)
+        return ModelOutput(logprobs=output["logprobs"], entropy=output["entropy"])
+
+    def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
+        """One optimizer step on a mini-batch with `loss_weights`; metrics under actor/."""
+        with self.clock.phase("actor_update"):
+            return self.model.train_step(batch, loss_fn, self.temperature)
+
+    @property
+    def temperature(self) -> float:
+        """The policy is the distribution that was sampled from; greedy rollouts are scored as drawn at 1."""
+        return self.config.rollout.temperature or 1.0
+
+    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the policy under its HF name, whole, on every rank, one after another."""
+        return gather_hf(self.model.local_params(), self.model.params(), self.ranks)
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as an HF folder; rank 0 writes, all ranks take part."""
+        with self.clock.phase("export"):
+            tensors = self.hf_tensors()
+            if self.ranks.rank == 0:
+                save_hf(folder, tensors, self.config.model.path, dtype=getattr(torch, self.config.model.dtype))
+            else:
+                for _ in tensors:
+                    pass

@@ -1,0 +1,32 @@
+"""The value function: same trunk as the policy, a head of one number per token."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.megatron.model import MegatronModel
+from megarl.types import TrainBatch
+from megarl.workers.actor import LossFn
+from megarl.workers.context import Worker
+
+
+class CriticWorker(Worker):
+    model: MegatronModel
+
+    def start(self) -> None:
+        with self.clock.phase("load"):
+            context = self.context
+            self.model = MegatronModel(
+                context.hf_config, self.config, self.ranks, role="critic", total_updates=context.total_updates
+            )
+            self.model.load_hf(self.config.critic.path or self.config.model.path)
+
+    def values(self, batch: TrainBatch) -> torch.Tensor:
+        """[T] fp32 on the host; values[t] is of the state before token t."""
+        with self.clock.phase("critic_values"):
+            return self.model.forward(batch)["values"]
+
+    def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
+        """One optimizer step on a mini-batch with `loss_weights`; metrics under critic/."""
+        with self.clock.phase("critic_update"):
+            return self.model.train_step(batch, loss_fn)

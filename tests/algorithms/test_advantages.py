@@ -1,0 +1,151 @@
+import pytest
+import torch
+
+from megarl.algorithms.advantages import gae, group_advantages, spread_to_tokens, whiten
+
+F64 = torch.float64
+
+
+def random_batch(seed: int):
+    """(rewards, values, mask, cu_seqlens) of a few sequences with gaps between their actions, some without any."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 30, (int(torch.randint(1, 12, (1,), generator=generator)),), generator=generator)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = int(cu[-1])
+    mask = torch.rand(total, generator=generator) < 0.5
+    if len(lengths) > 2:
+        mask[cu[1] : cu[2]] = False
+    rewards = torch.randn(total, generator=generator, dtype=F64)
+    values = torch.randn(total, generator=generator, dtype=F64)
+    return rewards, values, mask, cu
+
+
+def loop_gae(rewards, values, mask, cu, gamma, lam):
+    """The definition as a sum: A_k = sum over later actions j of (gamma * lam)^(j - k) * delta_j."""
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        actions = [t for t in range(start, end) if mask[t]]
+        deltas = []
+        for k, t in enumerate(actions):
+            following = values[actions[k + 1]] if k + 1 < len(actions) else 0.0
+            deltas.append(rewards[t] + gamma * following - values[t])
+        for k, t in enumerate(actions):
+            advantages[t] = sum((gamma * lam) ** (j - k) * deltas[j] for j in range(k, len(actions)))
+            returns[t] = advantages[t] + values[t]
+    return advantages, returns
+
+
+def test_by_hand_across_a_tool_answer():
+    # prompt, action, action, tool, tool, action; gamma 0.5, lambda 0.5, so gamma * lambda = 0.25.
+    #   delta_5 = 1 + 0 - 0.4                    = 0.6     A_5 = 0.6
+    #   delta_2 = 0 + 0.5 * 0.4 - 0.6 = -0.4               A_2 = -0.4 + 0.25 * 0.6   = -0.25
+    #   delta_1 = -0.1 + 0.5 * 0.6 - 0.2 = 0               A_1 = 0 + 0.25 * -0.25    = -0.0625
+    # The values of prompt and tool tokens (9) take no part.
+    mask = torch.tensor([0, 1, 1, 0, 0, 1]).bool()
+    rewards = torch.tensor([0, -0.1, 0, 0, 0, 1.0], dtype=F64)
+    values = torch.tensor([9, 0.2, 0.6, 9, 9, 0.4], dtype=F64)
+    advantages, returns = gae(rewards, values, mask, torch.tensor([0, 6]), gamma=0.5, lam=0.5)
+    expected = torch.tensor([0, -0.0625, -0.25, 0, 0, 0.6], dtype=F64)
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, torch.tensor([0, 0.1375, 0.35, 0, 0, 1.0], dtype=F64))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("gamma, lam", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)])
+def test_against_the_definition(seed, gamma, lam):
+    rewards, values, mask, cu = random_batch(seed)
+    expected = loop_gae(rewards, values, mask, cu, gamma, lam)
+    for got, want in zip(gae(rewards, values, mask, cu, gamma, lam), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    for got, want in zip(gae(rewards.float(), values.float(), mask, cu, gamma, lam), expected, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_undiscounted_return_is_the_outcome():
+    # gamma = lambda = 1: returns are the rewards still to come, whatever the critic says.
+    rewards, values, mask, cu = random_batch(3)
+    _, returns = gae(torch.where(mask, rewards, 0.0), values, mask, cu, 1.0, 1.0)
+    for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        actions = [t for t in range(start, end) if mask[t]]
+        if actions:
+            assert float(returns[actions[0]]) == pytest.approx(float(rewards[actions].sum()), abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_does_not_depend_on_packing_or_on_what_is_masked(seed):
+    rewards, values, mask, cu = random_batch(seed)
+    garbage = torch.where(mask, values, torch.full_like(values, float("nan")))
+    whole = torch.stack(gae(rewards, values, mask, cu, 0.99, 0.95))
+    assert torch.equal(torch.stack(gae(rewards, garbage, mask, cu, 0.99, 0.95)), whole)
+    order = torch.randperm(len(cu) - 1, generator=torch.Generator().manual_seed(seed)).tolist()
+    index = torch.cat([torch.arange(int(cu[i]), int(cu[i + 1])) for i in order])
+    moved = torch.cat([torch.zeros(1, dtype=torch.int64), cu.diff()[order].cumsum(0)])
+    got = torch.stack(gae(rewards[index], values[index], mask[index], moved, 0.99, 0.95))
+    assert torch.equal(got, whole[:, index])
+    for i in range(len(cu) - 1):  # one sequence at a time
+        here = slice(int(cu[i]), int(cu[i + 1]))
+        alone = gae(rewards[here], values[here], mask[here], torch.tensor([0, here.stop - here.start]), 0.99, 0.95)
+        assert torch.equal(torch.stack(alone), whole[:, here])
+
+
+def test_without_actions_or_sequences():
+    for total, cu in ((4, [0, 1, 4]), (0, [0])):
+        zeros = torch.zeros(total)
+        for result in gae(zeros + 1, zeros + 1, zeros.bool(), torch.tensor(cu), 0.99, 0.95):
+            assert result.tolist() == [0.0] * total
+
+
+def test_whiten():
+    x = torch.tensor([1.0, 100.0, 3.0, 5.0])
+    mask = torch.tensor([True, False, True, True])
+    # mean 3, variance (4 + 0 + 4) / 3
+    third = (8 / 3) ** -0.5
+    torch.testing.assert_close(whiten(x, mask), torch.tensor([-2 * third, 0.0, 0.0, 2 * third]))
+    assert x.tolist() == [1, 100, 3, 5]
+
+
+def test_whiten_of_equal_entries_or_none_is_zero():
+    assert whiten(torch.full((7,), 0.1), torch.ones(7).bool()).abs().max() < 1e-6
+    assert whiten(torch.tensor([5.0]), torch.tensor([True])).tolist() == [0.0]
+    assert whiten(torch.tensor([5.0, float("nan")]), torch.tensor([False, False])).tolist() == [0.0, 0.0]
+
+
+def test_group_advantages_by_hand():
+    # group 4: rewards 1, 0, 0, 1: mean 0.5, sample variance 4 * 0.25 / 3; group 7: 2, 5: mean 3.5, variance 4.5
+    reward = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 1.0], dtype=F64)
+    group = torch.tensor([4, 7, 4, 4, 7, 4])
+    plain = torch.tensor([0.5, -1.5, -0.5, -0.5, 1.5, 0.5], dtype=F64)
+    torch.testing.assert_close(group_advantages(reward, group, use_std=False), plain)
+    expected = plain * 3**0.5
+    expected[[1, 4]] = torch.tensor([-1.5, 1.5], dtype=F64) / 4.5**0.5
+    torch.testing.assert_close(group_advantages(reward, group, use_std=True), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_std", [True, False])
+def test_groups_that_say_nothing_get_exactly_zero(use_std):
+    reward = torch.tensor([0.1, 0.1, 0.1, 3.0, 1.0, 0.0])
+    group = torch.tensor([0, 0, 0, 1, 2, 2])
+    got = group_advantages(reward, group, use_std)
+    assert got[:4].tolist() == [0, 0, 0, 0]
+    assert got[4] > 0 > got[5]
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64), use_std).tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_group_advantages_against_a_loop_in_any_order(seed):
+    generator = torch.Generator().manual_seed(seed)
+    reward = torch.randn(40, generator=generator, dtype=F64)
+    group = torch.randint(-3, 6, (40,), generator=generator)
+    expected = torch.zeros_like(reward)
+    for number in set(group.tolist()):
+        members = (group == number).nonzero().squeeze(1)
+        if len(members) > 1:
+            expected[members] = (reward[members] - reward[members].mean()) / (reward[members].std() + 1e-6)
+    torch.testing.assert_close(group_advantages(reward, group, True), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_spread():
+    mask = torch.tensor([0, 1, 1, 0, 1]).bool()
+    spread = spread_to_tokens(torch.tensor([2.0, -3.0, float("nan")]), torch.tensor([0, 3, 5, 5]), mask)
+    assert spread.tolist() == [0, 2, 2, 0, -3]

@@ -1,0 +1,87 @@
+import math
+
+import pytest
+import torch
+
+from megarl.algorithms.kl import AdaptiveKL, kl_estimate
+
+POLICY = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
+REFERENCE = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)  # d = 0.5, -1, 0
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("k1", [0.5, -1.0, 0.0]),
+        ("k2", [0.125, 0.5, 0.0]),
+        ("k3", [0.10653065971263342, 0.7182818284590451, 0.0]),  # e^-0.5 - 1 + 0.5, e^1 - 1 - 1, 0
+    ],
+)
+def test_by_hand(kind, expected):
+    torch.testing.assert_close(kl_estimate(POLICY, REFERENCE, kind), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_k1_and_k3_average_to_the_divergence():
+    torch.manual_seed(0)
+    p, q = torch.softmax(torch.randn(6, dtype=torch.float64), 0), torch.softmax(torch.randn(6, dtype=torch.float64), 0)
+    true = float((p * (p / q).log()).sum())
+    for kind in ("k1", "k3"):  # the expectation under p, exactly
+        assert float((p * kl_estimate(p.log(), q.log(), kind)).sum()) == pytest.approx(true, abs=1e-12)
+
+
+def test_expected_gradient_of_k2_is_that_of_the_divergence_and_of_k1_is_none():
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(torch.randn(6, dtype=torch.float64), 0)
+    logp = torch.log_softmax(logits, 0)
+    (true,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
+    drawn = logp.detach().exp()
+    for kind, expected in (("k2", true), ("k1", torch.zeros_like(true))):
+        (got,) = torch.autograd.grad((drawn * kl_estimate(logp, reference, kind)).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_masked_positions_are_harmless(kind):
+    mask = torch.tensor([True, False, False, False])
+    policy = torch.tensor([-1.0, -1e4, float("-inf"), float("nan")], requires_grad=True)
+    estimate = kl_estimate(policy, torch.tensor([-1.5, 0.0, -1.0, 0.0]), kind, mask)
+    assert estimate[1:].tolist() == [0, 0, 0]
+    estimate.sum().backward()
+    assert policy.grad is not None and policy.grad[1:].tolist() == [0, 0, 0] and policy.grad[0] != 0
+
+
+def test_unknown_kind():
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(POLICY, REFERENCE, "k4")  # type: ignore[arg-type]
+
+
+def test_controller_by_hand():
+    start = AdaptiveKL(coef=0.001, target=0.015, horizon=10000)
+    # Twice the target: the error 1 is clipped to 0.2; 0.001 * (1 + 0.2 * 64 / 10000).
+    assert start.updated(0.03, 64).coef == pytest.approx(0.00100128, abs=1e-15)
+    # No divergence: -1 clipped to -0.2; 0.001 * (1 - 0.2 * 64 / 10000).
+    assert start.updated(0.0, 64).coef == pytest.approx(0.00099872, abs=1e-15)
+    # Inside the clip: 0.0165 / 0.015 - 1 = 0.1; 0.001 * (1 + 0.1 * 1000 / 10000).
+    assert start.updated(0.0165, 1000).coef == pytest.approx(0.00101, abs=1e-15)
+    assert start.updated(0.015, 64).coef == pytest.approx(0.001, abs=1e-15)
+    assert start.coef == 0.001
+
+
+def test_controller_without_target_stays_and_never_turns_negative():
+    assert AdaptiveKL(0.5, None, 10000).updated(100.0, 64).coef == 0.5
+    assert AdaptiveKL(0.5, 0.1, 10).updated(0.0, 1000).coef == 0.0
+
+
+def test_controller_state():
+    steered = AdaptiveKL(0.001, 0.015, 10000).updated(1.0, 64).updated(0.01, 64)
+    fresh = AdaptiveKL(0.001, 0.015, 10000)
+    assert fresh != steered
+    assert fresh.restored(steered.state_dict()) == steered
+
+
+def test_controller_refuses_nonsense():
+    with pytest.raises(ValueError, match="diverged"):
+        AdaptiveKL(0.001, 0.015, 10000).updated(math.nan, 64)
+    with pytest.raises(ValueError, match="positive"):
+        AdaptiveKL(0.001, 0.0, 10000)

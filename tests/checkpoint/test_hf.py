@@ -1,0 +1,277 @@
+"""HF folders: bitwise round trips, what a half-written or foreign folder says, and nothing half-done left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.checkpoint.hf import open_hf, save_hf
+from megarl.config import ConfigError
+from megarl.models.layout import shard
+from megarl.models.registry import family_of
+
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 130,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 4,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+MLA: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 4,
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "num_attention_heads": 2,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def random_tensors(hf: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        tensor.name: torch.randn(tensor.shape, generator=generator)
+        for param in family_of(hf).params(hf, 1)
+        for tensor in param.hf
+    }
+
+
+def write_source(folder: Path, hf: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text("not copied")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_source(tmp_path / "source", MOE, random_tensors(MOE))
+
+
+def assert_equal(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    weights = open_hf(folder)
+    assert sorted(weights.names()) == sorted(tensors)
+    for name, tensor in tensors.items():
+        read = weights.get(name)
+        assert read.dtype == tensor.dtype and torch.equal(read, tensor), name
+
+
+@pytest.mark.parametrize("max_shard_bytes", [4 << 30, 2000])
+def test_round_trip_is_bitwise(source: Path, tmp_path: Path, max_shard_bytes: int) -> None:
+    tensors = random_tensors(MOE)
+    tensors["model.norm.weight"][:2] = torch.tensor([float("inf"), -0.0])
+    folder = tmp_path / "deep" / "export"
+    save_hf(folder, tensors.items(), source, max_shard_bytes=max_shard_bytes)
+    assert_equal(folder, tensors)
+    open_hf(folder).check(MOE)
+    assert torch.signbit(open_hf(folder).get("model.norm.weight")[1])
+    files = sorted(path.name for path in folder.iterdir())
+    if max_shard_bytes == 2000:
+        shards = [name for name in files if name.startswith("model-")]
+        assert len(shards) > 3 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+        largest = max(tensor.nbytes for tensor in tensors.values())
+        assert all(sum(t.nbytes for t in load_file(folder / s).values()) <= max(2000, largest) for s in shards)
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+        files = [name for name in files if name not in (*shards, "model.safetensors.index.json")]
+    else:
+        files.remove("model.safetensors")
+    assert files == ["config.json", "tokenizer.json"]
+    assert (folder / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert [path.name for path in folder.parent.iterdir()] == ["export"]
+
+
+def test_a_cast_is_noted_in_the_config_and_views_of_one_buffer_are_written(source: Path, tmp_path: Path) -> None:
+    tensors = random_tensors(MOE)
+    buffer = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    parts = buffer.split([tensor.numel() for tensor in tensors.values()])
+    views = [(name, part.view(tensor.shape)) for (name, tensor), part in zip(tensors.items(), parts, strict=True)]
+    save_hf(tmp_path / "bf16", views, source, dtype=torch.bfloat16)
+    assert_equal(tmp_path / "bf16", {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == {**MOE, "dtype": "bfloat16"}
+
+
+def test_what_the_table_keeps_in_fp32_is_not_cast_and_untrained_layers_are_taken_over(tmp_path: Path) -> None:
+    trained, mtp = random_tensors(MLA), {"model.layers.1.eh_proj.weight": torch.randn(8, 16).bfloat16()}
+    source = write_source(tmp_path / "source", MLA, trained | mtp)
+    open_hf(source).check(MLA)
+    save_hf(tmp_path / "out", trained.items(), source, dtype=torch.bfloat16)
+    bias = "model.layers.0.mlp.gate.e_score_correction_bias"
+    expected = {name: tensor if name == bias else tensor.bfloat16() for name, tensor in trained.items()}
+    assert_equal(tmp_path / "out", expected | mtp)
+
+
+def test_slices_and_shards_read_what_shard_computes(source: Path) -> None:
+    weights, tensors = open_hf(source), random_tensors(MOE)
+    output = "model.layers.1.self_attn.o_proj.weight"
+    assert torch.equal(weights.slice(output, 1, 2, 6), tensors[output][:, 2:6])
+    for tp in (1, 2):
+        for param in family_of(MOE).params(MOE, tp):
+            for rank in range(tp):
+                assert torch.equal(weights.shard(param, tp, rank), shard(param, tensors, tp, rank)), param
+    embedding = family_of(MOE).params(MOE, 1)[0]
+    assert weights.shard(embedding, 4, 3).shape == (128, 8)  # 130 rows: rank 3 of 4 holds only padding
+    assert not weights.shard(embedding, 4, 3).any()
+
+
+def test_replacing_an_export_leaves_the_new_one_only(source: Path, tmp_path: Path) -> None:
+    tensors, folder = random_tensors(MOE), tmp_path / "export"
+    save_hf(folder, tensors.items(), source, max_shard_bytes=2000)
+    (tmp_path / "export.tmp").mkdir()  # as a run that was killed leaves it
+    (tmp_path / "export.tmp" / "part-7").write_text("old")
+    changed = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_hf(folder, changed.items(), source)
+    assert_equal(folder, changed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "source"]
+    assert not list(folder.glob("model-*"))
+
+
+def test_a_failed_export_keeps_the_old_one_and_drains_the_stream(source: Path, tmp_path: Path) -> None:
+    tensors, folder, sent = random_tensors(MOE), tmp_path / "export", []
+    save_hf(folder, tensors.items(), source)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            sent.append(name)
+            yield name, tensor[:1] if name == "model.embed_tokens.weight" else tensor + 1
+
+    with pytest.raises(
+        ConfigError, match=r"model.embed_tokens.weight has shape \(1, 8\); config.json asks for \(130, 8\)"
+    ):
+        save_hf(folder, stream(), source)
+    assert sent == list(tensors)
+    assert_equal(folder, tensors)
+
+
+def test_a_rank_that_does_not_write_only_drains(tmp_path: Path) -> None:
+    stream = iter([("a", torch.zeros(1))])
+    save_hf(tmp_path / "export", stream, tmp_path / "absent", write=False)
+    assert next(stream, None) is None and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (lambda t: [t.pop(n) for n in list(t) if "experts.1" in n], "gate_proj.weight.* and 3 more are missing"),
+        (lambda t: t.update(other=torch.zeros(1)), "other is repeated or not part of Qwen3MoeForCausalLM"),
+    ],
+)
+def test_an_export_must_be_whole(source: Path, tmp_path: Path, change: Any, message: str) -> None:
+    tensors = random_tensors(MOE)
+    change(tensors)
+    with pytest.raises(ConfigError, match=message):
+        save_hf(tmp_path / "export", tensors.items(), source)
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_tensor_sent_twice_is_refused(source: Path, tmp_path: Path) -> None:
+    tensors = list(random_tensors(MOE).items())
+    with pytest.raises(ConfigError, match="model.norm.weight is repeated"):
+        save_hf(tmp_path / "export", [*tensors, next(t for t in tensors if t[0] == "model.norm.weight")], source)
+
+
+def test_folders_that_are_not_overwritten(source: Path, tmp_path: Path) -> None:
+    tensors = random_tensors(MOE)
+    with pytest.raises(ConfigError, match="is the folder that the weights came from"):
+        save_hf(source, tensors.items(), source)
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(ConfigError, match="exists and is not an HF folder"):
+        save_hf(tmp_path / "thesis", tensors.items(), source)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing; config.json has tie_word_embeddings=false"),
+        (lambda t: t.update(spare=torch.zeros(1)), "spare is not part of Qwen3MoeForCausalLM with this config.json"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(9)}),
+            r"model.norm.weight has shape \(9,\); config.json asks for \(8,\)",
+        ),
+    ],
+)
+def test_check_names_the_tensor(tmp_path: Path, change: Any, message: str) -> None:
+    tensors = random_tensors(MOE)
+    change(tensors)
+    with pytest.raises(ConfigError, match=message):
+        open_hf(write_source(tmp_path / "model", MOE, tensors)).check(MOE)
+
+
+def test_a_repeated_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
+    tied = MOE | {"tie_word_embeddings": True}
+    tensors = random_tensors(MOE)
+    with pytest.raises(ConfigError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        open_hf(write_source(tmp_path / "differs", tied, tensors)).check(tied)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    open_hf(write_source(tmp_path / "equal", tied, tensors)).check(tied)
+    open_hf(write_source(tmp_path / "absent", tied, random_tensors(tied))).check(tied)
+    # Old checkpoints also carry the derived rotary frequencies.
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+    open_hf(write_source(tmp_path / "old", tied, tensors)).check(tied)
+
+
+def test_folders_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no model folder"):
+        open_hf(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="no config.json"):
+        open_hf(tmp_path)
+    with pytest.raises(ConfigError, match="has no tensor spam"):
+        open_hf(source).get("spam")
+    file = source / "model.safetensors"
+    whole = file.read_bytes()
+    for cut in (len(whole) - 100, 20, 0):
+        file.write_bytes(whole[:cut])
+        with pytest.raises(ConfigError, match="model.safetensors is truncated or not a safetensors file"):
+            open_hf(source)
+    file.unlink()
+    with pytest.raises(ConfigError, match="only safetensors are read"):
+        open_hf(source)
+
+
+def test_a_damaged_index_is_named(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    save_hf(folder, random_tensors(MOE).items(), source, max_shard_bytes=2000)
+    first = next(iter(sorted(folder.glob("model-00001-*"))))
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["spam"] = first.name
+    index.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"says that spam is in {first.name}, but it is not"):
+        open_hf(folder)
+    index.write_text("{}")
+    with pytest.raises(ConfigError, match="is no index of safetensors"):
+        open_hf(folder)
+    save_hf(folder, random_tensors(MOE).items(), source, max_shard_bytes=2000)
+    first.unlink()
+    with pytest.raises(ConfigError, match=f"{first.name} is missing"):
+        open_hf(folder)

@@ -1,0 +1,243 @@
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.config import ConfigError
+from megarl.data.prompts import PromptLoader, read_prompts, render_prompts
+from megarl.types import Prompt
+
+USER = ({"role": "user", "content": "hi"},)
+
+
+def write_jsonl(path, *rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path, rows):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def prompts(count, prefix="p"):
+    return [Prompt(id=f"{prefix}{i}", messages=USER, ground_truth=i) for i in range(count)]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+def test_verl_parquet(tmp_path):
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{i} + 1?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(3)
+    ]
+    got = read_prompts(write_parquet(tmp_path / "train.parquet", rows))
+    assert [prompt.id for prompt in got] == ["train-0", "train-1", "train-2"]
+    assert got[1] == Prompt(
+        id="train-1",
+        messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}),
+        data_source="openai/gsm8k",
+        ground_truth="2",
+        extra={"ability": "math", "split": "train", "index": 1},
+    )
+
+
+def test_parquet_fills_in_no_fields_of_messages(tmp_path):
+    messages = [
+        {"role": "user", "content": "2 * 3?", "name": None},
+        {"role": "assistant", "content": None, "name": "solver"},
+        {"role": "user", "content": "Well?", "name": None},
+    ]
+    path = write_parquet(tmp_path / "a.parquet", [{"prompt": messages, "ground_truth": 6}])
+    assert read_prompts(path)[0].messages == (
+        {"role": "user", "content": "2 * 3?"},
+        {"role": "assistant", "content": None, "name": "solver"},
+        {"role": "user", "content": "Well?"},
+    )
+
+
+def test_jsonl(tmp_path):
+    schema = {"type": "function", "function": {"name": "search", "parameters": {}}}
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        {"prompt": "hi", "ground_truth": 7, "tools": ["calculator"], "id": "first", "metadata": {"level": 2}},
+        "\n",
+        {"messages": list(USER), "label": "x", "data_source": "here", "tools": [schema], "note": "n", "id": 5},
+        {"prompt": "hi", "label": 0, "tools": "calculator"},
+    )
+    got = read_prompts(path)
+    assert got[0] == Prompt(
+        id="first", messages=USER, ground_truth=7, tools=("calculator",), extra={"level": 2}
+    )
+    assert got[1] == Prompt(
+        id="5", messages=USER, ground_truth="x", data_source="here", tools=("search",), extra={"note": "n"}
+    )
+    assert got[2] == Prompt(id="a-2", messages=USER, ground_truth=0, tools=("calculator",))
+
+
+def test_slimes_keys(tmp_path):
+    row = {"input": "hi", "label": "42", "metadata": {"rm_type": "math"}, "tools": '[{"name": "calculator"}]'}
+    got = read_prompts(write_jsonl(tmp_path / "a.jsonl", row), prompt_key="input", label_key="label")
+    assert got == [
+        Prompt(id="a-0", messages=USER, ground_truth="42", tools=("calculator",), extra={"rm_type": "math"})
+    ]
+
+
+def test_no_ground_truth_on_request(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "hi"})
+    assert read_prompts(path, label_key="")[0].ground_truth is None
+    with pytest.raises(ConfigError, match="no 'ground_truth'; columns here: none; set data.label_key"):
+        read_prompts(path)
+
+
+GOOD = {"prompt": "hi", "ground_truth": 1}
+BAD_LINES = {
+    "malformed": ('{"prompt": "hi",\n', r"a\.jsonl:2: not JSON: Expecting property name"),
+    "not an object": ("[1]\n", r"a\.jsonl:2: a list, not an object"),
+    "no prompt": ({"question": "hi", "ground_truth": 1}, r"a\.jsonl:2: no 'prompt'; columns here: question, ground_tr"),
+    "empty prompt": ({"prompt": None, "ground_truth": 1}, "no 'prompt'; the column 'prompt' is empty here"),
+    "no label": ({"prompt": "hi", "answer": 1}, r"a\.jsonl:2: no 'ground_truth'; columns here: answer"),
+    "prompt is a number": ({"prompt": 5, "ground_truth": 1}, "must be text or a list of chat messages, not '5'"),
+    "no messages": ({"prompt": [], "ground_truth": 1}, "must be text or a list of chat messages"),
+    "no role": ({"prompt": [{"content": "hi"}], "ground_truth": 1}, "not a message with role and content"),
+    "bad tool": (GOOD | {"tools": [{"parameters": {}}]}, "neither a name nor a tool schema"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_bad_lines(tmp_path, name):
+    line, message = BAD_LINES[name]
+    with pytest.raises(ConfigError, match=message):
+        read_prompts(write_jsonl(tmp_path / "a.jsonl", GOOD, line))
+
+
+def test_not_utf8(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "\xff\xfe"}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: not JSON"):
+        read_prompts(path)
+
+
+def test_duplicate_ids_name_both_places(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", GOOD | {"id": "x"}, GOOD | {"id": "y"}, GOOD | {"id": "x"})
+    with pytest.raises(ConfigError, match=r"a\.jsonl:3: the id 'x' is taken by .*a\.jsonl:1;"):
+        read_prompts(path)
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(ConfigError, match="there is no data file .*nowhere.jsonl; check data.train"):
+        read_prompts(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ConfigError, match="there is no data file"):
+        read_prompts(tmp_path)
+    with pytest.raises(ConfigError, match="'.csv' is not known; data files are .parquet or .jsonl"):
+        read_prompts(write_jsonl(tmp_path / "a.csv", GOOD))
+    with pytest.raises(ConfigError, match="holds no prompts"):
+        read_prompts(write_jsonl(tmp_path / "a.jsonl", "\n"))
+    with pytest.raises(ConfigError, match="cannot be read as parquet"):
+        read_prompts(write_jsonl(tmp_path / "a.parquet", GOOD))
+
+
+def test_parquet_errors(tmp_path):
+    with pytest.raises(ConfigError, match=r"a\.parquet, row 0: no 'prompt'; columns here: text, ground_truth; set"):
+        read_prompts(write_parquet(tmp_path / "a.parquet", [{"text": "hi", "ground_truth": 1}]))
+    empty = pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(empty, tmp_path / "b.parquet")
+    with pytest.raises(ConfigError, match="b.parquet holds no prompts"):
+        read_prompts(tmp_path / "b.parquet")
+
+
+# --- rendering --------------------------------------------------------------------------------------------------
+
+
+def test_long_prompts_are_dropped_and_counted():
+    given = prompts(5)
+    kept, dropped = render_prompts(given, lambda prompt: list(range(prompt.ground_truth)), max_prompt_tokens=3)
+    assert [(prompt.id, prompt.token_ids) for prompt in kept] == [
+        ("p0", ()),
+        ("p1", (0,)),
+        ("p2", (0, 1)),
+        ("p3", (0, 1, 2)),
+    ]
+    assert dropped == 1
+    assert all(prompt.token_ids == () for prompt in given)
+
+
+def test_all_dropped_is_an_error():
+    with pytest.raises(ConfigError, match="all 2 prompts are longer than 3 tokens, the shortest has 8; raise"):
+        render_prompts(prompts(2), lambda prompt: [0] * (9 - prompt.ground_truth), max_prompt_tokens=3)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------
+
+
+def take(loader, batches):
+    return [[prompt.id for prompt in loader.next_batch()] for _ in range(batches)]
+
+
+def test_in_order_across_epochs():
+    loader = PromptLoader(prompts(5), 2, seed=1, shuffle=False)
+    assert take(loader, 4) == [["p0", "p1"], ["p2", "p3"], ["p4", "p0"], ["p1", "p2"]]
+    assert PromptLoader(prompts(2), 5, seed=1, shuffle=False).next_batch()[4].id == "p0"
+
+
+def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own():
+    everything = {f"p{i}" for i in range(12)}
+    loader = PromptLoader(prompts(12), 4, seed=1)
+    epochs = [sum(take(loader, 3), []), sum(take(loader, 3), [])]
+    assert set(epochs[0]) == set(epochs[1]) == everything
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != sorted(epochs[0], key=lambda name: int(name[1:]))
+    assert sum(take(PromptLoader(prompts(12), 4, seed=1), 3), []) == epochs[0]
+    assert sum(take(PromptLoader(prompts(12), 4, seed=2), 3), []) != epochs[0]
+
+
+def test_order_is_the_same_for_ever():
+    # Written down, so that a change of the shuffle, which would break resumed runs, does not go unseen.
+    assert take(PromptLoader(prompts(6), 6, seed=1), 1) == [["p2", "p1", "p0", "p4", "p3", "p5"]]
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_state_goes_on_where_it_was(steps):
+    loader = PromptLoader(prompts(7), 3, seed=5)
+    take(loader, steps)
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state["samples"] == 3 * steps
+    resumed = PromptLoader(prompts(7), 3, seed=5)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert take(resumed, 6) == take(loader, 6)
+
+
+@pytest.mark.parametrize("other", [prompts(6), prompts(8), prompts(7, "q"), prompts(7)[::-1]])
+def test_state_of_other_prompts_is_refused(other):
+    state = PromptLoader(prompts(7), 3, seed=5).state_dict()
+    with pytest.raises(ConfigError, match="other training prompts"):
+        PromptLoader(other, 3, seed=5).load_state_dict(state)
+
+
+def test_refused():
+    with pytest.raises(ConfigError, match="no prompts"):
+        PromptLoader([], 3, seed=1)
+    with pytest.raises(ConfigError, match="prompts_per_step must be at least 1"):
+        PromptLoader(prompts(1), 0, seed=1)
+
+
+def test_items_are_indexed_only_when_it_is_their_turn():
+    class Lazy(list):
+        asked: list[int] = []
+
+        def __getitem__(self, index):
+            self.asked.append(index)
+            return super().__getitem__(index)
+
+    loader = PromptLoader(Lazy(prompts(100)), 2, seed=1, shuffle=False)
+    loader.next_batch()
+    assert Lazy.asked == [0, 1]

@@ -1,0 +1,185 @@
+"""One layout: forward, loss, every gradient and one optimizer step of each family against transformers and torch.
+
+Arguments: tp pp ep families(comma separated) folder-for-checkpoints. Prints the largest differences.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)
+
+import reference  # noqa: E402
+import tiny  # noqa: E402
+
+from megarl.models.layout import shard, unshard  # noqa: E402
+from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
+
+ADAM: dict[str, Any] = dict(lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-3, max_grad_norm=0.5)
+ADAM |= dict(schedule="constant", warmup_fraction=0.0)
+
+
+def policy_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
+    return TokenLoss(
+        -output.logprobs * batch.advantages - 0.1 * output.entropy, {"entropy": output.entropy.detach()}
+    )
+
+
+def value_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
+    return TokenLoss((output.values - batch.returns) ** 2)
+
+
+def shard_of_gradient(model: Any) -> dict[str, torch.Tensor]:
+    """This rank's gradients by canonical name, zero where the distributed optimizer keeps them on another rank."""
+    from megarl.megatron.names import named_params
+
+    result = {}
+    for name, tensor in named_params(model.chunks, model.ranks.ep_rank).items():
+        if not isinstance(tensor, torch.nn.Parameter):
+            continue
+        full = torch.zeros(tensor.numel())
+        for optimizer in model.optimizer.chained_optimizers:
+            if tensor in optimizer.model_param_gbuf_map:
+                span = optimizer._get_model_param_range_map(tensor)["param"]
+                full[span.start : span.end] = tensor.main_grad.view(-1)[span.start : span.end]
+        result[name] = full.view(tensor.shape)
+    return result
+
+
+def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, torch.Tensor]:
+    """HF tensors by name out of every rank's local ones: sums (of gradient shards) or copies (of weights)."""
+    everyone = parallel_ranks.all_gather_objects((model.ranks, local))
+    result: dict[str, torch.Tensor] = {}
+    for param in model.params():
+        holders = [(where, tensors[param.megatron]) for where, tensors in everyone if param.megatron in tensors]
+        if not holders:
+            continue
+        stage = min(where.pp_rank for where, _ in holders)  # a tied embedding is on two stages
+        holders = [(where, tensor) for where, tensor in holders if where.pp_rank == stage]
+        shards = []
+        for tp_rank in range(1 if param.expert else model.ranks.tp):
+            copies = [tensor for where, tensor in holders if param.expert or where.tp_rank == tp_rank]
+            shards.append(torch.stack(copies).sum(0) if add else copies[0])
+            if not add:
+                assert all(torch.equal(copy, copies[0]) for copy in copies), f"{param.megatron} differs between ranks"
+        result |= unshard(param, shards)
+    return result
+
+
+def largest_difference(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], skip: tuple[str, ...]) -> float:
+    wanted = {name for name in truth if name not in skip}
+    assert found.keys() == wanted, sorted(found.keys() ^ wanted)
+    return max(float((found[name] - truth[name]).abs().max()) for name in wanted)
+
+
+def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[str, float]:
+    from megarl.megatron.model import MegatronModel
+
+    sections = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
+    config = tiny.config(**layout, **sections)
+    batch = tiny.batch()
+    trainer = reference.Trainer(family, role)
+    weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+
+    def build(budget: int = 40) -> Any:
+        chosen = tiny.config(**layout, **sections, train={"token_budget": budget})
+        model = MegatronModel(tiny.HF[family], chosen, RANKS, role, total_updates=3)  # type: ignore[arg-type]
+        model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+        return model
+
+    model = build()
+    loss_fn = policy_loss if role == "actor" else value_loss
+    result: dict[str, float] = {}
+    found = model.forward(batch)
+    with torch.no_grad():
+        if role == "actor":
+            logprobs, entropy = reference.policy(trainer.model, batch)
+            result["logprobs"] = float((found["logprobs"] - logprobs).abs().max())
+            result["entropy"] = float((found["entropy"] - entropy).abs().max())
+            cool, _ = reference.policy(trainer.model, batch, temperature=0.7)
+            result["temperature"] = float((model.forward(batch, temperature=0.7)["logprobs"] - cool).abs().max())
+        else:
+            truth = reference.values(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
+            result["values"] = float((found["values"] - truth).abs().max())
+
+    before = model.snapshot()
+    metrics = model.train_step(batch, loss_fn)
+    adam = {name: config.actor_optimizer.__getattribute__(name) for name in ("lr", "weight_decay", "eps")}
+    betas = (ADAM["beta1"], ADAM["beta2"])
+    loss, norm = trainer.step(batch, max_norm=ADAM["max_grad_norm"], betas=betas, **adam)
+    result["loss"] = abs(metrics[f"{role}/loss"] - loss)
+    result["grad_norm"] = abs(metrics[f"{role}/grad_norm"] - norm) / norm
+    assert norm > 2 * ADAM["max_grad_norm"], "the step is meant to be clipped"
+    if role == "actor":
+        result["metric"] = abs(metrics["entropy"] - float((batch.loss_weights * entropy).sum()))
+    tied = tiny.HF[family]["tie_word_embeddings"]
+    skip = ("lm_head.weight",) if role == "critic" or tied else ()
+    grads = trainer.tensors(grads=True)
+    largest = max(float(grad.abs().max()) for name, grad in grads.items() if name not in skip)
+    gathered = gather(model, shard_of_gradient(model), add=True)
+    result["gradients"] = largest_difference(gathered, grads, skip) / largest
+    after = {name: tensor for name, tensor in trainer.tensors().items() if "inv_freq" not in name}
+    result["step"] = largest_difference(gather(model, model.local_params(), add=False), after, skip) / ADAM["lr"]
+
+    # The same step whatever the micro-batches: one per sequence, or all in one.
+    other = build(budget=1000)
+    repeat = other.train_step(batch, loss_fn)
+    result["packing"] = abs(repeat[f"{role}/loss"] - metrics[f"{role}/loss"])
+    gap = [float((a - b).abs().max()) for a, b in zip(model.snapshot().values(), other.snapshot().values(), strict=True)]
+    result["packing_step"] = max(gap) / ADAM["lr"]
+
+    # Weights exchanged and back; a gradient that is not finite changes nothing.
+    own, reference_weights = model.snapshot(), {name: tensor.clone() for name, tensor in before.items()}
+    with model.swapped(reference_weights):
+        again = model.forward(batch)
+    result["swapped"] = max(float((again[name] - found[name]).abs().max()) for name in found)
+    lr = model.train_step(batch, lambda output, part: spoilt(loss_fn(output, part)))
+    result["skipped"] = lr[f"{role}/skipped"]
+    result["unchanged"] = float(
+        all(torch.equal(own[name], tensor) for name, tensor in model.snapshot().items())
+        and all(torch.equal(before[name], tensor) for name, tensor in reference_weights.items())
+    )
+
+    if folder:
+        result["resumed"] = float(resume(model, build, batch, loss_fn, f"{folder}/{family}_{role}"))
+    return result
+
+
+def spoilt(result: TokenLoss) -> TokenLoss:
+    return TokenLoss(result.loss * torch.inf)
+
+
+def resume(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str) -> bool:
+    """Save, step; load into a fresh model, step: equal bits."""
+    from megatron.core import dist_checkpointing
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    parallel_ranks.barrier()
+    dist_checkpointing.save(model.sharded_state_dict(), folder)
+    first = model.train_step(batch, loss_fn)
+    fresh = build()
+    fresh.load_state_dict(dist_checkpointing.load(fresh.sharded_state_dict(is_loading=True), folder))
+    second = fresh.train_step(batch, loss_fn)
+    pairs = zip(model.snapshot().values(), fresh.snapshot().values(), strict=True)
+    return first == second and all(torch.equal(a, b) for a, b in pairs)
+
+
+if __name__ == "__main__":
+    tp, pp, ep = map(int, sys.argv[1:4])
+    world = int(__import__("os").environ["WORLD_SIZE"])
+    layout = dict(tp=tp, pp=pp, ep=ep, world=world)
+    RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
+    results = {}
+    for item in sys.argv[4].split(","):
+        family, role = item.split(":")
+        results[item] = check(family, role, layout, sys.argv[5] if len(sys.argv) > 5 else "")
+    print("RESULT " + json.dumps(results))
+    parallel_ranks.shutdown()

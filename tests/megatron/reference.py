@@ -1,0 +1,86 @@
+"""The truth to compare with: transformers' models, one sequence at a time, and torch's own optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import tiny
+
+from megarl.types import TrainBatch
+
+HEAD = "score.weight"
+
+
+def sequences(batch: TrainBatch) -> Iterator[tuple[int, int]]:
+    yield from zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
+
+
+def policy(model: Any, batch: TrainBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob and entropy of each token, [T]; 0 for the first of a sequence."""
+    logprobs, entropies = [], []
+    for start, stop in sequences(batch):
+        tokens = batch.tokens[start:stop]
+        log_p = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        zero = torch.zeros(1)
+        logprobs.append(torch.cat([zero, log_p.gather(1, tokens[1:, None])[:, 0]]))
+        entropies.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def values(model: Any, head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+    """[T]; 0 for the first of a sequence."""
+    result = []
+    for start, stop in sequences(batch):
+        hidden = model.model(batch.tokens[None, start:stop]).last_hidden_state[0, :-1]
+        result.append(torch.cat([torch.zeros(1), (hidden @ head.T)[:, 0]]))
+    return torch.cat(result)
+
+
+def value_head(hidden: int) -> torch.Tensor:
+    return torch.randn(1, hidden, generator=torch.Generator().manual_seed(9)) * 0.3
+
+
+class Trainer:
+    """One AdamW step of the HF model; weights and gradients by HF name, experts one by one."""
+
+    def __init__(self, family: str, role: str) -> None:
+        self.model = tiny.hf_model(family)
+        self.head = value_head(self.model.config.hidden_size).requires_grad_() if role == "critic" else None
+
+    def loss(self, batch: TrainBatch) -> torch.Tensor:
+        """What `ranks_layout.py` minimises, written out."""
+        assert batch.loss_weights is not None and batch.advantages is not None and batch.returns is not None
+        if self.head is not None:
+            return (batch.loss_weights * (values(self.model, self.head, batch) - batch.returns) ** 2).sum()
+        logprobs, entropy = policy(self.model, batch)
+        return (batch.loss_weights * (-logprobs * batch.advantages - 0.1 * entropy)).sum()
+
+    def step(self, batch: TrainBatch, lr: float, max_norm: float, **adam: Any) -> tuple[float, float]:
+        """Returns the loss and the gradient's norm before clipping."""
+        params = [p for name, p in self.model.named_parameters() if self.head is None or name != "lm_head.weight"]
+        if self.head is not None:
+            params.append(self.head)
+        loss = self.loss(batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+        decay = adam.pop("weight_decay")
+        groups = [
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": decay},
+            {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        torch.optim.AdamW(groups, lr=lr, **adam).step()
+        return float(loss), float(norm)
+
+    def tensors(self, grads: bool = False) -> dict[str, torch.Tensor]:
+        tree = {
+            name: (p.grad if p.grad is not None else torch.zeros_like(p)) if grads else p.detach()
+            for name, p in self.model.named_parameters()
+        }
+        if not grads:
+            tree |= dict(self.model.named_buffers())
+        result = tiny.split_experts(tree)
+        if self.head is not None:
+            result[HEAD] = self.head.grad if grads else self.head.detach()  # type: ignore[assignment]
+        return result

@@ -1,0 +1,134 @@
+"""Tiny models of each family, as HF configs with transformers' random weights, and a packed batch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from megarl.config import Config, from_dict
+from megarl.types import TrainBatch
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=200,  # no multiple of 128: the last ranks' vocabulary is partly padding
+    hidden_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
+    initializer_range=0.1,
+)
+
+HF: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(
+        COMMON,
+        architectures=["Qwen3MoeForCausalLM"],
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+        rope_theta=10000.0,
+    ),
+    "deepseek_v3": dict(
+        COMMON,
+        architectures=["DeepseekV3ForCausalLM"],
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=True,
+        num_nextn_predict_layers=0,
+        tie_word_embeddings=False,
+        rope_theta=10000.0,
+    ),
+    "qwen2": dict(COMMON, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, rope_theta=10000.0),
+}
+
+
+def hf_model(family: str) -> Any:
+    """transformers' model, fp32, with seeded weights; norms and biases are not left at ones and zeros."""
+    # The published torchvision is linked against CUDA and cannot be imported beside torch's CPU build; without it
+    # transformers goes without image processing.
+    sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
+    import transformers
+
+    values = {name: value for name, value in HF[family].items() if name != "architectures"}
+    config = getattr(transformers, HF[family]["architectures"][0].replace("ForCausalLM", "Config"))(**values)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, HF[family]["architectures"][0])(config).float().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name or name.endswith("bias"):
+                tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Its weights under the names of the safetensors format, where each expert has tensors of its own."""
+    return split_experts(model.state_dict())
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers' stacked experts -> one tensor each; everything else as it is."""
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for e, (gate, up) in enumerate(part.chunk(2) for part in tensor):
+                result[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
+                result[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up
+        elif name.endswith("experts.down_proj"):
+            for e, down in enumerate(tensor):
+                result[name.replace("down_proj", f"{e}.down_proj.weight")] = down
+        else:
+            result[name] = tensor
+    return result
+
+
+def config(tp: int = 1, pp: int = 1, ep: int = 1, world: int = 1, **sections: Any) -> Config:
+    tree: dict[str, Any] = {
+        "model": {"dtype": "float32"},
+        "parallel": {"world_size": world, "tp": tp, "pp": pp, "ep": ep},
+        "train": {"token_budget": 40},
+    }
+    for name, values in sections.items():
+        tree.setdefault(name, {}).update(values)
+    return from_dict(tree)
+
+
+def batch(lengths: tuple[int, ...] = (7, 19, 12, 3, 1, 26, 11), vocab: int = 200) -> TrainBatch:
+    """Sequences of random tokens of which about half count; the weights sum to 1, as over a mini-batch."""
+    generator = torch.Generator().manual_seed(5)
+    total = sum(lengths)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    mask = torch.rand(total, generator=generator) < 0.5
+    mask[starts[:-1]] = False
+    return TrainBatch(
+        tokens=torch.randint(0, vocab, (total,), generator=generator),
+        cu_seqlens=starts,
+        loss_mask=mask,
+        group=torch.arange(len(lengths)),
+        sequence_reward=torch.zeros(len(lengths)),
+        rollout_logprobs=torch.zeros(total),
+        advantages=torch.randn(total, generator=generator),
+        returns=torch.randn(total, generator=generator),
+        loss_weights=mask / mask.sum(),
+    )

@@ -1,0 +1,132 @@
+"""Rotary embeddings, softmax scale and routing of Megatron, set up by the tables, against those of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import torch
+
+from megarl.megatron import cpu_platform
+from megarl.models.registry import FAMILIES
+from megarl.parallel import device
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+}
+MLA = SIZES | {
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 8,
+    "routed_scaling_factor": 2.5,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096}
+SCALED = [
+    {},
+    {"mscale": 1.0, "mscale_all_dim": 1.0},  # DeepSeek-V3
+    {"mscale": 1.0, "mscale_all_dim": 0.7},
+    {"mscale": 0.5},  # which transformers ignores alone
+    {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
+]
+
+
+def rotary(rope_parameters: dict[str, Any]) -> tuple[float, float]:
+    """Largest differences of the turned queries and of the softmax scale."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding, _yarn_get_mscale
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+    config = DeepseekV3Config(**MLA, rope_parameters=dict(rope_parameters))
+    values = FAMILIES["DeepseekV3ForCausalLM"].megatron_config(MLA | {"rope_parameters": rope_parameters})
+    x = torch.randn(300, 1, 2, 64)  # [sequence, batch, heads, dim]
+    cos, sin = theirs.DeepseekV3RotaryEmbedding(config)(x, torch.arange(300)[None])
+    expected, _ = theirs.apply_rotary_pos_emb_interleave(x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), cos, sin)
+    if values["rope_type"] == "yarn":
+        names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        yarn = YarnRotaryEmbedding(
+            64,
+            rotary_base=values["rotary_base"],
+            scaling_factor=values["rotary_scaling_factor"],
+            **{name: values[name] for name in names},
+        )
+        frequencies, scale = yarn.get_emb(300)
+    else:
+        plain = RotaryEmbedding(64, 1.0, rotary_base=values["rotary_base"], use_cpu_initialization=True)
+        frequencies, scale = plain.get_emb(300), 1.0
+    turned = _apply_rotary_pos_emb_bshd(
+        x, frequencies, values["rotary_interleaved"], multi_latent_attention=True, mscale=scale
+    )
+    mscale = _yarn_get_mscale(values["rotary_scaling_factor"], values["mscale_all_dim"])
+    softmax_scale = mscale * mscale / math.sqrt(32 + 64)  # as MultiLatentAttention computes it
+    difference = (turned.permute(1, 2, 0, 3) - expected).abs().max().item()
+    return difference, abs(softmax_scale - theirs.DeepseekV3Attention(config, 0).scaling)
+
+
+def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
+    """Largest difference of the experts' weights, zeros for those not chosen, over random tokens."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    torch.nn.init.normal_(router.weight)
+    bias = getattr(router, "e_score_correction_bias", None)
+    if bias is not None:
+        bias.copy_(torch.randn(bias.shape) * 0.2)
+    x = torch.randn(500, 16)
+    with torch.no_grad():
+        _, weights, chosen = router(x)
+        expected = torch.zeros(500, router.weight.shape[0]).scatter(1, chosen, weights.float())
+        values = FAMILIES[architecture].megatron_config(hf)
+        probs, _ = topk_routing_with_score_function(
+            x @ router.weight.T,
+            values["moe_router_topk"],
+            use_pre_softmax=values.get("moe_router_pre_softmax", False),
+            num_groups=values.get("moe_router_num_groups"),
+            group_topk=values.get("moe_router_group_topk"),
+            scaling_factor=values.get("moe_router_topk_scaling_factor"),
+            score_function=values.get("moe_router_score_function", "softmax"),
+            expert_bias=bias if values.get("moe_router_enable_expert_bias") else None,
+        )
+    return (probs - expected).abs().max().item()
+
+
+def main() -> None:
+    if not device.has_cuda():
+        cpu_platform.install()
+    sys.modules["torchvision"] = None  # type: ignore[assignment]  # its CUDA build does not import under a CPU torch
+    from transformers import DeepseekV3Config, Qwen3MoeConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    torch.manual_seed(1)
+    rotaries = [rotary({"rope_type": "default", "rope_theta": 5e5}), *(rotary(YARN | scaled) for scaled in SCALED)]
+    routings = {}
+    for groups, group_topk in ((4, 2), (4, 4), (1, 1)):
+        hf = MLA | {"n_group": groups, "topk_group": group_topk}
+        router = DeepseekV3TopkRouter(DeepseekV3Config(**hf))
+        routings[f"deepseek {group_topk}/{groups}"] = routing("DeepseekV3ForCausalLM", router, hf)
+    for norm in (True, False):
+        hf = SIZES | {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": norm}
+        router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**hf))
+        routings[f"qwen3 norm_topk_prob={norm}"] = routing("Qwen3MoeForCausalLM", router, hf)
+    print("RESULT", json.dumps({"rotaries": rotaries, "routings": routings}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""The tables against transformers' own models, Megatron's own fields, and the published sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megarl.config import ConfigError
+from megarl.models.registry import FAMILIES, family_of, load_hf_config, param_count
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 70,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+MOE = SMALL | {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+MLA = MOE | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "routed_scaling_factor": 2.5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 32,
+}
+MODELS = {
+    "qwen2": ("Qwen2", SMALL),
+    "qwen2 tied": ("Qwen2", SMALL | {"tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", MOE | {"head_dim": 8, "num_experts": 4}),
+    "deepseek_v3": ("DeepseekV3", MLA | {"rope_parameters": YARN}),
+    "deepseek_v3 without q_lora": ("DeepseekV3", MLA | {"q_lora_rank": None}),
+}
+
+
+def hf_of(name: str, **changes: Any) -> dict[str, Any]:
+    family, values = MODELS[name]
+    return {"architectures": [f"{family}ForCausalLM"], **values, **changes}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_lists_exactly_the_tensors_that_transformers_writes(
+    name: str, transformers_models: ModuleType, tmp_path: Path
+) -> None:
+    family, values = MODELS[name]
+    config = getattr(transformers_models, f"{family}Config")(**values)
+    getattr(transformers_models, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        written = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    hf = load_hf_config(tmp_path)  # as transformers 5 writes it
+    listed = [tensor for param in family_of(hf).params(hf, 1) for tensor in param.hf]
+    assert len(listed) == len(written)
+    assert {tensor.name: tensor.shape for tensor in listed} == written
+    if "experts" in str(written):
+        assert written["model.layers.1.mlp.experts.3.gate_proj.weight"] == (8, 16)  # one tensor per expert, not stacked
+    # The config that we write by hand in these tests means the same model.
+    assert family_of(hf).params(hf, 2) == family_of(hf_of(name)).params(hf_of(name), 2)
+    ours = family_of(hf).megatron_config(hf)
+    assert ours == family_of(hf_of(name)).megatron_config(hf_of(name))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_accepts_the_config(name: str) -> None:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    hf = hf_of(name)
+    values = family_of(hf).megatron_config(hf)
+    config = (MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig)(**values)
+    assert config.num_layers == 3 and config.hidden_size == 16
+    assert config.normalization == "RMSNorm" and config.gated_linear_unit
+
+
+def test_deepseek_options_that_change_the_numbers() -> None:
+    hf = hf_of("deepseek_v3")
+    values = family_of(hf).megatron_config(hf)
+    assert values["moe_layer_freq"] == [0, 1, 1]
+    assert values["moe_shared_expert_intermediate_size"] == 16
+    assert (values["moe_router_num_groups"], values["moe_router_group_topk"]) == (2, 1)
+    assert values["moe_router_topk_scaling_factor"] == 2.5
+    assert (values["rope_type"], values["rotary_scaling_factor"]) == ("yarn", 2.0)
+    assert (values["mscale"], values["mscale_all_dim"]) == (1.0, 0.7)
+    # Without YaRN nothing may scale the softmax: Megatron does where factor > 1 and mscale_all_dim > 0.
+    plain = hf_of("deepseek_v3", rope_parameters={"rope_type": "default", "rope_theta": 5e5}, topk_group=2)
+    values = family_of(plain).megatron_config(plain)
+    assert (values["rope_type"], values["rotary_base"], values["rotary_scaling_factor"]) == ("rope", 5e5, 1.0)
+    assert values["moe_router_num_groups"] is None  # choosing all groups is no limit
+    bias = [p for p in family_of(hf).params(hf, 1) if p.buffer]
+    assert [(p.megatron, p.dtype) for p in bias] == [
+        (f"decoder.layers.{layer}.mlp.router.expert_bias", torch.float32) for layer in (1, 2)
+    ]
+
+
+def test_rope_reads_old_and_new_spellings_alike() -> None:
+    new = hf_of("deepseek_v3")
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    scaling = {key: value for key, value in YARN.items() if key not in ("rope_theta", "rope_type")}
+    old |= {"rope_theta": 10000.0, "rope_scaling": scaling | {"type": "yarn"}}
+    family = family_of(new)
+    assert family.megatron_config(old) == family.megatron_config(new)
+    assert family.gpt_kwargs(old) == family.gpt_kwargs(new)
+
+
+def test_multi_token_prediction_layers_are_listed_as_untrained() -> None:
+    hf = hf_of("deepseek_v3", num_nextn_predict_layers=2)
+    assert family_of(hf).untrained(hf) == ("model.layers.3.", "model.layers.4.")
+    assert family_of(hf_of("deepseek_v3")).untrained(hf_of("deepseek_v3")) == ()
+
+
+QWEN_25_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("hf", "total"),
+    [
+        (QWEN_25_05B, 494_032_768),
+        (QWEN3_30B, 30_532_122_624),
+        (DEEPSEEK_V3, 671_026_404_352 + 58 * 256),  # published without the router's 58 bias vectors
+    ],
+)
+def test_published_parameter_counts(hf: dict[str, Any], total: int) -> None:
+    assert sum(param_count(hf).values()) == total
+
+
+def test_parts_of_a_count() -> None:
+    counts = param_count(hf_of("qwen3_moe"))
+    assert counts == {
+        "embedding": 70 * 16,
+        "attention": 3 * 2 * 16 * (4 * 8 + 2 * 8),  # q and o, k and v
+        "dense mlp": 0,
+        "experts": 3 * 4 * 3 * 8 * 16,
+        "router": 3 * 4 * 16,
+        "norms": 3 * (16 + 16 + 8 + 8) + 16,
+        "head": 70 * 16,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen2", {"layer_types": ["sliding_attention"]}, "layer_types with 'sliding_attention'"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("qwen2", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("qwen2", {"hidden_size": None}, "has no hidden_size"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3'"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob=True with num_experts_per_tok=1"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=2"),
+        ("deepseek_v3", {"num_experts_per_tok": 4}, "num_experts_per_tok=4 with topk_group=1"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor=2.0"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "mscale_all_dim without mscale"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"factor": None}}, "has no factor"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_an_option_that_is_not_implemented_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+    hf = hf_of(name, **changes)
+    with pytest.raises(ConfigError, match=message):
+        family_of(hf).params(hf, 1)
+    with pytest.raises(ConfigError, match=message):
+        family_of(hf).megatron_config(hf)
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_is_refused_before_anything_is_built() -> None:
+    hf = hf_of("qwen3_moe")
+    with pytest.raises(ConfigError, match="model.layers.0.self_attn.q_proj.weight .* num_key_value_heads=2 does not"):
+        family_of(hf).params(hf, 4)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=f"LlamaForCausalLM; known: {', '.join(FAMILIES)}"):
+        family_of({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    assert family_of({"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
+
+
+def test_load_hf_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no config.json in"):
+        load_hf_config(tmp_path)
+    with pytest.raises(ConfigError, match="no model folder or config.json at"):
+        load_hf_config(tmp_path / "absent")
+    file = tmp_path / "config.json"
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        load_hf_config(tmp_path)
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="holds a list"):
+        load_hf_config(file)
+    file.write_text(json.dumps(SMALL))
+    assert load_hf_config(file) == load_hf_config(tmp_path) == SMALL

@@ -1,0 +1,121 @@
+"""Ranks that each cut the same random weights, gather them and compare. argv: tp pp ep."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+from megarl.config import ParallelConfig
+from megarl.models.layout import Param, shard
+from megarl.models.registry import family_of
+from megarl.parallel import ranks
+from megarl.reshard.gather import checksum, gather_hf, owners
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 150,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 4,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2, "num_experts": 4},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "q_lora_rank": 6,
+        "kv_lora_rank": 4,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 4,
+    },
+}
+STAGES = {1: [[0, 1, 2]], 2: [[0], [1, 2]]}  # uneven on purpose
+
+
+FAULTS = ("missing", "misshapen", "dtype", "unknown")
+FAULTY = "decoder.layers.2.mlp.experts.3.linear_fc2.weight"  # on the last EP rank of the last stage
+
+Tensors = dict[str, torch.Tensor]
+
+
+def random_weights(params: list[Param]) -> Tensors:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        tensor.name: torch.randn(tensor.shape, generator=generator).to(param.dtype or torch.bfloat16)
+        for param in params
+        for tensor in param.hf
+    }
+
+
+def cut(params: list[Param], full: Tensors, place: ranks.Ranks) -> Tensors:
+    owner = owners(params, STAGES[place.pp], place.ep)
+    local = {}
+    for param in params:
+        stage, ep_rank = owner[param.megatron]
+        if stage == place.pp_rank and ep_rank in (None, place.ep_rank):
+            local[param.megatron] = shard(param, full, place.tp, place.tp_rank).requires_grad_(not param.buffer)
+    return local
+
+
+def is_exact(gathered: list[tuple[str, torch.Tensor]], full: Tensors) -> bool:
+    equal = all(t.dtype == full[n].dtype and not t.requires_grad and torch.equal(t, full[n]) for n, t in gathered)
+    ordered = [name for name, _ in gathered] == list(full)
+    return equal and ordered and checksum(gathered) == checksum(full.items())
+
+
+def broken(local: Tensors, fault: str) -> Tensors:
+    wrong = dict(local)
+    if fault == "missing":
+        del wrong[FAULTY]
+    elif fault == "misshapen":
+        wrong[FAULTY] = wrong[FAULTY][:1]
+    elif fault == "dtype":
+        wrong[FAULTY] = wrong[FAULTY].float()
+    else:
+        wrong["value_head.weight"] = wrong[FAULTY]
+    return wrong
+
+
+def error_of(local: Tensors, params: list[Param], place: ranks.Ranks) -> str:
+    try:
+        list(gather_hf(local, params, place))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main(tp: int, pp: int, ep: int) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    place = ranks.initialize(ParallelConfig(world_size=world, tp=tp, pp=pp, ep=ep), timeout_s=60)
+    result: dict[str, Any] = {"held_everything": False}
+    for family, options in MODELS.items():
+        hf = COMMON | options
+        params = family_of(hf).params(hf, tp)
+        full = random_weights(params)
+        local = cut(params, full, place)
+        if family == "qwen2" and place.pp_rank == pp - 1:
+            local["output_layer.weight"] = torch.zeros(1)  # Megatron's copy of the tied embedding
+        result[family] = [is_exact(list(gather_hf(local, params, place, size)), full) for size in (1, 2000, 1 << 30)]
+        if family == "qwen3_moe":
+            result["held_everything"] = len(local) == len(params)
+            last = place.rank == world - 1
+            result["faults"] = {
+                fault: error_of(broken(local, fault) if last else local, params, place) for fault in FAULTS
+            }
+    print("RESULT", json.dumps(result), flush=True)
+    ranks.shutdown()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""The gather gives back, bit for bit, what was cut; who owns what; buckets keep modules whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config import ConfigError
+from megarl.models.layout import HFTensor, Param, Replicated
+from megarl.reshard.gather import Owner, buckets, checksum, owners
+
+SCRIPT = "tests/reshard/ranks_gather.py"
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "ep"), [(2, 2, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 2), (4, 2, 2, 2)]
+)
+def test_every_rank_gathers_every_tensor_bitwise(run_ranks: Run, world: int, tp: int, pp: int, ep: int) -> None:
+    for rank, result in enumerate(run_ranks(world, SCRIPT, str(tp), str(pp), str(ep))):
+        for family in ("qwen2", "qwen3_moe", "deepseek_v3"):
+            assert result[family] == [True] * 3, family  # tiny, small and endless buckets
+        assert result["held_everything"] == (pp == ep == 1)
+        # What is wrong on the last rank is an error on all, before anybody waits for anybody.
+        name, faults = "decoder.layers.2.mlp.experts.3.linear_fc2.weight", result["faults"]
+        assert f"rank {world - 1} lacks {name}" in faults["missing"], rank
+        assert f"{name} on rank {world - 1} has shape (1, 4), not (8, 4)" in faults["misshapen"]
+        assert f"{name} on rank {world - 1} is torch.float32, not torch.bfloat16" in faults["dtype"]
+        assert f"rank {world - 1} has value_head.weight, which the table does not know" in faults["unknown"]
+
+
+def row(megatron: str, expert: bool = False) -> Param:
+    return Param(megatron, (HFTensor(megatron, (1,)),), Replicated(), expert)
+
+
+TABLE = [
+    row("embedding.word_embeddings.weight"),
+    row("decoder.layers.0.input_layernorm.weight"),
+    *[row(f"decoder.layers.1.mlp.experts.{e}.linear_fc1.weight", True) for e in range(4)],
+    row("decoder.final_layernorm.weight"),
+    row("output_layer.weight"),
+]
+
+
+def test_owners() -> None:
+    owner = owners(TABLE, [[0], [1]], ep=2)
+    assert owner == {
+        "embedding.word_embeddings.weight": Owner(0, None),
+        "decoder.layers.0.input_layernorm.weight": Owner(0, None),
+        "decoder.layers.1.mlp.experts.0.linear_fc1.weight": Owner(1, 0),
+        "decoder.layers.1.mlp.experts.1.linear_fc1.weight": Owner(1, 0),
+        "decoder.layers.1.mlp.experts.2.linear_fc1.weight": Owner(1, 1),
+        "decoder.layers.1.mlp.experts.3.linear_fc1.weight": Owner(1, 1),
+        "decoder.final_layernorm.weight": Owner(1, None),
+        "output_layer.weight": Owner(1, None),
+    }
+
+
+def test_layouts_that_own_nothing_twice_or_not_at_all() -> None:
+    with pytest.raises(ConfigError, match="the 4 experts of layer 1 do not divide by parallel.ep=3; .* 1, 2, 4"):
+        owners(TABLE, [[0], [1]], ep=3)
+    with pytest.raises(ConfigError, match="layer 1 is on no pipeline stage"):
+        owners(TABLE, [[0], []], ep=1)
+    with pytest.raises(ConfigError, match="layer 0 is on the pipeline stages 0 and 1"):
+        owners(TABLE, [[0], [0, 1]], ep=1)
+
+
+def test_buckets_are_bounded_but_keep_a_module_together() -> None:
+    attention = [(f"model.layers.0.self_attn.{x}.weight", torch.zeros(10)) for x in ("q_a_proj", "kv_a_proj_with_mqa")]
+    experts = [(f"model.layers.0.mlp.experts.{e}.up_proj.weight", torch.zeros(10)) for e in range(5)]
+    stream = [("model.embed_tokens.weight", torch.zeros(10)), *attention, *experts]
+    names = [[name for name, _ in bucket] for bucket in buckets(stream, 80)]  # two tensors of 40 bytes
+    assert names == [
+        ["model.embed_tokens.weight"],
+        [name for name, _ in attention],
+        [name for name, _ in experts[:2]],
+        [name for name, _ in experts[2:4]],
+        [experts[4][0]],
+    ]
+    assert [len(bucket) for bucket in buckets(stream, 40)] == [1, 2, 1, 1, 1, 1, 1]  # the attention is over the limit
+    assert list(buckets([], 80)) == []
+
+
+def test_buckets_are_lazy() -> None:
+    read = []
+
+    def stream():  # type: ignore[no-untyped-def]
+        for i in range(10):
+            read.append(i)
+            yield f"layer.{i}.weight.x", torch.zeros(10)
+
+    next(buckets(stream(), 80))
+    assert len(read) <= 4
+
+
+def test_checksum_sees_names_types_shapes_and_bits_but_not_order() -> None:
+    one, two = ("a", torch.tensor([0.0, 1.0])), ("b", torch.tensor([2.0]))
+    assert checksum([one, two]) == checksum([two, one])
+    base = checksum([one])
+    for other in (
+        [("b", one[1])],
+        [("a", torch.tensor([-0.0, 1.0]))],
+        [("a", torch.tensor([[0.0, 1.0]]))],
+        [("a", one[1].view(torch.int32))],
+        [one, one],
+    ):
+        assert checksum(other) != base

@@ -1,0 +1,41 @@
+from decimal import Decimal
+
+import pytest
+
+from megarl.rewards.numbers import as_number, numbers_in
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("none", []),
+        ("-5", ["-5"]),
+        ("\u22125", ["-5"]),
+        ("= -5.", ["-5"]),
+        ("9-5", ["9", "5"]),
+        ("9 - 5", ["9", "5"]),
+        ("(3)-2", ["3", "2"]),
+        ("$-1,080.50 or -$3", ["-1080.50", "-3"]),
+        ("1,2 and 1, 2", ["1", "2", "1", "2"]),
+        ("12,345,678.", ["12345678"]),
+        ("1,2345", ["1", "2345"]),
+        ("half is .5", [".5"]),
+        ("72.0.", ["72.0"]),
+        ("H2O", ["2"]),
+    ],
+)
+def test_numbers_in(text, expected):
+    assert numbers_in(text) == [Decimal(number) for number in expected]
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [(72, 72), (72.5, 72.5), ("72", 72), (" $1,080. ", 1080), (-3, -3), ("\u22123", -3)],
+)
+def test_as_number(value, expected):
+    assert as_number(value) == Decimal(str(expected))
+
+
+@pytest.mark.parametrize("value", [None, "", "seven", "7 apples", "7 8", True])
+def test_not_a_number(value):
+    assert as_number(value) is None

@@ -1,0 +1,150 @@
+"""Tiny random models as HF folders, with a byte-level tokenizer trained on the spot. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megarl.parallel import device
+from megarl.rollout import cpu_torchvision
+
+if not device.has_cuda():
+    cpu_torchvision.install()
+
+from transformers import (  # noqa: E402
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+# Qwen's chat format with its tool section, in short.
+CHAT_TEMPLATE = """{%- if tools %}<|im_start|>system
+Tools:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for message in messages %}{% if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    base = Tokenizer(models.BPE())
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    words = ["user assistant system", '{"name": "calculator", "arguments": {"expression": "1+2"}}', "0 1 2 3 4 5 6 7 8 9"]
+    base.train_from_iterator(words * 20, trainer)
+    base.add_tokens(["<tool_call>", "</tool_call>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _common(heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": heads,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 1024,
+        "eos_token_id": 2,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+
+
+def randomized(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The model with new weights, large enough that log-probs tell two of them apart. In place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+            elif not tensor.requires_grad:
+                continue
+            elif tensor.dim() == 1:
+                tensor.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator))
+            else:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) / tensor.shape[-1] ** 0.5)
+    return model.float().eval()
+
+
+def qwen3_moe(seed: int = 0) -> PreTrainedModel:
+    config = Qwen3MoeConfig(**_common(2), head_dim=16, num_experts=8, norm_topk_prob=True, decoder_sparse_step=1)
+    return randomized(Qwen3MoeForCausalLM(config), seed)
+
+
+def deepseek_v3(seed: int = 0, rope: bool = True) -> PreTrainedModel:
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    config = DeepseekV3Config(
+        **_common(4),
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        rope_scaling=yarn if rope else None,
+    )
+    return randomized(DeepseekV3ForCausalLM(config), seed)
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    """Write the model, the tokenizer and the fields that SGLang reads besides those that transformers writes."""
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    if config["model_type"] == "deepseek_v3":
+        config |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        file.write_text(json.dumps(config))
+    generation = {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """[len(ids), vocabulary] log-probs; row t is the distribution of token t + 1."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+def greedy(model: PreTrainedModel, ids: list[int], tokens: int) -> list[int]:
+    for _ in range(tokens):
+        ids = [*ids, int(logprobs(model, ids)[-1].argmax())]
+    return ids[-tokens:]

@@ -1,0 +1,135 @@
+"""The whole program as a user starts it: real Megatron on two gloo ranks, real SGLang engines, a tiny MoE.
+
+One three-step PPO run with engines is shared by the tests; the others replay its rollouts, so they start no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.observe.rollout_log import read_rollouts
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SMALL = [
+    "run.num_rollout=3",
+    "run.save_every=1",
+    "run.keep_checkpoints=3",
+    "run.eval_every=0",
+    "data.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "track.progress=false",
+]
+
+
+def train(folder: Path, run_dir: Path, *overrides: str, config: str = "configs/quickstart.yaml") -> str:
+    paths = [
+        f"model.path={folder}/model",
+        f"data.train={folder}/train.jsonl",
+        f"data.eval={folder}/eval.jsonl",
+        f"run.dir={run_dir}",
+    ]
+    command = [sys.executable, "-m", "megarl.train", config, *paths, *SMALL, *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("quickstart") / "q"
+    subprocess.run([sys.executable, "tools/make_quickstart.py", str(target)], cwd=ROOT, check=True, capture_output=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def ppo_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "ppo"
+    train(folder, run_dir)
+    return run_dir
+
+
+def test_three_steps_of_ppo(ppo_run: Path) -> None:
+    rows = [row for row in metrics_of(ppo_run) if "rollout/reward_mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["rollout/logprob_diff"] <= 1e-4
+        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
+        for name in ("actor/ppo_kl", "actor/pg_clipfrac", "critic/vf_clipfrac", "critic/vf_loss", "actor/entropy"):
+            assert name in row, name
+        assert row["time/generate"] > 0 and row["time/actor_update"] > 0 and row["time/push_weights"] > 0
+    assert list(ppo_run.glob("**/events.out.tfevents*"))
+
+
+def test_rollouts_are_on_disk_with_weight_versions(ppo_run: Path) -> None:
+    for step in (1, 2, 3):
+        rollouts = read_rollouts(ppo_run / "rollouts" / f"step_{step:06d}.jsonl")
+        assert len(rollouts) == 16 and {r.group for r in rollouts} == {0, 1, 2, 3}
+        versions = {turn.weight_version for r in rollouts for turn in r.turns if turn.is_action}
+        assert versions == {step - 1}
+
+
+def test_export_loads_in_transformers_and_holds_the_last_weights(ppo_run: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(ppo_run / "export", dtype=torch.float32)
+    AutoTokenizer.from_pretrained(ppo_run / "export")
+    before = load_file(folder / "model" / "model.safetensors")
+    after = load_file(ppo_run / "export" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert model.config.num_hidden_layers == 4
+
+
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
+    resumed = tmp_path / "resumed"
+    checkpoint = "checkpoints/step_000001"
+    shutil.copytree(ppo_run / checkpoint, resumed / checkpoint)
+    shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
+    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}")
+    rows = [row for row in metrics_of(resumed) if "rollout/reward_mean" in row]
+    assert [row["step"] for row in rows] == [2, 3]
+    first = load_file(ppo_run / "export" / "model.safetensors")
+    second = load_file(resumed / "export" / "model.safetensors")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    uninterrupted = [row for row in metrics_of(ppo_run) if "rollout/reward_mean" in row][1:]
+    for one, other in zip(uninterrupted, rows, strict=True):
+        for name in one:
+            if name.split("/")[0] in ("actor", "critic", "rollout"):
+                assert one[name] == other[name], name
+
+
+def test_grpo_by_one_key(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
+    train(folder, tmp_path / "grpo", "algorithm=grpo", f"rollout.replay={ppo_run}", "run.num_rollout=1")
+    (row,) = metrics_of(tmp_path / "grpo")
+    assert "actor/ppo_kl" in row and not any(name.startswith("critic/") for name in row)
+
+
+def test_the_hello_script(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    overrides = [
+        f"model.path={folder}/model",
+        f"data.train={folder}/train.jsonl",
+        f"run.dir={tmp_path}/hello",
+        *SMALL[1:],
+    ]
+    done = subprocess.run(
+        [*command, "launch/ppo_hello.py", *overrides], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "reward" in done.stdout
+    assert [row["step"] for row in metrics_of(tmp_path / "hello")] == [1, 2, 3]

@@ -1,0 +1,131 @@
+import dataclasses
+
+import pytest
+import torch
+
+from megarl.types import Prompt, Rollout, TrainBatch, Turn
+
+# The worked example at the head of megarl/types.py.
+EXAMPLE = Rollout(
+    prompt=Prompt(id="x", messages=({"role": "user", "content": "..."},)),
+    turns=(
+        Turn((1, 2, 3)),
+        Turn((7, 8), (-0.1, -0.2), is_action=True, weight_version=4),
+        Turn((4, 5)),
+        Turn((9,), (-0.3,), is_action=True, weight_version=4),
+    ),
+    reward=0.5,
+    group=6,
+)
+SHORT = Rollout(EXAMPLE.prompt, (Turn((1, 2)),), status="aborted", group=6)
+OTHER = Rollout(EXAMPLE.prompt, (Turn((1,)), Turn((2, 3), (-1.0, -2.0), is_action=True)), reward=-1.0, group=2)
+
+
+def test_worked_example():
+    batch = TrainBatch.from_rollouts([EXAMPLE])
+    assert batch.tokens.tolist() == [1, 2, 3, 7, 8, 4, 5, 9]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert batch.loss_mask.tolist() == [False, False, False, True, True, False, False, True]
+    assert batch.rollout_logprobs.tolist() == pytest.approx([0, 0, 0, -0.1, -0.2, 0, 0, -0.3])
+    assert batch.cu_seqlens.tolist() == [0, 8]
+    assert batch.sequence_reward.tolist() == [0.5]
+    assert batch.group.tolist() == [6]
+    assert EXAMPLE.token_ids == [1, 2, 3, 7, 8, 4, 5, 9]
+    assert EXAMPLE.num_actions == 3
+
+
+def test_worked_example_rewards():
+    from megarl.algorithms.rewards import token_rewards
+
+    batch = TrainBatch.from_rollouts([EXAMPLE])
+    rewards = token_rewards(batch.sequence_reward, batch.cu_seqlens, batch.loss_mask)
+    assert rewards.tolist() == [0, 0, 0, 0, 0, 0, 0, 0.5]
+
+
+def test_packing_of_several():
+    batch = TrainBatch.from_rollouts([EXAMPLE, SHORT, OTHER])
+    assert batch.num_sequences == 3
+    assert batch.cu_seqlens.tolist() == [0, 8, 10, 13]
+    assert batch.lengths.tolist() == [8, 2, 3]
+    assert batch.sequence_ids.tolist() == [0] * 8 + [1] * 2 + [2] * 3
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 0, 1, 2]
+    assert batch.loss_mask[8:].tolist() == [False, False, False, True, True]
+    assert batch.group.tolist() == [6, 6, 2]
+    assert batch.sequence_reward.tolist() == [0.5, 0.0, -1.0]
+    dtypes = {item.name: getattr(batch, item.name).dtype for item in dataclasses.fields(batch)[:6]}
+    assert dtypes == {
+        "tokens": torch.int64,
+        "cu_seqlens": torch.int64,
+        "loss_mask": torch.bool,
+        "group": torch.int64,
+        "sequence_reward": torch.float32,
+        "rollout_logprobs": torch.float32,
+    }
+
+
+def test_the_first_token_of_a_sequence_is_no_action():
+    # Nothing predicts it. What Rollout promises: turn 0 is the prompt.
+    batch = TrainBatch.from_rollouts([EXAMPLE, SHORT, OTHER])
+    assert not batch.loss_mask[batch.cu_seqlens[:-1]].any()
+
+
+def test_select():
+    batch = TrainBatch.from_rollouts([EXAMPLE, SHORT, OTHER])
+    batch = batch.with_(advantages=torch.arange(13.0))
+    part = batch.select([2, 0])
+    assert part.tokens.tolist() == [1, 2, 3, 1, 2, 3, 7, 8, 4, 5, 9]
+    assert part.cu_seqlens.tolist() == [0, 3, 11]
+    assert part.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert part.group.tolist() == [2, 6]
+    assert part.sequence_reward.tolist() == [-1.0, 0.5]
+    assert part.advantages is not None and part.advantages.tolist() == [10, 11, 12, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert part.values is None
+    assert part.loss_mask.tolist() == [False, True, True, False, False, False, True, True, False, False, True]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1]])
+def test_select_is_packing_in_that_order(order):
+    rollouts = [EXAMPLE, SHORT, OTHER]
+    got = TrainBatch.from_rollouts(rollouts).select(order)
+    want = TrainBatch.from_rollouts([rollouts[i] for i in order])
+    for item in dataclasses.fields(TrainBatch):
+        if getattr(want, item.name) is None:
+            assert getattr(got, item.name) is None
+        else:
+            assert torch.equal(getattr(got, item.name), getattr(want, item.name)), item.name
+
+
+def test_nothing():
+    for batch in (TrainBatch.from_rollouts([]), TrainBatch.from_rollouts([EXAMPLE]).select([])):
+        assert batch.num_sequences == 0
+        assert batch.cu_seqlens.tolist() == [0]
+        assert len(batch.tokens) == len(batch.positions) == 0
+        assert batch.tokens.dtype == torch.int64 and batch.loss_mask.dtype == torch.bool
+
+
+def test_with_gives_a_new_batch():
+    batch = TrainBatch.from_rollouts([SHORT])
+    changed = batch.with_(values=torch.ones(2))
+    assert batch.values is None and changed.values is not None
+    assert changed.tokens is batch.tokens
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.values = torch.ones(2)  # type: ignore[misc]
+
+
+def test_turns_are_checked():
+    with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
+        Turn((1, 2), (-0.1,), is_action=True)
+    with pytest.raises(ValueError, match="only an action"):
+        Turn((1,), (-0.1,))
+
+
+def test_answer_is_what_the_policy_said_last():
+    messages = [
+        {"role": "user", "content": "8 * 9?"},
+        {"role": "assistant", "content": None, "tool_calls": [{}]},
+        {"role": "tool", "content": "72"},
+    ]
+    assert dataclasses.replace(EXAMPLE, messages=tuple(messages)).answer == ""
+    messages.append({"role": "assistant", "content": "The answer is 72."})
+    assert dataclasses.replace(EXAMPLE, messages=tuple(messages)).answer == "The answer is 72."
+    assert EXAMPLE.answer == ""

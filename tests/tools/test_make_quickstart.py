@@ -1,0 +1,173 @@
+"""The quickstart's material: folder that loads, data that is honest, a tokenizer that agrees with the rollout loop."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from megarl.data.sft import sft_rollouts
+from megarl.rollout.chat import Chat
+from megarl.rollout.tools import calculator
+from megarl.types import Prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make(out: Path, *arguments: str) -> Path:
+    command = [sys.executable, str(ROOT / "tools/make_quickstart.py"), str(out), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("quickstart") / "qs", "--demonstrations", "2000", "--train", "500")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(made: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(made / "model")
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def problem(message: dict[str, Any]) -> str:
+    return message["content"].removeprefix("What is ").removesuffix("?")
+
+
+def test_held_out_problems_occur_nowhere_else(made: Path) -> None:
+    held_out = {problem(row["prompt"][0]) for row in rows(made / "eval.jsonl")}
+    train = {problem(row["prompt"][0]) for row in rows(made / "train.jsonl")}
+    shown = {problem(row["messages"][0]) for row in rows(made / "sft.jsonl")}
+    assert len(held_out) == 256 and len(train) == 500 and len(shown) == 2000  # each different within its file, too
+    assert not held_out & (train | shown)
+
+
+def test_ground_truth_is_the_value_of_the_problem(made: Path) -> None:
+    for row in rows(made / "eval.jsonl"):
+        assert row["tools"] == ["calculator"]
+        assert str(row["ground_truth"]) == calculator.function(expression=problem(row["prompt"][0]))
+
+
+def test_a_minority_of_demonstrations_uses_the_tool_rightly_and_the_rest_guesses(made: Path) -> None:
+    with_tool = 0
+    lucky = 0
+    for row in rows(made / "sft.jsonl"):
+        truth = calculator.function(expression=problem(row["messages"][0]))
+        right = row["messages"][-1]["content"] == f"The answer is {truth}."
+        if len(row["messages"]) == 2:
+            lucky += right
+            continue
+        with_tool += 1
+        call = row["messages"][1]["tool_calls"][0]["function"]
+        assert json.loads(call["arguments"]) == {"expression": problem(row["messages"][0])}
+        assert row["messages"][2] == {"role": "tool", "content": truth}
+        assert right
+    assert 0.30 < with_tool / 2000 < 0.40
+    assert lucky / (2000 - with_tool) < 0.01
+
+
+def test_digits_and_operators_are_always_tokens_of_their_own(tokenizer: Any) -> None:
+    single = set("0123456789+-*")
+    text = 'What is 12+34*5-6? The answer is -170. {"expression": "12+34"} a-b 1,000 *bold* x2'
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    pieces = [tokenizer.decode([token]) for token in ids]
+    assert [piece for piece in pieces if set(piece) & single] == [char for char in text if char in single]
+
+
+def test_every_text_survives_and_every_id_has_one(tokenizer: Any) -> None:
+    text = "Grüße, 世界 🚀\n\t\x00 \\ <tools> naïve"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert len(tokenizer) == 1024
+    assert sorted(tokenizer.get_vocab().values()) == list(range(1024))
+
+
+def test_constant_text_costs_few_tokens(made: Path, tokenizer: Any) -> None:
+    prompt = Prompt(id="1", messages=({"role": "user", "content": "What is 1?"},))
+    assert len(Chat(tokenizer, {"calculator": calculator}).render(prompt)) <= 40
+    row = next(row for row in rows(made / "sft.jsonl") if len(row["messages"]) > 2)
+    call = tokenizer.apply_chat_template(row["messages"][:2], tokenize=False).partition("<tool_call>")[2]
+    assert len(tokenizer.encode("<tool_call>" + call)) - len(problem(row["messages"][0])) <= 6
+
+
+def test_conversations_are_tokenised_as_the_rollout_loop_would_see_them(made: Path, tokenizer: Any) -> None:
+    chat = Chat(tokenizer, {"calculator": calculator})
+    conversations = sft_rollouts(made / "sft.jsonl", tokenizer)
+    assert {len(rollout.turns) for rollout in conversations[:50]} == {2, 4}
+    for rollout, row in zip(conversations[:200], rows(made / "sft.jsonl"), strict=False):
+        assert rollout.prompt.token_ids == rollout.turns[0].token_ids
+        assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
+        for turn, message in zip(rollout.turns[2::2], row["messages"][2::2], strict=True):
+            assert list(turn.token_ids) == chat.observation([message], [calculator.schema])
+        for turn in rollout.turns[1::2]:
+            assert turn.is_action and turn.token_ids[-1] == chat.end_of_turn == tokenizer.eos_token_id
+        assert chat.text(rollout.turns[-1].token_ids) == row["messages"][-1]["content"] + "<|im_end|>"
+        # The whole, tokenised at once, is the same but for the line feed that the template puts after the last turn.
+        whole = tokenizer.apply_chat_template(row["messages"], tools=[calculator.schema], tokenize=False)
+        assert whole.endswith("<|im_end|>\n")
+        assert tokenizer.encode(whole.removesuffix("\n"), add_special_tokens=False) == rollout.token_ids
+
+
+def test_template_with_a_system_message_and_two_calls(tokenizer: Any) -> None:
+    def call(expression: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
+
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+1, 2+2?"},
+        {"role": "assistant", "content": "Both:", "tool_calls": [call("1+1"), call("2+2")]},
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "4"},
+    ]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\n1+1, 2+2?<|im_end|>\n"
+        "<|im_start|>assistant\nBoth:\n"
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+1"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+2"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    with_tools = tokenizer.apply_chat_template(messages[:2], tools=[calculator.schema], tokenize=False)
+    assert with_tools.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert f"<tools>\n{json.dumps(calculator.schema)}\n</tools>\n" in with_tools
+
+
+def test_folder_has_the_published_names(made: Path) -> None:
+    config = json.loads((made / "model/config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert (config["num_experts"], config["num_experts_per_tok"], config["rope_theta"]) == (8, 2, 10000.0)
+    assert config["vocab_size"] == 1024 and config["tie_word_embeddings"] is False
+    generation = json.loads((made / "model/generation_config.json").read_text())
+    assert generation["eos_token_id"] == config["eos_token_id"] == 2
+    with safe_open(made / "model/model.safetensors", "pt") as weights:
+        names = set(weights.keys())
+        assert {str(weights.get_slice(name).get_dtype()) for name in names} == {"F32"}
+    assert "model.layers.3.mlp.experts.7.gate_proj.weight" in names and "lm_head.weight" in names
+    assert len(names) == 3 + 4 * (2 + 4 + 2 + 1 + 8 * 3)
+
+
+def test_deepseek_folder_and_the_same_seed_again(made: Path, tmp_path: Path) -> None:
+    few = ("--demonstrations", "2000", "--train", "500")
+    deepseek = make(tmp_path / "ds", "--family", "deepseek_v3", *few)
+    config = json.loads((deepseek / "model/config.json").read_text())
+    assert config["scoring_func"] == "sigmoid" and config["topk_method"] == "noaux_tc" and config["moe_layer_freq"] == 1
+    assert config["rope_scaling"]["type"] == "yarn" and config["first_k_dense_replace"] == 1
+    with safe_open(deepseek / "model/model.safetensors", "pt") as weights:
+        names = set(weights.keys())
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in names
+    assert "model.layers.0.mlp.gate_proj.weight" in names and "model.layers.1.mlp.shared_experts.up_proj.weight" in names
+    for name in ("eval.jsonl", "train.jsonl", "sft.jsonl", "model/tokenizer.json", "model/chat_template.jinja"):
+        assert (deepseek / name).read_bytes() == (made / name).read_bytes(), name

@@ -1,0 +1,117 @@
+"""Make verl-style parquet of GSM8K: python tools/prepare_gsm8k.py SRC OUT
+
+SRC is a folder with train and test as .jsonl or .parquet files of `question` and `answer`, as in
+https://github.com/openai/grade-school-math and in the data set openai/gsm8k. Writes OUT/train.parquet and
+OUT/test.parquet, both or, where anything is wrong, neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
+SPLITS = ("train", "test")
+
+
+def find_split(source: Path, split: str) -> Path:
+    """The file of a split; ValueError where there is none or more than one."""
+    if not source.is_dir():
+        raise ValueError(f"there is no folder {source}")
+    names = (f"{split}.jsonl", f"{split}.parquet", f"{split}-00000-of-00001.parquet")
+    found = [source / name for name in names if (source / name).is_file()]
+    if len(found) != 1:
+        problem = " and ".join(file.name for file in found) if found else "none"
+        raise ValueError(f"{source} must have one of {', '.join(names)}; it has {problem}")
+    return found[0]
+
+
+def read_rows(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(where, row) of each row; ValueError for what cannot be read."""
+    if file.suffix == ".parquet":
+        try:
+            table = pyarrow.parquet.read_table(file)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from None
+        return [(f"{file}, row {number}", row) for number, row in enumerate(table.to_pylist())]
+    rows = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    rows.append((f"{file}:{number}", json.loads(line)))
+                except ValueError as error:
+                    raise ValueError(f"{file}:{number}: not JSON: {error}") from None
+    return rows
+
+
+def convert(rows: list[tuple[str, dict[str, Any]]], split: str) -> list[dict[str, Any]]:
+    """Rows with verl's columns; ValueError for a row that is no GSM8K problem."""
+    converted = []
+    for index, (where, row) in enumerate(rows):
+        for key in ("question", "answer"):
+            if not isinstance(row, dict) or not isinstance(row.get(key), str):
+                raise ValueError(f"{where}: no text {key!r}")
+        question, answer = row["question"], row["answer"]
+        _, marker, result = answer.rpartition("####")
+        result = result.strip().replace(",", "")
+        if not marker or not result:
+            raise ValueError(f"{where}: the answer does not end in '#### <result>'")
+        converted.append(
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": [{"role": "user", "content": question + INSTRUCTION}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": result},
+                "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+            }
+        )
+    return converted
+
+
+def prepare(source: Path, target: Path) -> dict[str, int]:
+    """Convert both splits; the number of problems in each. Raises ValueError or OSError and then leaves nothing."""
+    tables = {}
+    for split in SPLITS:
+        file = find_split(source, split)
+        rows = convert(read_rows(file), split)
+        if not rows:
+            raise ValueError(f"{file} holds no problems")
+        tables[split] = pyarrow.Table.from_pylist(rows)
+    target.mkdir(parents=True, exist_ok=True)
+    unfinished = {split: target / f".{split}.parquet.{os.getpid()}" for split in SPLITS}
+    try:
+        for split, file in unfinished.items():
+            pyarrow.parquet.write_table(tables[split], file)
+        for split, file in unfinished.items():
+            file.replace(target / f"{split}.parquet")
+    finally:
+        for file in unfinished.values():
+            file.unlink(missing_ok=True)
+    return {split: table.num_rows for split, table in tables.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make verl-style parquet files of GSM8K.")
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder with train and test, .jsonl or .parquet")
+    parser.add_argument("target", metavar="OUT", type=Path, help="folder for train.parquet and test.parquet")
+    arguments = parser.parse_args()
+    try:
+        counts = prepare(arguments.source, arguments.target)
+    except (ValueError, OSError, pyarrow.ArrowException) as error:
+        print(f"prepare_gsm8k: {error}", file=sys.stderr)
+        return 1
+    for split, count in counts.items():
+        print(f"{arguments.target / split}.parquet: {count} problems")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

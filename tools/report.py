@@ -1,0 +1,213 @@
+"""What runs came to: a table and a plot.
+
+    python tools/report.py RUN_DIR [RUN_DIR...] [--plot FILE]
+
+Shows the held-out reward before and after training, greedy and sampled, the reward of the first and last steps, where
+the time went and where the files lie; and draws the reward curves and the seconds per phase into FILE (by default
+report.png in the first run folder).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.observe.tracker import read_metrics
+
+matplotlib.use("Agg")
+REWARD = "rollout/reward_mean"
+WINDOW = 5  # steps that a smoothed reward averages
+CONTENTS = (
+    ("metrics.jsonl", "metrics, one line per step"),
+    ("tensorboard", "the same for TensorBoard"),
+    ("rollouts", "every conversation; look with tools/view_rollouts.py"),
+    ("checkpoints", "whole states to resume from"),
+    ("export", "the trained policy as a Hugging Face folder"),
+    ("log.txt", "what the run said"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder's metrics: `series(name)` gives the steps that have it, and its values."""
+
+    path: Path
+    algorithm: str
+    metrics: dict[int, dict[str, float]]
+
+    @property
+    def name(self) -> str:
+        return self.path.name or str(self.path)
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        steps = [step for step, values in self.metrics.items() if name in values]
+        return steps, [self.metrics[step][name] for step in steps]
+
+    def phases(self) -> dict[str, float]:
+        """Mean seconds a step by phase, longest first; `other` is what no phase covers."""
+        names = {name for values in self.metrics.values() for name in values if name.startswith("time/")}
+        _, whole = self.series("time/step")
+        if not whole:
+            return {}
+        seconds = {}
+        for name in names - {"time/step"}:
+            seconds[name.removeprefix("time/")] = sum(self.series(name)[1]) / len(whole)
+        other = statistics.fmean(whole) - sum(seconds.values())
+        if other > 0.01 * statistics.fmean(whole):
+            seconds["other"] = other
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+    def minutes(self) -> float:
+        """Of training: the sum of the steps, without start, evaluation and export."""
+        return sum(self.series("time/step")[1]) / 60
+
+
+def load_run(path: Path) -> Run:
+    """Raises ValueError, in words for the user, where there is no run."""
+    if not path.is_dir():
+        raise ValueError(f"there is no run folder {path}")
+    metrics = read_metrics(path)
+    if not metrics:
+        raise ValueError(f"{path} has no metrics yet (metrics.jsonl is missing or empty); is it a run folder?")
+    algorithm = "?"
+    config = path / "config.yaml"
+    if config.is_file():
+        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+        algorithm = str(tree.get("algorithm", "?")) if isinstance(tree, dict) else "?"
+    return Run(path, algorithm, metrics)
+
+
+def before_after(run: Run, name: str) -> str:
+    """`0.00 -> 0.95`, or `-` where the run has no such figure."""
+    _, values = run.series(name)
+    if not values:
+        return "-"
+    return f"{values[0]:.3f}" if len(values) == 1 else f"{values[0]:.3f} -> {values[-1]:.3f}"
+
+
+def summary(runs: list[Run]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Runs: before -> after", title_justify="left")
+    table.add_column("run", overflow="fold")
+    for title in ("algorithm", "held-out greedy", "held-out sampled", f"training ({WINDOW}-step means)", "steps", "minutes"):
+        table.add_column(title, justify="right" if title in ("steps", "minutes") else "left")
+    for run in runs:
+        _, rewards = run.series(REWARD)
+        curve = "-"
+        if rewards:
+            curve = f"{statistics.fmean(rewards[:WINDOW]):.3f} -> {statistics.fmean(rewards[-WINDOW:]):.3f}"
+        table.add_row(
+            run.name,
+            run.algorithm,
+            before_after(run, "eval/reward_greedy"),
+            before_after(run, "eval/reward_sampled"),
+            curve,
+            str(len(run.series("time/step")[0])),
+            f"{run.minutes():.1f}",
+        )
+    return table
+
+
+def phase_table(runs: list[Run]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Seconds a step, by phase", title_justify="left")
+    table.add_column("phase")
+    names: dict[str, None] = {}
+    for run in runs:
+        table.add_column(run.name, justify="right", overflow="fold")
+        names |= dict.fromkeys(run.phases())
+    for name in names:
+        table.add_row(name, *(f"{run.phases()[name]:.2f}" if name in run.phases() else "-" for run in runs))
+    table.add_section()
+    means = (run.series("time/step")[1] for run in runs)
+    table.add_row("whole step", *(f"{statistics.fmean(values):.2f}" if values else "-" for values in means))
+    return table
+
+
+def file_table(runs: list[Run]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Files", title_justify="left")
+    table.add_column("where", overflow="fold")
+    table.add_column("what")
+    for run in runs:
+        for name, what in CONTENTS:
+            if (run.path / name).exists():
+                table.add_row(str(run.path / name), what)
+    return table
+
+
+def plot(runs: list[Run], file: Path) -> None:
+    """Draw reward curves with the held-out rewards, and seconds per phase, into a PNG."""
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2), layout="constrained")
+    for index, run in enumerate(runs):
+        colour = f"C{index}"
+        label = f"{run.name} ({run.algorithm})" if len(runs) > 1 else "training, sampled"
+        steps, rewards = run.series(REWARD)
+        left.plot(steps, rewards, color=colour, alpha=0.3, linewidth=1)
+        left.plot(steps, smooth(rewards), color=colour, label=label)
+        for name, marker, what in (("eval/reward_greedy", "o", "held-out, greedy"), ("eval/reward_sampled", "s", "held-out, sampled")):
+            steps, values = run.series(name)
+            if values:
+                filled = colour if marker == "o" else "white"
+                left.plot(steps, values, marker, color=colour, markerfacecolor=filled, label=what if index == 0 else None)
+    left.set_xlabel("step")
+    left.set_ylabel("mean reward")
+    left.set_title(f"Reward (line: mean of {WINDOW} steps)")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.grid(alpha=0.3)
+    if left.get_legend_handles_labels()[0]:
+        left.legend()
+
+    colours: dict[str, str] = {}
+    for index, run in enumerate(runs):
+        start = 0.0
+        for name, seconds in run.phases().items():
+            first = name not in colours
+            colour = colours.setdefault(name, f"C{len(colours) % 10}")
+            right.barh(index, seconds, left=start, color=colour, label=name if first else None, height=0.5)
+            start += seconds
+    right.set_yticks(range(len(runs)), [run.name for run in runs])
+    right.set_ylim(len(runs) - 0.4, -0.6)
+    right.set_xlabel("seconds a step")
+    right.set_title("Where the time goes")
+    if colours:
+        right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, fontsize="small", frameon=False)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Mean of each value and the WINDOW - 1 before it."""
+    return [statistics.fmean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where the plot goes (default RUN_DIR/report.png)")
+    options = parser.parse_args(arguments)
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    try:
+        runs = [load_run(path) for path in options.runs]
+        file = options.plot or options.runs[0] / "report.png"
+        plot(runs, file)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for table in (summary(runs), phase_table(runs), file_table(runs)):
+        console.print(table)
+    console.print(f"plot: {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
