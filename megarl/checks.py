@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError
-from megarl.megatron import fields as megatron_fields
+from megarl.models import megatron_fields
 from megarl.models.family import HFConfig
 from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of, load_hf_config
@@ -249,7 +249,8 @@ def check_data(config: Config, dry_run: bool, warnings: list[str]) -> None:
     if not data.train:
         what = "finished conversations (.jsonl)" if config.algorithm == "sft" else "prompts (.parquet or .jsonl)"
         raise ConfigError(f"data.train is not set; it must name a file of {what}")
-    for key, path in (("data.train", data.train), ("data.eval", data.eval)):
+    needed = (("data.train", data.train), ("data.eval", data.eval if run.eval_every else ""))
+    for key, path in needed:
         if path and not Path(path).is_file():
             if not dry_run:
                 raise ConfigError(f"{key}={path}: there is no such file")

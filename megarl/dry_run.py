@@ -79,7 +79,9 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
         return Report(errors, warnings, {}, [])
     hf, critic_hf = models
     assert hf is not None
-    divides = all([passes(checks.check_training_layout, model, config) for model in models if model is not None])
+    divides = passes(checks.check_training_layout, hf, config)
+    if critic_hf is not None and critic_hf is not hf:
+        divides = passes(checks.check_training_layout, critic_hf, config) and divides
     if config.algorithm != "sft":
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)
@@ -91,18 +93,19 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
 def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str, list[tuple[str, str]]]:
     parallel, rollout, run = config.parallel, config.rollout, config.run
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
-    counts = param_count(hf)
+    counts, experts = param_count(hf), settings.get("num_moe_experts")
     here = min(parallel.world_size, parallel.ranks_per_node)
+    expert_dp = parallel.world_size // (parallel.ep * parallel.pp)
     layers = [len(stage) for stage in stage_layers(int(settings["num_layers"]), parallel.pp, settings)]
     model = [
         ("architecture", family_of(hf).architecture),
-        ("parameters", f"{_count(sum(counts.values()))}, of which {_count(counts['experts'])} in routed experts"),
+        ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
         ("critic", "none" if critic_hf is None else _count(sum(param_count(critic_hf).values()))),
     ]
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
         ("dense layers", f"tp {parallel.tp} x pp {parallel.pp} x dp {checks.data_parallel(config)}"),
-        ("experts", f"ep {parallel.ep} x pp {parallel.pp} x dp {parallel.world_size // (parallel.ep * parallel.pp)}"),
+        *([("experts", f"ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}")] if experts else []),
         ("layers by stage", " ".join(map(str, layers))),
     ]
     sequences, per_epoch = checks.sequences_per_step(config), run.num_update // run.epochs
@@ -161,18 +164,18 @@ def _memory_table(stages: list[StageMemory]) -> Table:
     table.add_column("")
     for stage in shown:
         first, last = stage.layers.start, stage.layers.stop - 1
-        table.add_column(f"stage {stage.stage}, layers {first}-{last}", justify="right")
+        table.add_column(f"stage {stage.stage}\nlayers {first}-{last}", justify="right")
     blocks: list[tuple[list[dict[str, int]], str, list[int]]] = [
         ([s.states for s in shown], "", []),
-        ([s.training for s in shown], "training, engine asleep", [s.training_total for s in shown]),
-        ([s.generation for s in shown], "generating", [s.generation_total for s in shown]),
+        ([s.training for s in shown], "in training", [s.training_total for s in shown]),
+        ([s.generation for s in shown], "in generation", [s.generation_total for s in shown]),
         ([s.host for s in shown], "", []),
     ]
     for parts, title, totals in blocks:
         for name in parts[0]:
-            estimate = "about " if name in ("activations", "engine KV cache") else ""
             where = " (host)" if parts[0] is shown[0].host else ""
-            table.add_row(name + where, *[estimate + _bytes(part[name]) for part in parts])
+            estimate = "about " if name in ("activations", "engine KV cache") else ""
+            table.add_row(name + where, *[estimate + _bytes(part[name]) if part[name] else "-" for part in parts])
         if totals and parts[0]:
             table.add_row(title, *map(_bytes, totals), style="bold", end_section=True)
     return table

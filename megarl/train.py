@@ -9,8 +9,10 @@ than one starts them itself, as `torchrun --standalone` would, as long as they f
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from megarl.config import Config, ConfigError, describe_keys, load_config
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if report.ok else 2
         if "RANK" not in os.environ and config.parallel.world_size > 1:
             return start_ranks(config, arguments)
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # advice to the authors of trainers
         from megarl.flow import HybridFlow
 
         HybridFlow(config).run()
@@ -53,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, then run this program as `world_size` ranks on this machine; returns their exit status."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -66,15 +70,24 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
             "start it with slurm/ppo_moe.sh or launch/multi_node.sh"
         )
     launch = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=world, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=0
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id="megarl",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say themselves what is wrong
     try:
         elastic_launch(launch, sys.executable)("-m", "megarl.train", *arguments)
         return 0
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as signalled:
+        return 128 + int(signalled.sigval)
 
 
 if __name__ == "__main__":

@@ -69,3 +69,11 @@ def start_ranks(world: int, script: str, *args: str, timeout: float = 300.0) -> 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., list[dict[str, Any]]]:
     return start_ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped on a machine without one."""
+    if not Path("/dev/nvidia0").exists():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))

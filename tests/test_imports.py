@@ -1,4 +1,4 @@
-"""Rules of the architecture that can be read off the source: who imports whom, who asks for a GPU, how long files are."""
+"""Rules of the architecture that the source can show: who imports whom, who asks for a GPU, how long files are."""
 
 import ast
 from functools import cache
@@ -19,7 +19,7 @@ LAYERS = (
     {"megatron", "rollout", "rewards", "reshard", "checkpoint", "observe"},
     {"workers"},
     {"controllers"},
-    {"flow", "train", "dry_run"},
+    {"flow", "train", "dry_run", "checks"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -4,7 +4,7 @@
 
 writes OUT/model (an HF folder of about 1 M parameters, fp32), OUT/sft.jsonl, OUT/train.jsonl and OUT/eval.jsonl.
 
-The task: an expression of 2 to 4 numbers up to 99 with + - and *. The policy may guess, or call the calculator with the
+The task: an expression of 2 or 3 numbers up to 99 with + - and *. The policy may guess, or call the calculator with the
 expression, read its answer and state it. The demonstrations in sft.jsonl show the tool in a minority (35 %); the rest
 guess a random number without it. What the warm-up teaches is therefore every skill but not the habit: that calling the
 tool pays is left for RL to find. No problem of eval.jsonl occurs in train.jsonl or sft.jsonl.
@@ -73,19 +73,20 @@ Write each call as a JSON object:
 """
 
 # Fills what the constant text leaves of the vocabulary, so that other text is not spelt byte by byte.
-PLAIN_WORDS = """the of and to in is you that it he was for on are as with his they at be this have from or one had by word
-but not what all were we when your can said there use an each which she do how their if will up other about out many
-then them these so some her would make like him into time has look two more write go see number no way could people my
-than first water been call who oil its now find long down day did get come made may part over new sound take only little
-work know place year live me back give most very after thing our just name good sentence man think say great where help
-through much before line right too mean old any same tell boy follow came want show also around form three small set put
-error result value tool stopped missing argument expression unknown valid object must type please try again answer"""
+PLAIN_WORDS = """the of and to in is you that it he was for on are as with his they at be this have from or one had by
+word but not what all were we when your can said there use an each which she do how their if will up other about out
+many then them these so some her would make like him into time has look two more write go see number no way could
+people my than first water been call who oil its now find long down day did get come made may part over new sound take
+only little work know place year live me back give most very after thing our just name good sentence man think say
+great where help through much before line right too mean old any same tell boy follow came want show also around form
+three small set put error result value tool stopped missing argument expression unknown valid object must type please
+try again answer"""
 
 
 def problem(draw: random.Random) -> str:
-    """An expression of 2 to 4 numbers from 1 to 99, without spaces: `12+7*30`."""
+    """An expression of 2 or 3 numbers from 1 to 99, without spaces: `12+7*30`."""
     expression = str(draw.randint(1, 99))
-    for _ in range(draw.choice((1, 2, 3))):
+    for _ in range(draw.choice((1, 2))):
         expression += draw.choice("+-*") + str(draw.randint(1, 99))
     return expression
 
@@ -229,6 +230,8 @@ def make_model(family: str, eos_id: int, pad_id: int) -> Any:
         "num_experts_per_tok": 2,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
+        # About hidden_size ** -0.5. The usual 0.02 suits 2,500 wide; here it costs 50 steps of warm-up.
+        "initializer_range": 0.08,
         "bos_token_id": None,
         "eos_token_id": eos_id,
         "pad_token_id": pad_id,
@@ -293,7 +296,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("out", type=Path, help="folder to write into; made where it does not exist")
     parser.add_argument("--family", choices=FAMILIES, default="qwen3_moe")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and of the problems (default 1)")
-    parser.add_argument("--train", type=int, default=8192, help="prompts to train on (default 8192)")
+    parser.add_argument("--train", type=int, default=4096, help="prompts to train on (default 4096)")
     parser.add_argument("--held-out", type=int, default=256, help="prompts to measure with (default 256)")
     parser.add_argument("--demonstrations", type=int, default=19200, help="of the warm-up (default 19200: 300 x 64)")
     options = parser.parse_args(arguments)
@@ -304,7 +307,7 @@ def main(arguments: list[str]) -> None:
     count = write_model(unfinished / "model", options.family, options.seed)
     write_data(unfinished, options.seed, options.train, options.held_out, options.demonstrations)
     options.out.mkdir(parents=True, exist_ok=True)
-    for part in sorted(unfinished.iterdir()):
+    for part in sorted(unfinished.iterdir()):  # train.jsonl comes last: where it is, all is
         target = options.out / part.name
         if target.is_dir():
             shutil.rmtree(target)

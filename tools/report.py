@@ -33,6 +33,7 @@ CONTENTS = (
     ("checkpoints", "whole states to resume from"),
     ("export", "the trained policy as a Hugging Face folder"),
     ("log.txt", "what the run said"),
+    ("logs", "what each engine said"),
 )
 
 
@@ -64,7 +65,7 @@ class Run:
         other = statistics.fmean(whole) - sum(seconds.values())
         if other > 0.01 * statistics.fmean(whole):
             seconds["other"] = other
-        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+        return dict(sorted(seconds.items(), key=lambda item: (-item[1], item[0])))
 
     def minutes(self) -> float:
         """Of training: the sum of the steps, without start, evaluation and export."""
@@ -95,24 +96,29 @@ def before_after(run: Run, name: str) -> str:
 
 
 def summary(runs: list[Run]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Runs: before -> after", title_justify="left")
-    table.add_column("run", overflow="fold")
-    for title in ("algorithm", "held-out greedy", "held-out sampled", f"training ({WINDOW}-step means)", "steps", "minutes"):
-        table.add_column(title, justify="right" if title in ("steps", "minutes") else "left")
+    """A column per run, so that the figures fit a narrow terminal."""
+    table = Table(box=box.SIMPLE_HEAD, title="Mean reward: before -> after", title_justify="left")
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.name, overflow="fold")
+    rows: dict[str, list[str]] = {}
     for run in runs:
         _, rewards = run.series(REWARD)
         curve = "-"
         if rewards:
             curve = f"{statistics.fmean(rewards[:WINDOW]):.3f} -> {statistics.fmean(rewards[-WINDOW:]):.3f}"
-        table.add_row(
-            run.name,
-            run.algorithm,
-            before_after(run, "eval/reward_greedy"),
-            before_after(run, "eval/reward_sampled"),
-            curve,
-            str(len(run.series("time/step")[0])),
-            f"{run.minutes():.1f}",
-        )
+        figures = {
+            "algorithm": run.algorithm,
+            "held-out problems, greedy": before_after(run, "eval/reward_greedy"),
+            "held-out problems, sampled": before_after(run, "eval/reward_sampled"),
+            f"training, first and last {WINDOW} steps": curve,
+            "steps": str(len(run.series("time/step")[0])),
+            "minutes of training": f"{run.minutes():.1f}",
+        }
+        for name, figure in figures.items():
+            rows.setdefault(name, []).append(figure)
+    for name, values in rows.items():
+        table.add_row(name, *values)
     return table
 
 
@@ -131,15 +137,11 @@ def phase_table(runs: list[Run]) -> Table:
     return table
 
 
-def file_table(runs: list[Run]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Files", title_justify="left")
-    table.add_column("where", overflow="fold")
-    table.add_column("what")
-    for run in runs:
-        for name, what in CONTENTS:
-            if (run.path / name).exists():
-                table.add_row(str(run.path / name), what)
-    return table
+def file_lines(runs: list[Run]) -> list[str]:
+    """Lines, not a table: a path is for copying, and must not be broken to fit a column."""
+    found = [(run.path / name, what) for run in runs for name, what in CONTENTS if (run.path / name).exists()]
+    width = max((len(str(path)) for path, _ in found), default=0)
+    return [f"  {str(path):{width}}  {what}" for path, what in found]
 
 
 def plot(runs: list[Run], file: Path) -> None:
@@ -154,16 +156,18 @@ def plot(runs: list[Run], file: Path) -> None:
         steps, rewards = run.series(REWARD)
         left.plot(steps, rewards, color=colour, alpha=0.3, linewidth=1)
         left.plot(steps, smooth(rewards), color=colour, label=label)
-        for name, marker, what in (("eval/reward_greedy", "o", "held-out, greedy"), ("eval/reward_sampled", "s", "held-out, sampled")):
-            steps, values = run.series(name)
-            if values:
-                filled = colour if marker == "o" else "white"
-                left.plot(steps, values, marker, color=colour, markerfacecolor=filled, label=what if index == 0 else None)
+        for kind, marker, fill in (("greedy", "o", colour), ("sampled", "s", "white")):
+            steps, values = run.series(f"eval/reward_{kind}")
+            what = f"held-out, {kind}" if len(runs) == 1 else None
+            left.plot(steps, values, marker, color=colour, markerfacecolor=fill, label=what if values else None)
     left.set_xlabel("step")
     left.set_ylabel("mean reward")
     left.set_title(f"Reward (line: mean of {WINDOW} steps)")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.grid(alpha=0.3)
+    if len(runs) > 1:  # the markers mean the same in every colour, so they are explained in grey
+        left.plot([], [], "o", color="grey", label="held-out, greedy")
+        left.plot([], [], "s", color="grey", markerfacecolor="white", label="held-out, sampled")
     if left.get_legend_handles_labels()[0]:
         left.legend()
 
@@ -176,7 +180,7 @@ def plot(runs: list[Run], file: Path) -> None:
             right.barh(index, seconds, left=start, color=colour, label=name if first else None, height=0.5)
             start += seconds
     right.set_yticks(range(len(runs)), [run.name for run in runs])
-    right.set_ylim(len(runs) - 0.4, -0.6)
+    right.set_ylim(max(len(runs), 2) - 0.4, -0.6)
     right.set_xlabel("seconds a step")
     right.set_title("Where the time goes")
     if colours:
@@ -195,7 +199,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where the plot goes (default RUN_DIR/report.png)")
     options = parser.parse_args(arguments)
-    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    console = Console(highlight=False)
     try:
         runs = [load_run(path) for path in options.runs]
         file = options.plot or options.runs[0] / "report.png"
@@ -203,9 +207,9 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for table in (summary(runs), phase_table(runs), file_table(runs)):
-        console.print(table)
-    console.print(f"plot: {file}")
+    console.print(summary(runs))
+    console.print(phase_table(runs))
+    print("Files", *file_lines(runs), f"  plot: {file}", sep="\n")
     return 0
 
 

@@ -2,8 +2,8 @@
 
     python tools/view_rollouts.py RUN_DIR [--step N] [--show N] [--worst | --best] [--html FILE]
 
-Prints the rollouts of one step (the last one recorded by default), turn by turn: what the policy wrote is bright, what it
-was only given, and is not trained on, is dimmed. `--html` writes them into a page instead.
+Prints the rollouts of one step (the last one recorded by default), turn by turn: what the policy wrote is bright, what
+it was only given, and is not trained on, is dimmed. `--html` writes them into a page instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_step(run_dir: Path, step: int | None) -> int:
     if step is None:
         return steps[-1]
     if step not in steps:
-        raise ValueError(f"step {step} of {run_dir} has no recorded rollouts; there are steps {steps[0]} to {steps[-1]}")
+        raise ValueError(f"{run_dir} has no rollouts of step {step}; it has steps {steps[0]} to {steps[-1]}")
     return step
 
 
@@ -80,7 +80,8 @@ def print_rollouts(records: list[dict[str, Any]], title: str, console: Console) 
     console.print(title, style="bold", markup=False)
     for record in records:
         good = record["advantage"] if record["advantage"] is not None else record["reward"]
-        console.print(Rule(Text(head_line(record)), style="green" if good > 0 else "red", align="left"))
+        console.print(Rule(style="bright_black"), soft_wrap=False)
+        console.print(Text(head_line(record), style="green" if good > 0 else "red"))
         for index, turn in enumerate(record["turns"]):
             console.print(Text(turn_label(index, turn), style="cyan" if turn["is_action"] else "bright_black"))
             console.print(Text(_printable(turn_text(turn)), style="bold" if turn["is_action"] else "dim"))
@@ -127,7 +128,7 @@ def main(arguments: list[str]) -> int:
             options.html.write_text(html_page(records, title), encoding="utf-8")
             print(f"wrote {options.html}: {len(records)} of {len(every)} rollouts of step {step}")
         else:
-            print_rollouts(records, title, Console(highlight=False))
+            print_rollouts(records, title, Console(highlight=False, soft_wrap=True))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

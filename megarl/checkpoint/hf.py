@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,22 @@ class HFWeights:
             parts.append(torch.zeros(shape, dtype=dtype))
         return torch.cat(parts, dim=dim)
 
-    def check(self, hf: dict[str, Any]) -> None:
-        """Raise ConfigError, naming the tensor, unless these are exactly the tensors of the model `hf` describes."""
+    def check(self, hf: dict[str, Any], optional: Collection[str] = ()) -> None:
+        """Raise ConfigError, naming the tensor, unless these are exactly the tensors of the model `hf` describes.
+
+        Those named `optional` may be there or not, in any shape: the heads, for a critic.
+        """
         family = family_of(hf)
         expected = {tensor.name: tensor.shape for param in family.params(hf, 1) for tensor in param.hf}
+        expected = {name: shape for name, shape in expected.items() if name not in optional}
         where = f"{self.folder}:"
         if missing := [name for name in expected if name not in self._files]:
             hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
             raise ConfigError(f"{where} {_some(missing)} missing{hint}")
         prefixes = family.untrained(hf)
-        extra = [name for name in self._files if name not in expected and not _ignored(name, prefixes)]
-        if HEAD in extra and HEAD not in expected:
+        known = expected.keys() | set(optional)
+        extra = [name for name in self._files if name not in known and not _ignored(name, prefixes)]
+        if HEAD in extra:  # then the config says that it is tied
             extra.remove(HEAD)  # some checkpoints repeat the tied weight
             if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
                 raise ConfigError(

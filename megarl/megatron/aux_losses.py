@@ -31,7 +31,8 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
     pattern = config.moe_layer_freq
     layers = sum(pattern) if isinstance(pattern, list) else -(-config.num_layers // pattern)
     return {
-        f"moe_{name}": sum(found[name] for found in everyone) / (shares[name] * layers * micro_batches) for name in names
+        f"moe_{name}": sum(found[name] for found in everyone) / (shares[name] * layers * micro_batches)
+        for name in names
     }
 
 

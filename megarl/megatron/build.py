@@ -7,8 +7,6 @@ word on everything that neither of them owns.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -23,36 +21,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.config import Config, ConfigError
 from megarl.megatron.heads import ValueHead
+from megarl.models import megatron_fields as fields
 from megarl.models.layout import padded_vocab
+from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of
 from megarl.parallel import device
 
 Role = Literal["actor", "critic"]
-
-_OURS = {
-    "tensor_model_parallel_size": "parallel.tp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "expert_model_parallel_size": "parallel.ep",
-    "params_dtype": "model.dtype",
-    "bf16": "model.dtype",
-    "pipeline_dtype": "model.dtype",
-    "deterministic_mode": "train.deterministic",
-}
-"""Fields of TransformerConfig that have a key of ours."""
-
-_FIXED = {
-    "fp16": "training in fp16 is not implemented",
-    "sequence_parallel": "it is on exactly where parallel.tp > 1",
-    "expert_tensor_parallel_size": "experts have tensor parallel size 1",
-    "context_parallel_size": "context parallelism is not implemented",
-    "virtual_pipeline_model_parallel_size": "interleaved pipelines are not implemented",
-    "pipeline_model_parallel_layout": "only even pipeline splits are implemented",
-    "mtp_num_layers": "multi-token prediction layers are not trained",
-    "calculate_per_token_loss": "losses are sums over tokens",
-    "variable_seq_lengths": "micro-batches differ in length",
-    "finalize_model_grads_func": "it is a function",
-}
-"""Fields that cannot be set at all, and why."""
 
 
 def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConfig:
@@ -81,7 +56,9 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
     )
     if values.get("num_moe_experts"):
         if values["num_moe_experts"] % parallel.ep:
-            raise ConfigError(f"parallel.ep={parallel.ep} does not divide the model's {values['num_moe_experts']} experts")
+            raise ConfigError(
+                f"parallel.ep={parallel.ep} does not divide the model's {values['num_moe_experts']} experts"
+            )
         values.update(
             expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=1,
@@ -89,31 +66,24 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         )
     elif parallel.ep > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, but the model has no experts; set it to 1")
-    if values["num_layers"] % parallel.pp:
-        raise ConfigError(f"parallel.pp={parallel.pp} does not divide the model's {values['num_layers']} layers")
-    values.update(_passed_through(config.model.megatron, kind))
+    fields.check(config.model.megatron, mla=kind is MLATransformerConfig)
+    values.update(config.model.megatron)
+    stage_layers(values["num_layers"], parallel.pp, values)  # refuses what does not divide, with numbers that do
+    # Each tensor parallel rank weights its part of an auxiliary loss by its own tokens, of which it has 1 / tp, and
+    # all are divided by the tokens of the whole: Megatron 0.16.1 loses a factor of tp with calculate_per_token_loss.
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if isinstance(weight := values.get(name), list):
+            values[name] = [item * parallel.tp for item in weight]
+        elif weight:
+            values[name] = weight * parallel.tp
     try:
         return kind(**values)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"Megatron refuses this model configuration: {error}") from error
 
 
-def _passed_through(given: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    known = [item.name for item in dataclasses.fields(kind) if item.init]
-    for name in given:
-        if name in _OURS:
-            raise ConfigError(f"model.megatron.{name} has a key of its own: set {_OURS[name]}")
-        if name in _FIXED:
-            raise ConfigError(f"model.megatron.{name} cannot be set: {_FIXED[name]}")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"model.megatron.{name} is not a field of Megatron's {kind.__name__}{hint}")
-    return dict(given)
-
-
 def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[DistributedDataParallel]:
-    """This rank's part of the model: one chunk, since pipelines are not interleaved. Weights are arbitrary until loaded."""
+    """This rank's part of the model: one chunk, since pipelines are not interleaved. Weights are arbitrary at first."""
     settings = transformer_config(hf, config)
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention

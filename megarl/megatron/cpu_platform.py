@@ -1,9 +1,9 @@
 """Megatron-Core 0.16.1 on a machine without CUDA: what has to be patched, and why.
 
-`install()` runs once per process, before anything imports `megatron.core`; `parallel/ranks.py` calls it. It does nothing
-where there is a GPU. Every patched name stands in `PATCHED` with its reason, and a test pins that list. Patches reach
-only what Megatron asks of `torch.cuda` and the few places in Megatron that cannot work without CUDA or Transformer
-Engine; modules that differ on the CPU are in `cpu_modules.py`, through Megatron's own layer specs.
+`install()` runs once per process, before anything imports `megatron.core`: on the import of this package. It does
+nothing where there is a GPU. Every patched name stands in `PATCHED` with its reason, and a test pins that list. Patches
+reach only what Megatron asks of `torch.cuda` and the few places in Megatron that cannot work without CUDA or
+Transformer Engine; modules that differ on the CPU are in `cpu_modules.py`, through Megatron's own layer specs.
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ def _patch_megatron() -> None:
     finally:
         torch.compile = compile_  # type: ignore[assignment]
     jit.disable_jit_fuser()
-    PATCHED["megatron.core.jit.jit_fuser"] = "torch.compile would run a C++ compiler for small fusions; Megatron's own switch"
+    PATCHED["megatron.core.jit.jit_fuser"] = (
+        "torch.compile would run a C++ compiler for small fusions; Megatron's own switch"
+    )
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -29,7 +29,8 @@ def vocab_parallel_logprobs(
     """Log-probability of each target, and the entropy of each distribution; both [T] fp32, the same on every rank.
 
     logits: [T, V / tp], any float type; rank r holds columns r * V / tp and on.
-    targets: [T] int64, the same on every rank. vocab_size: columns from this one on are padding and have no probability.
+    targets: [T] int64, the same on every rank.
+    vocab_size: columns from this one on are padding and have no probability.
     temperature: divides the logits; must be above 0.
     The gradients that come in must be the same on every rank of `group`, as they are where each computes the same loss.
     """

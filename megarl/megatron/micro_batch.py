@@ -31,7 +31,7 @@ class MicroBatch:
 
 
 def make_micro_batch(batch: TrainBatch, indices: Sequence[int], multiple: int, device: torch.device) -> MicroBatch:
-    """Take `indices` out of `batch`, padded to a multiple of `multiple` tokens, at least one. No indices: all padding."""
+    """Take `indices` out of `batch`, padded to a multiple of `multiple` tokens, at least one; none make all padding."""
     chosen = batch.select(indices)
     real = len(chosen.tokens)
     padded = max(1, -(-real // multiple)) * multiple

@@ -18,13 +18,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.config import Config, ConfigError
 from megarl.data.packing import plan_micro_batches
+from megarl.megatron import optimizer
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.logprobs import vocab_parallel_logprobs
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
-from megarl.megatron.optimizer import build_optimizer, build_scheduler, load_optimizer_state, take_step
-from megarl.models.layout import HFTensor, Param, Replicated, pieces
+from megarl.models.layout import HFTensor, Param, Replicated
 from megarl.models.registry import family_of
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects
@@ -49,8 +49,8 @@ class MegatronModel:
         self.vocab_size = int(family_of(hf_config).gpt_kwargs(hf_config)["vocab_size"])
         self.chunks = build_chunks(hf_config, config, role)
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
-        self.optimizer = build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
-        self.scheduler = build_scheduler(settings, self.optimizer, total_updates)
+        self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
+        self.scheduler = optimizer.build_scheduler(settings, self.optimizer, total_updates)
 
     # ---- weights
 
@@ -59,7 +59,9 @@ class MegatronModel:
         table = family_of(self.hf_config).params(self.hf_config, self.ranks.tp)
         if self.role == "actor":
             return table
-        head = Param("output_layer.weight", (HFTensor(VALUE_HEAD, (1, int(self.hf_config["hidden_size"]))),), Replicated())
+        head = Param(
+            "output_layer.weight", (HFTensor(VALUE_HEAD, (1, int(self.hf_config["hidden_size"]))),), Replicated()
+        )
         return [param for param in table if param.megatron != head.megatron] + [head]
 
     def local_params(self) -> dict[str, torch.Tensor]:
@@ -81,12 +83,17 @@ class MegatronModel:
         from megarl.checkpoint.hf import open_hf
 
         weights = open_hf(folder)
-        names = set(weights.names())
+        heads = (VALUE_HEAD, "lm_head.weight") if self.role == "critic" else ()
+        weights.check(dict(self.hf_config), optional=heads)
+        has_head = VALUE_HEAD in weights.names()
 
         def get(param: Param, tp: int, rank: int) -> torch.Tensor:
-            if param.hf[0].name == VALUE_HEAD and VALUE_HEAD not in names:
-                return torch.zeros(param.hf[0].shape)
-            return _read_shard(weights, param, tp, rank)
+            tensor = param.hf[0]
+            if tensor.name != VALUE_HEAD:
+                return weights.shard(param, tp, rank)
+            if has_head and weights.shape(VALUE_HEAD) != tensor.shape:
+                raise ConfigError(f"{VALUE_HEAD} in {folder} has shape {weights.shape(VALUE_HEAD)}, not {tensor.shape}")
+            return weights.get(VALUE_HEAD) if has_head else torch.zeros(tensor.shape)
 
         self.load(get)
 
@@ -165,7 +172,7 @@ class MegatronModel:
         self.optimizer.zero_grad()
         done = self._schedule(batch, consume, forward_only=False)
         aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(self._plan(batch)[0]))
-        norm, taken = take_step(self.optimizer, self.scheduler)
+        norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
         metrics = _sum_figures(all_gather_objects(_to_floats(done) if self._speaks() else {}))
         metrics.update({f"{self.role}/{name}": value for name, value in aux_losses.items()})
         metrics.update(
@@ -182,7 +189,7 @@ class MegatronModel:
         return plan_micro_batches(batch.lengths.tolist(), self.ranks.dp, self.config.train.token_budget)
 
     def _schedule(self, batch: TrainBatch, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Run this rank's micro-batches through Megatron's schedule; what `consume` returned third, on the last stage."""
+        """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results."""
         mine = self._plan(batch)[self.ranks.dp_rank]
         place = device.device()
         # Megatron's bf16 wrapper would make an fp32 copy of all the logits.
@@ -226,39 +233,24 @@ class MegatronModel:
 
     def sharded_state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Weights, optimizer and scheduler for `megatron.core.dist_checkpointing.save` and `load`."""
-        metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable",  # loads in any layout
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
+        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         model = unwrap(self.chunks[0]).sharded_state_dict(metadata=metadata)
         return {
             "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
+            "optimizer": optimizer.sharded_state(self.optimizer, model, is_loading),
             "scheduler": self.scheduler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `dist_checkpointing.load(model.sharded_state_dict(is_loading=True), folder)` returned."""
         unwrap(self.chunks[0]).load_state_dict(state["model"])
-        load_optimizer_state(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        optimizer.load_state(self.optimizer, state.get("optimizer", {}), self.scheduler.num_steps)
 
 
-def _read_shard(weights: Any, param: Param, tp: int, rank: int) -> torch.Tensor:
-    """The shard of `rank`, reading only what it needs of each HF tensor."""
-    dim, slices = pieces(param, tp, rank)
-    parts: list[torch.Tensor] = []
-    for source, start, stop in slices:
-        if source < 0:
-            shape = list(param.hf[0].shape)
-            shape[dim] = stop - start
-            parts.append(torch.zeros(shape, dtype=parts[0].dtype if parts else None))
-        else:
-            parts.append(weights.slice(param.hf[source].name, dim, start, stop))
-    return torch.cat(parts, dim)
-
-
-def _assemble(batch: TrainBatch, gathered: list[list[tuple[list[int], dict[str, torch.Tensor]]]]) -> dict[str, torch.Tensor]:
+def _assemble(
+    batch: TrainBatch, gathered: list[list[tuple[list[int], dict[str, torch.Tensor]]]]
+) -> dict[str, torch.Tensor]:
     """Per-micro-batch results of all replicas -> [T] in the order of the batch."""
     result: dict[str, torch.Tensor] = {}
     for indices, found in (item for share in gathered for item in share):

@@ -13,6 +13,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
 
+_FORMAT = "fully_reshardable"
+
 
 def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Any:
     """AdamW with fp32 master weights and states, sharded over data parallel ranks. Biases and norms do not decay."""
@@ -32,6 +34,14 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
         ),
         list(chunks),
     )
+    for _, part in _parts(optimizer):
+        for buffer in part.buffers:
+            # For a checkpoint Megatron drops the padding behind each bucket, and then looks for parameters where they
+            # were with it: wrong from the second bucket on, which a tied embedding over two stages makes. Call it no
+            # padding. Nothing of it is saved, since parameters are cut out one by one.
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
@@ -41,20 +51,43 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
     return optimizer
 
 
-def load_optimizer_state(optimizer: Any, state: Any) -> None:
-    """`optimizer.load_state_dict`, and then a step count of its own for each parameter.
+def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    """Masters and states for Megatron's distributed checkpoint, loadable in any layout; see `load_state`.
 
-    Megatron gives all parameters one tensor for it, which torch's AdamW would increment once for each of them.
+    Settings such as betas are not among them, because they are the configuration's, nor is the step count, because the
+    scheduler has it. Megatron's own version of this fails where a pipeline stage has no experts, and keeps of the
+    settings those of rank 0.
     """
-    optimizer.load_state_dict(state)
+    metadata = {"distrib_optim_sharding_type": _FORMAT, "distrib_optim_fully_reshardable_mem_efficient": True}
+    state = {}
+    for name, part in _parts(optimizer):
+        found = part.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)["param_state"]
+        if found is not None:  # it is gathered on the first data parallel rank
+            state[name] = found
+    return state
+
+
+def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
+    """Take what was loaded for `sharded_state`; `steps` is the number of updates made until then."""
+    for name, part in _parts(optimizer):
+        settings = part.state_dict()
+        for group in settings["optimizer"]["param_groups"]:
+            group["step"] = steps
+        part.load_state_dict({**settings, "param_state": state[name], "param_state_sharding_type": _FORMAT})
     for inner in _torch_optimizers(optimizer):
         for values in inner.state.values():
+            # Megatron gives all parameters one tensor, which AdamW would then increment once for each of them.
             values["step"] = values["step"].clone()
+
+
+def _parts(optimizer: Any) -> list[tuple[str, Any]]:
+    """Megatron has one optimizer for dense parameters and one for experts; a rank may have none of the latter."""
+    return [(f"part{i}", part) for i, part in enumerate(optimizer.chained_optimizers) if part.buffers]
 
 
 def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The AdamW inside Megatron's wrappers where that is torch's; with Transformer Engine it is not."""
-    inner = [part.optimizer for part in optimizer.chained_optimizers]
+    inner = [part.optimizer for _, part in _parts(optimizer)]
     return [one for one in inner if isinstance(one, torch.optim.AdamW)]
 
 

@@ -56,10 +56,14 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
     size = BYTES[config.model.dtype]
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
     params = family_of(hf).params(hf, parallel.tp)
-    models = {"actor": (params, settings)}
+    tables = {"actor": (params, settings)}
     if critic_hf is not None:
         critic_settings = {**family_of(critic_hf).megatron_config(critic_hf), **config.model.megatron}
-        models["critic"] = (critic_params(critic_hf, parallel.tp), critic_settings)
+        tables["critic"] = (critic_params(critic_hf, parallel.tp), critic_settings)
+    models = {}
+    for role, (table, shape) in tables.items():
+        layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape)
+        models[role] = (shape, layers, stage_elements(table, parallel.tp, parallel.ep, layers))
     generation = {}
     if config.algorithm != "sft":
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
@@ -70,27 +74,23 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
         }
     tokens = max(config.train.token_budget, rollout.max_context if config.algorithm != "sft" else 0)
     stages = []
+    dp = parallel.world_size // (parallel.tp * parallel.pp)
+    expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep))
     for stage in range(parallel.pp):
         states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0}
         host = {}
-        for role, (table, shape) in models.items():
-            layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape)[stage]
-            dense, expert = stage_elements(table, parallel.tp, parallel.ep, parallel.pp, stage, layers)
-            dp = parallel.world_size // (parallel.tp * parallel.pp)
-            expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep))
-            for part, amount in state_bytes(dense, expert, dp, expert_dp, size).items():
+        for role, (shape, layers, elements) in models.items():
+            for part, amount in state_bytes(*elements[stage], dp, expert_dp, size).items():
                 states[f"{role} {part}"] = amount
             # One model computes at a time: the greater of the two counts.
-            used = activation_elements(shape, layers, parallel.tp, tokens, in_flight=parallel.pp - stage) * size
+            used = activation_elements(shape, layers[stage], parallel.tp, tokens, in_flight=parallel.pp - stage) * size
             training["activations"] = max(training["activations"], used)
-            if role == "actor" and stage == parallel.pp - 1:
-                training["logits"] = logits_bytes(int(hf["vocab_size"]), parallel.tp, tokens, size)
-            if role == "actor":
-                own = layers
-                if config.algorithm != "sft" and config.kl.place != "none":
-                    host["reference weights"] = (dense + expert) * size
-        stages.append(StageMemory(stage, own, states, training, generation, host))
+        if stage == parallel.pp - 1:
+            training["logits"] = logits_bytes(int(hf["vocab_size"]), parallel.tp, tokens, size)
+        if config.algorithm != "sft" and config.kl.place != "none":
+            host["reference weights"] = states["actor weights"]
+        stages.append(StageMemory(stage, models["actor"][1][stage], states, training, generation, host))
     return stages
 
 
@@ -144,27 +144,30 @@ def critic_params(hf: HFConfig, tp: int) -> list[Param]:
     return [*table, Param("output_layer.weight", (head,), Replicated())]
 
 
-def stage_elements(
-    params: Sequence[Param], tp: int, ep: int, pp: int, stage: int, layers: range
-) -> tuple[int, int]:
-    """Elements of (dense, routed expert) parameters that one rank of a stage holds, vocabulary padding included."""
-    dense = expert = 0
+def stage_elements(params: Sequence[Param], tp: int, ep: int, stages: Sequence[range]) -> list[tuple[int, int]]:
+    """Elements of (dense, routed expert) parameters that one rank of each stage holds, vocabulary padding included.
+
+    `stages`: the decoder layers of each, see `stage_layers`.
+    """
+    dense, expert = [0] * len(stages), [0] * len(stages)
+    stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     tied = all(param.megatron != "output_layer.weight" for param in params)
+    last = len(stages) - 1
     for param in params:
         name = param.megatron
-        if name.startswith("decoder.layers."):
-            here = int(name.split(".")[2]) in layers
-        elif name.startswith("embedding."):
-            here = stage == 0 or (tied and stage == pp - 1)  # a tied embedding has a copy on the last stage
-        else:
-            here = stage == pp - 1
-        if not here:
-            continue
         if param.expert:
-            expert += param.size
+            expert[stage_of[int(name.split(".")[2])]] += param.size
+            continue
+        size = prod(local_shape(param, tp, 0))
+        if name.startswith("decoder.layers."):
+            dense[stage_of[int(name.split(".")[2])]] += size
+        elif name.startswith("embedding."):
+            dense[0] += size
+            if tied and last > 0:
+                dense[last] += size  # the output layer's copy of a tied embedding
         else:
-            dense += prod(local_shape(param, tp, 0))
-    return dense, expert // ep
+            dense[last] += size
+    return [(amount, of_experts // ep) for amount, of_experts in zip(dense, expert, strict=True)]
 
 
 def state_bytes(dense: int, expert: int, dp: int, expert_dp: int, size: int) -> dict[str, int]:

@@ -15,11 +15,14 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def dumps(value: Any) -> str:
-    """One line of JSON. Tuples become lists, arrays become lists; what JSON cannot say at all becomes its `str`."""
+    """One line of ASCII. Tuples become lists, arrays become lists; what JSON cannot say at all becomes its `str`.
+
+    ASCII because a model may write what no encoding takes, half a surrogate pair say, and line ends that are not ours.
+    """
     try:
-        return json.dumps(value, allow_nan=False, ensure_ascii=False)
+        return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):  # the rare cases pay for the walk
-        return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False)
+        return json.dumps(_plain(value), allow_nan=False)
 
 
 def loads(text: str) -> Any:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -51,7 +52,7 @@ class Progress:
             self._live.start()
 
     def phase(self, name: str) -> None:
-        self._phase, self._phase_began = name, time.monotonic()
+        self._phase, self._phase_began = name.replace("_", " "), time.monotonic()
 
     def begin_step(self, step: int) -> None:
         """Step `step`, from 1, begins: from here on its time counts."""
@@ -125,7 +126,7 @@ class Progress:
         ]
         if shown:
             cells = [Text.assemble((f"{title} ", "dim"), (value, "bold")) for title, value in shown]
-            rows.append(Text("   ").join(cells))
+            rows.append(Columns(cells, padding=(0, 3)))
         return Group(*rows)
 
 

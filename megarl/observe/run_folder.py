@@ -24,6 +24,7 @@ This folder is one run of MegaRL. What is in it:
 
 config.yaml      every key of the configuration as it ran; `python -m megarl.train config.yaml run.dir=...` repeats it
 log.txt          what the run said, with the time
+logs/            what each SGLang engine said
 metrics.jsonl    one line of metrics per step and per evaluation: {"step": 12, "time": ..., "rollout/reward_mean": ...}
 tensorboard/     the same for TensorBoard: tensorboard --logdir <this folder>
 rollouts/        step_000012.jsonl holds every conversation of step 12: turns with token ids, texts, log-probs and

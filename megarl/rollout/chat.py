@@ -63,7 +63,7 @@ class Chat:
         if ids:
             return int(ids[0])
         if self.tokenizer.eos_token_id is None:
-            raise ConfigError("the chat template ends the policy's turn with no control token, and there is no eos_token")
+            raise ConfigError("the chat template ends a turn with no control token, and the tokenizer has no eos_token")
         return int(self.tokenizer.eos_token_id)
 
     def observation(self, results: Sequence[Message], schemas: Sequence[dict[str, Any]] = ()) -> list[int]:

@@ -70,7 +70,7 @@ class Client:
         pairs = meta["output_token_logprobs"]
         token_ids = tuple(answer["output_ids"])
         if tuple(pair[1] for pair in pairs) != token_ids:
-            raise RuntimeError(f"the engine gave log-probs of other tokens than it wrote ({len(pairs)}, {len(token_ids)})")
+            raise RuntimeError(f"the engine wrote {len(token_ids)} tokens and gave {len(pairs)} log-probs of others")
         kind = (meta["finish_reason"] or {}).get("type", "abort")
         return Generation(
             token_ids=token_ids,
@@ -79,7 +79,9 @@ class Client:
             weight_version=int(meta["weight_version"]),
         )
 
-    async def parse_tool_calls(self, text: str, tools: Sequence[dict[str, Any]], parser: str) -> tuple[str, list[Any]] | None:
+    async def parse_tool_calls(
+        self, text: str, tools: Sequence[dict[str, Any]], parser: str
+    ) -> tuple[str, list[Any]] | None:
         """SGLang's own parser: (text outside the calls, calls with `name` and `parameters`), or None if it choked."""
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         status, answer = await self._post("/parse_function_call", body)

@@ -5,9 +5,11 @@ SGLang finds it through the entry point group `sglang.srt.plugins` that setup.py
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+
+from megarl.rollout.cpu_attention import decode_attention
 
 
 def register() -> None:
@@ -17,7 +19,9 @@ def register() -> None:
     if not is_cpu():
         return
     _absorb_mla()
+    _plain_rope()
     _mask_foreign_experts()
+    _batch_decode()
 
 
 def _absorb_mla() -> None:
@@ -31,20 +35,96 @@ def _absorb_mla() -> None:
     choice.AttentionBackendRegistry.register("torch_native", lambda attn, batch: choice.AttnForwardMethod.MLA)
 
 
+def _plain_rope() -> None:
+    """DeepSeek without rope_scaling: SGLang's CPU variant asserts that there is some; the general one needs none."""
+    from sglang.srt.layers.rotary_embedding import factory
+
+    scaled = factory.get_rope_cpu
+
+    def rope(
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        base: int,
+        is_neox_style: bool = True,
+        rope_scaling: dict[str, Any] | None = None,
+        *rest: Any,
+    ) -> torch.nn.Module:
+        build = scaled if rope_scaling else factory.get_rope
+        arguments = rest if rope_scaling else rest[:2]  # dtype, partial_rotary_factor; the last is the device
+        return build(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *arguments)
+
+    factory.get_rope_cpu = rope
+
+
 def _mask_foreign_experts() -> None:
     """Expert parallelism: the dispatcher marks choices of experts that live on another rank with id -1.
 
-    SGLang's torch path counts tokens by scattering to the expert id, which fails for -1. Such choices are computed
-    with local expert 0 and weight 0, and the sum over ranks, which SGLang takes anyway, adds the right ones.
+    SGLang's torch path counts tokens by scattering to the expert id, which fails for -1. With expert parallelism
+    `local_experts` takes its place; the sum over the ranks, which SGLang takes anyway, adds the others' share.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
     forward = fused_moe_native.moe_forward_native
 
     def masked(layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, moe_runner_config: Any) -> torch.Tensor:
-        weights, ids, logits = topk_output
-        local = ids >= 0
-        topk_output = type(topk_output)(weights * local, ids * local, logits)
-        return forward(layer, x, topk_output, moe_runner_config)
+        if layer.moe_ep_size == 1:
+            return forward(layer, x, topk_output, moe_runner_config)
+        plain = moe_runner_config.activation == "silu" and moe_runner_config.gemm1_alpha is None
+        if not plain or hasattr(layer, "w13_weight_bias"):
+            raise NotImplementedError(
+                "expert parallelism on a CPU: SwiGLU experts without biases only; set rollout.ep=1"
+            )
+        w13, w2 = cast(torch.Tensor, layer.w13_weight), cast(torch.Tensor, layer.w2_weight)
+        return local_experts(x, topk_output[0], topk_output[1], w13, w2)
 
     fused_moe_native.moe_forward_native = masked
+
+
+def local_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """[n, hidden]: for each row the weighted sum of its chosen SwiGLU experts; negative ids are left out.
+
+    x [n, hidden]; weights, ids [n, k]; w13 [experts, 2 * ffn, hidden], gate above up; w2 [experts, hidden, ffn].
+    """
+    out = torch.zeros_like(x)
+    for expert in range(w13.shape[0]):
+        row, choice = (ids == expert).nonzero(as_tuple=True)
+        if len(row) == 0:
+            continue
+        gate, up = torch.nn.functional.linear(x[row], w13[expert]).chunk(2, dim=-1)
+        y = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
+        out.index_add_(0, row, (y * weights[row, choice, None]).to(out.dtype))
+    return out
+
+
+def _batch_decode() -> None:
+    """The backend's decode attention loops over sequences in Python, so that a step grows with the batch."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    one_by_one = TorchNativeAttnBackend._run_sdpa_forward_decode
+
+    def decode(
+        self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        plain = encoder_lens is None and scaling is not None and options.get("sliding_window_size") is None
+        if not plain:
+            before = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
+            return one_by_one(self, *before, scaling=scaling, **options)
+        assert scaling is not None
+        slots = req_to_token[req_pool_indices]
+        output.copy_(decode_attention(query, k_cache, v_cache, slots, seq_lens, scaling))
+        return output
+
+    TorchNativeAttnBackend._run_sdpa_forward_decode = decode

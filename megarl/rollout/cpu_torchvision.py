@@ -44,9 +44,10 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
         if name == "torchvision" and self.library is None:
             import torch
 
-            type(self).library = torch.library.Library("torchvision", "FRAGMENT")
+            library = torch.library.Library("torchvision", "FRAGMENT")
             for schema in _SCHEMAS:
-                self.library.define(schema)
+                library.define(schema)
+            type(self).library = library
         return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,18 @@ from megarl.rollout.weights import NamedTensors
 _LOG_LINES = 20
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.I)
 _PORT_TRIES = 3
+_NOISE = re.compile(r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$")
+"""What libraries print about themselves when a process ends; it would hide the reason."""
+
+
+_OF_TORCHRUN = re.compile(
+    r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE|ROLE_|MASTER_(ADDR|PORT)"
+)
+
+
+def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the engine may inherit. With torchrun's variables its ranks would wait for a store that torchrun keeps."""
+    return {name: value for name, value in environment.items() if not _OF_TORCHRUN.match(name)}
 
 
 class EngineError(RuntimeError):
@@ -115,6 +128,7 @@ class Engine:
         }
         environment = {
             "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
+            "PYTHONWARNINGS": "ignore",  # dozens at each start, which would hide a failure's last lines
             **self._platform.environment(rollout.tp, self.engines_here, self.threads),
         }
         self._facts = self.log.with_suffix(".json")
@@ -127,7 +141,7 @@ class Engine:
             stdin=subprocess.PIPE,  # stays open: its end tells the process that this rank is gone
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=dict(os.environ, **environment),
+            env={**_without_torchrun(os.environ), **environment},
             start_new_session=True,  # Ctrl-C reaches the rank only, which then ends the engine
         )
         assert self._process.stdin is not None
@@ -157,7 +171,7 @@ class Engine:
             time.sleep(0.2)
         facts = json.loads(self._facts.read_text())
         self.tool_call_marker = facts["tool_call_marker"]
-        self._checkpoint = weights.checkpoint_names(self.config.model.path)
+        self._checkpoint = weights.checkpoint_shapes(self.config.model.path)
         self._num_layers = json.loads(Path(self.config.model.path, "config.json").read_text())["num_hidden_layers"]
         self.usable = True
 
@@ -188,6 +202,7 @@ class Engine:
         names: list[str] = []
         try:
             for bucket in weights.with_partners(buckets):
+                self._refuse(weights.misfit(bucket, self._checkpoint), version)
                 flat = weights.flatten(bucket)
                 names += [name for name, _ in flat]
                 probes.update({name: weights.checksum(tensor) for name, tensor in flat if self._is_probe(name, tensor)})
@@ -196,13 +211,19 @@ class Engine:
                     "/update_weights_from_tensor",
                     {"serialized_named_tensors": payload, "flush_cache": False, "weight_version": str(version)},
                 )
-        finally:
-            self._call("/end_weight_update")
+        except BaseException:
+            with contextlib.suppress(EngineError):  # the first failure is the one to tell
+                self._call("/end_weight_update")
+            raise
+        self._call("/end_weight_update")
         self._call("/flush_cache")
-        if wrong := weights.difference(names, self._checkpoint, self._num_layers):
-            raise EngineError(f"the push of version {version} does not fit the model: tensors {wrong}")
+        self._refuse(weights.missing(names, self._checkpoint, self._num_layers), version)
         self._verify(probes, version)
         self.usable = True
+
+    def _refuse(self, reason: str, version: int) -> None:
+        if reason:
+            raise EngineError(f"the push of version {version} to engine {self.index} does not fit the model: {reason}")
 
     def _packed(self, tensors: NamedTensors) -> str:
         return base64.b64encode(self._platform.pack(tensors)).decode()
@@ -283,7 +304,7 @@ class Engine:
     def _tail(self) -> str:
         if not self.log.exists():
             return ""
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if not _NOISE.match(line)]
         return "\n".join(lines[-_LOG_LINES:])
 
     def _last_lines(self) -> str:

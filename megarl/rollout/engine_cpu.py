@@ -33,7 +33,7 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
 
 
 def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
-    """Environment of the engine's processes. `engines` of them share this machine's cores, unless `threads` is given."""
+    """Environment of the engine's processes; `engines` share this machine's cores, unless `threads` is given."""
     cores = sorted(os.sched_getaffinity(0))
     threads = threads or max(1, len(cores) // (engines * tp))
     path = os.pathsep.join(filter(None, [str(_STUBS), os.environ.get("PYTHONPATH", "")]))

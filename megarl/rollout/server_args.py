@@ -43,7 +43,7 @@ def known_fields() -> frozenset[str]:
 
 
 def check(settings: dict[str, Any]) -> None:
-    """Raise ConfigError for a key of `rollout.sglang` that SGLang does not know, with the nearest, or that is not free."""
+    """Raise ConfigError for a key of `rollout.sglang` that MegaRL sets itself, or that SGLang does not know."""
     for key in settings:
         if key in _OURS:
             raise ConfigError(f"rollout.sglang.{key} cannot be set; it is decided by {_OURS[key]}")

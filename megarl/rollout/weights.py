@@ -56,30 +56,42 @@ def checksum(tensor: torch.Tensor) -> str:
     return hashlib.sha256(data).digest()[:8].hex()
 
 
-def checkpoint_names(folder: str | Path) -> frozenset[str]:
-    """Names of the tensors in an HF folder's safetensors; empty where it has none. Reads headers only."""
-    names: set[str] = set()
+Shapes = dict[str, tuple[int, ...]]
+
+
+def checkpoint_shapes(folder: str | Path) -> Shapes:
+    """Shapes by name of the tensors in an HF folder's safetensors; empty where it has none. Reads headers only."""
+    shapes: Shapes = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        names.update(name for name in header if name != "__metadata__")
-    return frozenset(names)
+        shapes.update({name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
+    return shapes
 
 
-def difference(pushed: Iterable[str], checkpoint: frozenset[str], num_layers: int) -> str:
-    """What a push has too little or too much of, measured by the checkpoint's names; empty if nothing.
+_TIED = "lm_head.weight"
+"""May be in a folder with tied embeddings or not; SGLang takes it from the embedding either way."""
 
-    SGLang passes over names that it does not know, and keeps what it had where a name is missing, both in silence.
+
+def misfit(bucket: NamedTensors, checkpoint: Shapes) -> str:
+    """Why a bucket does not fit the model, measured by its folder; empty if it does.
+
+    SGLang passes over names that it does not know in silence, and a wrong shape ends its process.
+    """
+    for name, tensor in bucket if checkpoint else ():
+        if name not in checkpoint and name != _TIED:
+            return f"tensor {name} is unknown"
+        if tuple(tensor.shape) != checkpoint.get(name, tuple(tensor.shape)):
+            return f"tensor {name} has the shape {tuple(tensor.shape)}, not {checkpoint[name]}"
+    return ""
+
+
+def missing(pushed: Iterable[str], checkpoint: Shapes, num_layers: int) -> str:
+    """What a push has left out, for SGLang keeps what it had; empty if nothing.
+
     Not asked for: layers past `num_layers` (multi-token prediction), quantisation scales, computed buffers.
     """
-    if not checkpoint:
-        return ""
-    given = set(pushed)
-    wanted = {name for name in checkpoint if not name.endswith(("_scale_inv", "inv_freq"))}
+    wanted = {name for name in checkpoint if not name.endswith(("_scale_inv", "inv_freq"))} - {_TIED}
     wanted = {name for name in wanted if not (hit := re.search(r"\.layers\.(\d+)\.", name)) or int(hit[1]) < num_layers}
-    # A tied head may be in the file or not; SGLang takes it from the embedding either way.
-    missing = sorted(wanted - given - {"lm_head.weight"})
-    unknown = sorted(given - checkpoint - {"lm_head.weight"})
-    parts = [f"{len(missing)} missing, such as {missing[0]}"] if missing else []
-    parts += [f"{len(unknown)} unknown, such as {unknown[0]}"] if unknown else []
-    return "; ".join(parts)
+    left = sorted(wanted - set(pushed))
+    return f"{len(left)} tensors are missing, such as {left[0]}" if left else ""

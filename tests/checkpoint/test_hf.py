@@ -227,6 +227,15 @@ def test_check_names_the_tensor(tmp_path: Path, change: Any, message: str) -> No
         open_hf(write_source(tmp_path / "model", MOE, tensors)).check(MOE)
 
 
+def test_a_critic_names_the_heads_as_optional(tmp_path: Path) -> None:
+    tensors = random_tensors(MOE)
+    del tensors["lm_head.weight"]
+    weights = open_hf(write_source(tmp_path / "critic", MOE, tensors | {"score.weight": torch.zeros(1, 8)}))
+    weights.check(MOE, optional=("lm_head.weight", "score.weight"))
+    with pytest.raises(ConfigError, match="score.weight is not part of"):
+        weights.check(MOE, optional=("lm_head.weight",))
+
+
 def test_a_repeated_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
     tied = MOE | {"tie_word_embeddings": True}
     tensors = random_tensors(MOE)

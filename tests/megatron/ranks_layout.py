@@ -6,6 +6,7 @@ Arguments: tp pp ep families(comma separated) folder-for-checkpoints. Prints the
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,7 @@ ADAM |= dict(schedule="constant", warmup_fraction=0.0)
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
-    return TokenLoss(
-        -output.logprobs * batch.advantages - 0.1 * output.entropy, {"entropy": output.entropy.detach()}
-    )
+    return TokenLoss(-output.logprobs * batch.advantages - 0.1 * output.entropy, {"entropy": output.entropy.detach()})
 
 
 def value_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
@@ -82,14 +81,15 @@ def largest_difference(found: dict[str, torch.Tensor], truth: dict[str, torch.Te
 def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[str, float]:
     from megarl.megatron.model import MegatronModel
 
-    sections = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
-    config = tiny.config(**layout, **sections)
+    sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
+    if layout["pp"] > 1 and family == "deepseek_v3":  # of three layers: an uneven split, and a stage without experts
+        sections["model"] = {"megatron": {"num_layers_in_first_pipeline_stage": 1}}
     batch = tiny.batch()
     trainer = reference.Trainer(family, role)
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
 
-    def build(budget: int = 40) -> Any:
+    def build(budget: int = 26) -> Any:
         chosen = tiny.config(**layout, **sections, train={"token_budget": budget})
         model = MegatronModel(tiny.HF[family], chosen, RANKS, role, total_updates=3)  # type: ignore[arg-type]
         model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
@@ -112,7 +112,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     before = model.snapshot()
     metrics = model.train_step(batch, loss_fn)
-    adam = {name: config.actor_optimizer.__getattribute__(name) for name in ("lr", "weight_decay", "eps")}
+    adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
     betas = (ADAM["beta1"], ADAM["beta2"])
     loss, norm = trainer.step(batch, max_norm=ADAM["max_grad_norm"], betas=betas, **adam)
     result["loss"] = abs(metrics[f"{role}/loss"] - loss)
@@ -133,7 +133,9 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     other = build(budget=1000)
     repeat = other.train_step(batch, loss_fn)
     result["packing"] = abs(repeat[f"{role}/loss"] - metrics[f"{role}/loss"])
-    gap = [float((a - b).abs().max()) for a, b in zip(model.snapshot().values(), other.snapshot().values(), strict=True)]
+    gap = [
+        float((a - b).abs().max()) for a, b in zip(model.snapshot().values(), other.snapshot().values(), strict=True)
+    ]
     result["packing_step"] = max(gap) / ADAM["lr"]
 
     # Weights exchanged and back; a gradient that is not finite changes nothing.
@@ -141,16 +143,51 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     with model.swapped(reference_weights):
         again = model.forward(batch)
     result["swapped"] = max(float((again[name] - found[name]).abs().max()) for name in found)
-    lr = model.train_step(batch, lambda output, part: spoilt(loss_fn(output, part)))
-    result["skipped"] = lr[f"{role}/skipped"]
+    step = model.train_step(batch, lambda output, part: spoilt(loss_fn(output, part)))
+    result["skipped"] = step[f"{role}/skipped"]
     result["unchanged"] = float(
         all(torch.equal(own[name], tensor) for name, tensor in model.snapshot().items())
         and all(torch.equal(before[name], tensor) for name, tensor in reference_weights.items())
     )
 
+    if family == "qwen3_moe" and role == "actor":
+        result |= aux_losses(layout, weights)
     if folder:
         result["resumed"] = float(resume(model, build, batch, loss_fn, f"{folder}/{family}_{role}"))
     return result
+
+
+def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict[str, float]:
+    """What is logged of a step with auxiliary losses; no sequence needs padding, which would be in them."""
+    from megarl.megatron.model import MegatronModel
+
+    config = tiny.config(**layout, model={"megatron": tiny.AUX_LOSSES})
+    model = MegatronModel(tiny.HF["qwen3_moe"], config, RANKS, "actor")
+    model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+    metrics = model.train_step(tiny.batch((8, 20, 12)), lambda output, _: TokenLoss(-output.logprobs))
+    return {f"aux {name}": metrics[f"actor/{name}"] for name in ("moe_load_balancing_loss", "moe_z_loss", "grad_norm")}
+
+
+def vocabulary(real: int) -> float:
+    """Log-probs, entropies and gradients of logits cut in two, against the whole; with real=7 rank 1 is all padding."""
+    from megatron.core import parallel_state
+
+    from megarl.megatron.logprobs import vocab_parallel_logprobs
+
+    rows, width, generator = 9, 8, torch.Generator().manual_seed(3)
+    whole = (3 * torch.randn(rows, 2 * width, generator=generator)).requires_grad_()
+    targets = torch.randint(0, real, (rows,), generator=generator)
+    weight = torch.randn(2, rows, generator=generator)
+    mine = slice(RANKS.tp_rank * width, (RANKS.tp_rank + 1) * width)
+    part = whole.detach()[:, mine].clone().requires_grad_()
+    found = vocab_parallel_logprobs(part, targets, real, parallel_state.get_tensor_model_parallel_group(), 1.3)
+    log_p = (whole[:, :real] / 1.3).log_softmax(-1)
+    truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    for pair in (found, truth):
+        (weight[0] * pair[0] + weight[1] * pair[1]).sum().backward()
+    assert part.grad is not None and whole.grad is not None
+    gaps = (found[0] - truth[0], found[1] - truth[1], part.grad - whole.grad[:, mine])
+    return max(float(gap.detach().abs().max()) for gap in gaps)
 
 
 def spoilt(result: TokenLoss) -> TokenLoss:
@@ -159,14 +196,12 @@ def spoilt(result: TokenLoss) -> TokenLoss:
 
 def resume(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str) -> bool:
     """Save, step; load into a fresh model, step: equal bits."""
-    from megatron.core import dist_checkpointing
+    from megarl.checkpoint.sharded import restore_model, save_model
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    parallel_ranks.barrier()
-    dist_checkpointing.save(model.sharded_state_dict(), folder)
+    save_model(model, Path(folder))
     first = model.train_step(batch, loss_fn)
     fresh = build()
-    fresh.load_state_dict(dist_checkpointing.load(fresh.sharded_state_dict(is_loading=True), folder))
+    restore_model(fresh, Path(folder))
     second = fresh.train_step(batch, loss_fn)
     pairs = zip(model.snapshot().values(), fresh.snapshot().values(), strict=True)
     return first == second and all(torch.equal(a, b) for a, b in pairs)
@@ -174,12 +209,15 @@ def resume(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str)
 
 if __name__ == "__main__":
     tp, pp, ep = map(int, sys.argv[1:4])
-    world = int(__import__("os").environ["WORLD_SIZE"])
+    world = int(os.environ["WORLD_SIZE"])
     layout = dict(tp=tp, pp=pp, ep=ep, world=world)
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}
     for item in sys.argv[4].split(","):
         family, role = item.split(":")
         results[item] = check(family, role, layout, sys.argv[5] if len(sys.argv) > 5 else "")
+    if tp > 1:
+        for item in results.values():
+            item["vocabulary"] = max(vocabulary(real) for real in (7, 13, 16))
     print("RESULT " + json.dumps(results))
     parallel_ranks.shutdown()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import tiny
+import torch
 
 from megarl.types import TrainBatch
 

@@ -39,6 +39,7 @@ HF: dict[str, dict[str, Any]] = {
     "deepseek_v3": dict(
         COMMON,
         architectures=["DeepseekV3ForCausalLM"],
+        num_hidden_layers=3,
         num_key_value_heads=4,
         q_lora_rank=24,
         kv_lora_rank=16,
@@ -60,6 +61,8 @@ HF: dict[str, dict[str, Any]] = {
     ),
     "qwen2": dict(COMMON, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, rope_theta=10000.0),
 }
+
+AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
 
 def hf_model(family: str) -> Any:
@@ -107,7 +110,7 @@ def config(tp: int = 1, pp: int = 1, ep: int = 1, world: int = 1, **sections: An
     tree: dict[str, Any] = {
         "model": {"dtype": "float32"},
         "parallel": {"world_size": world, "tp": tp, "pp": pp, "ep": ep},
-        "train": {"token_budget": 40},
+        "train": {"token_budget": 26},
     }
     for name, values in sections.items():
         tree.setdefault(name, {}).update(values)

@@ -49,7 +49,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         show_progress=False,
     )
-    words = ["user assistant system", '{"name": "calculator", "arguments": {"expression": "1+2"}}', "0 1 2 3 4 5 6 7 8 9"]
+    words = ["user assistant system 0 1 2 3 4", '{"name": "calculator", "arguments": {"expression": "1+2"}}']
     base.train_from_iterator(words * 20, trainer)
     base.add_tokens(["<tool_call>", "</tool_call>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|endoftext|>")

@@ -39,7 +39,7 @@ def _mix(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
 
 
 def _murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 x86_32 (public domain, Austin Appleby) of (seed, position, column): [n], [n], [m] -> [n, m] uint32."""
+    """MurmurHash3 x86_32 (Austin Appleby, public domain) of (seed, position, column): [n], [n], [m] -> [n, m]."""
     seeds = seed.to(torch.int64)[:, None]
     state = torch.zeros_like(seeds)
     for word in (seeds & _MASK, (seeds >> 32) & _MASK, positions.to(torch.int64)[:, None] & _MASK):

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Several machines without a scheduler: run this on each of them, all with the same folder, CONFIG and overrides.
+#
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash launch/multi_node.sh CONFIG [key=value ...]     on the first
+#   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash launch/multi_node.sh CONFIG [key=value ...]     on the second
+#
+# MASTER_ADDR is an address of the first node that the others reach; MASTER_PORT (29500) a free port there.
+# Where a node has several networks, name the one to use: GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0.
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+[ $# -ge 1 ] || { echo "usage: NNODES=.. NODE_RANK=.. MASTER_ADDR=.. bash launch/multi_node.sh CONFIG [key=value ...]" >&2 && exit 2; }
+: "${NNODES:?set it to the number of nodes}" "${NODE_RANK:?set it to the number of this node, from 0}"
+: "${MASTER_ADDR:?set it to an address of node 0}"
+. launch/ranks_here.sh
+ranks=$(ranks_here "$NNODES" "$@")
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec .venv/bin/python -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$ranks" \
+    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" -m megarl.train "$@"

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# One machine, by torchrun: bash launch/single_node.sh CONFIG [key=value ...]
+# `python -m megarl.train CONFIG` does the same; this form is for those who want torchrun's own options (TORCHRUN_ARGS).
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+[ $# -ge 1 ] || { echo "usage: bash launch/single_node.sh CONFIG [key=value ...]" >&2 && exit 2; }
+. launch/ranks_here.sh
+ranks=$(ranks_here 1 "$@")
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# shellcheck disable=SC2086  # TORCHRUN_ARGS is a list of words
+exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" ${TORCHRUN_ARGS:-} -m megarl.train "$@"

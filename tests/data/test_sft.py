@@ -1,0 +1,101 @@
+"""Conversations to turns, with a template and a tokenizer small enough to read: an id is a character's code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.data.sft import sft_rollouts
+
+
+class Letters:
+    """A tokenizer whose ids are code points and whose template is `(role:content;` with `;` as the end of a turn."""
+
+    eos_token = ";"
+    forgets_earlier_answers = False
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: Any, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize
+        text = "".join(f"[{tool['function']['name']}]" for tool in tools or ())
+        for message in messages:
+            content = message["content"]
+            if self.forgets_earlier_answers and message["role"] == "assistant" and message is not messages[-1]:
+                content = ""
+            text += f"({message['role'][0]}:{content}{self.eos_token}\n"
+        return text + ("(a:" if add_generation_prompt else "")
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(char) for char in text]
+
+
+TALK = [
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "call"},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def test_turns_by_hand(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "calc"}}]
+    row = {"id": "x", "messages": TALK, "tools": tools, "ground_truth": 2}
+    (rollout,) = sft_rollouts(write(tmp_path / "a.jsonl", row), Letters())
+    texts = ["".join(map(chr, turn.token_ids)) for turn in rollout.turns]
+    assert texts == ["[calc](u:1+1;\n(a:", "call;", "\n(t:2;\n(a:", "two;"]
+    assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
+    assert rollout.turns[1].logprobs == (0.0,) * 5 and rollout.turns[1].weight_version == -1
+    assert rollout.prompt.tools == ("calc",) and rollout.prompt.messages == tuple(TALK[:1])
+    assert rollout.prompt.token_ids == rollout.turns[0].token_ids and rollout.prompt.ground_truth == 2
+    assert rollout.messages == tuple(TALK) and rollout.answer == "two"
+
+
+def test_a_sequence_that_is_read_when_asked(tmp_path: Path) -> None:
+    rows = [{"messages": TALK[:1] + [{"role": "assistant", "content": str(i)}]} for i in range(5)]
+    rollouts = sft_rollouts(write(tmp_path / "a.jsonl", *rows), Letters())
+    assert len(rollouts) == 5 and [rollout.answer for rollout in rollouts[1:3]] == ["1", "2"]
+    assert rollouts[3] == rollouts[3] and rollouts[3].group == 3
+    with pytest.raises(IndexError):
+        rollouts[5]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "a.jsonl:2 is not JSON"),
+        ([], "a.jsonl:2 has no list `messages`"),
+        ({"prompt": "x"}, "a.jsonl:2 has no list `messages`"),
+        ({"messages": ["x"]}, "a.jsonl:2: message 0 has no role"),
+        ({"messages": TALK[:1]}, "a.jsonl:2: messages must begin with a prompt and end with the assistant's"),
+        ({"messages": TALK[1:]}, "a.jsonl:2: messages must begin with a prompt and end with the assistant's"),
+    ],
+)
+def test_mistakes_are_named_before_training_begins(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        sft_rollouts(write(tmp_path / "a.jsonl", {"messages": TALK}, row), Letters())
+
+
+def test_no_file_and_an_empty_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no file of conversations .*gone"):
+        sft_rollouts(tmp_path / "gone.jsonl", Letters())
+    with pytest.raises(ConfigError, match="holds no conversation"):
+        sft_rollouts(write(tmp_path / "a.jsonl", ""), Letters())
+
+
+def test_a_template_that_rewrites_history_is_refused(tmp_path: Path) -> None:
+    tokenizer = Letters()
+    tokenizer.forgets_earlier_answers = True
+    rollouts = sft_rollouts(write(tmp_path / "a.jsonl", {"messages": TALK}), tokenizer)
+    with pytest.raises(ConfigError, match="rewrites earlier turns"):
+        rollouts[0]

@@ -1,0 +1,203 @@
+"""The shell scripts: the installer's decisions, the launch forms, the lists of packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("slurm/*.sh"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"])
+PIN = re.compile(r"^[A-Za-z0-9_.-]+==[A-Za-z0-9_.+]+$")
+
+
+def pins(platform: str) -> list[str]:
+    lines = (ROOT / "launch" / f"requirements-{platform}.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_scripts_are_valid_bash(script: Path) -> None:
+    assert len(SCRIPTS) >= 7
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_the_cpu_list_is_complete_and_pinned() -> None:
+    """It is installed with --no-deps: whatever a package on it needs must be on it, CUDA-only needs aside."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = pins("cpu")
+    assert [line for line in lines if not PIN.match(line)] == []
+    listed = {canonicalize_name(line.split("==")[0]) for line in lines}
+    assert len(listed) == len(lines)
+    missing = set()
+    for name in listed - {"sglang"}:  # its CPU needs are listed, its CUDA needs are not
+        for text in importlib.metadata.requires(name) or []:
+            need = Requirement(text)
+            if (need.marker is None or need.marker.evaluate({"extra": ""})) and need.name:
+                missing |= {(name, canonicalize_name(need.name))} - {(name, item) for item in listed}
+    assert missing == set()
+
+
+def test_what_is_installed_is_what_the_list_says() -> None:
+    if not (ROOT / ".venv" / "installed-by-megarl").exists():
+        pytest.skip("this environment was not made by launch/install.sh")
+    versions = dict(line.split("==") for line in pins("cpu"))
+    found = {name: importlib.metadata.version(name) for name in versions}
+    assert found == versions
+
+
+def test_the_lists_name_no_package_index_but_torchs() -> None:
+    for file in [*ROOT.glob("launch/*"), *ROOT.glob("slurm/*"), *ROOT.glob("tests/*.sh")]:
+        for address in re.findall(r"https?://[^\s\"']+", file.read_text()):
+            assert address == "https://download.pytorch.org/whl/cpu", file
+
+
+def test_nvidia_apex_is_not_taken_from_the_package_index() -> None:
+    assert not [line for line in pins("cpu") + pins("cuda") if line.lower().startswith("apex")]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The installer in a folder of its own, with a `python3.11` that only says what it was asked."""
+    (tmp_path / "launch").mkdir()
+    for name in ("install.sh", "requirements-cpu.txt", "requirements-cuda.txt"):
+        shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    return tmp_path
+
+
+def install(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(folder / "launch" / "install.sh")]
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MEGARL_PLATFORM")}
+    return subprocess.run(command, env={**kept, **env}, capture_output=True, text=True, timeout=120)
+
+
+FAKE_PYTHON = """#!/bin/sh
+# Makes an "environment" whose pip only notes what it was told.
+case "$*" in
+*version_info*) exit 0 ;;
+*ensurepip*) exit ${NO_VENV:-0} ;;
+*--version*) echo "Python 3.11 (stand-in)" ;;
+"-m venv --clear "*)
+    rm -rf "$4" && mkdir -p "$4/bin" && cp "$0" "$4/bin/python"
+    echo "command = python3.11 -m venv $4" > "$4/pyvenv.cfg" ;;
+*" install "*)
+    echo "$*" >> "$CALLS"
+    case "$*" in *$FAIL_ON*) echo "ERROR: no space"; exit 1 ;; esac ;;
+esac
+"""
+
+
+@pytest.fixture
+def fake(copy: Path) -> dict[str, str]:
+    python = copy / "fake-python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    calls = copy / "calls"
+    calls.touch()
+    return {"PYTHON": str(python), "CALLS": str(calls), "FAIL_ON": "nothing", "MEGARL_PLATFORM": "cpu"}
+
+
+def test_a_second_call_returns_at_once(copy: Path, fake: dict[str, str]) -> None:
+    assert install(copy, **fake).returncode == 0
+    calls = (copy / "calls").read_text().splitlines()
+    assert [call.split()[-1] for call in calls] == ["torch==2.13.0+cpu", ".venv/requirements.txt", "."]
+    assert "--no-deps" in calls[0] and "--no-deps" in calls[1]
+    started = time.monotonic()
+    again = install(copy, **fake)
+    assert time.monotonic() - started < 1.0
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert (copy / "calls").read_text().splitlines() == calls
+
+
+def test_torch_comes_from_its_own_index_where_the_configured_one_has_no_cpu_build(
+    copy: Path, fake: dict[str, str]
+) -> None:
+    # Only the call without --index-url fails.
+    done = install(copy, **fake | {"FAIL_ON": "--no-deps torch=="})
+    calls = (copy / "calls").read_text().splitlines()
+    assert done.returncode == 0, done.stderr
+    assert "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu" in calls[1]
+
+
+def test_a_failure_says_why_and_the_next_call_begins_anew(copy: Path, fake: dict[str, str]) -> None:
+    broken = install(copy, **fake | {"FAIL_ON": "requirements.txt"})
+    assert broken.returncode == 1
+    assert "ERROR: no space" in broken.stderr and ".venv/install.log" in broken.stderr
+    assert not (copy / ".venv" / "installed-by-megarl").exists()
+    (copy / ".venv" / "left-over").touch()
+    done = install(copy, **fake)
+    assert done.returncode == 0 and "new environment" in done.stdout
+    assert not (copy / ".venv" / "left-over").exists()
+
+
+def test_a_changed_list_is_installed_over_the_old_one(copy: Path, fake: dict[str, str]) -> None:
+    install(copy, **fake)
+    with (copy / "launch" / "requirements-cpu.txt").open("a") as file:
+        file.write("another==1.0\n")
+    done = install(copy, **fake)
+    assert done.returncode == 0 and "new environment" not in done.stdout
+    assert len((copy / "calls").read_text().splitlines()) == 6
+
+
+def test_a_moved_folder_gets_a_new_environment(copy: Path, fake: dict[str, str]) -> None:
+    install(copy, **fake)
+    moved = copy / "moved"
+    moved.mkdir()
+    for name in ("launch", "setup.py", ".venv"):
+        shutil.move(copy / name, moved / name)
+    assert "new environment" in install(moved, **fake).stdout
+
+
+def test_cuda_takes_its_own_list(copy: Path, fake: dict[str, str]) -> None:
+    install(copy, **fake | {"MEGARL_PLATFORM": "cuda"})
+    calls = (copy / "calls").read_text()
+    assert "--no-deps megatron-core==0.16.1" in calls and "--no-build-isolation transformer-engine[pytorch]" in calls
+    listed = (copy / ".venv" / "requirements.txt").read_text()
+    assert "torch==2.14.1\nsglang==0.5.23\n" in listed
+    assert "megatron" not in listed and "transformer-engine" not in listed
+
+
+def test_no_python_and_no_venv_module_name_the_remedy(copy: Path, fake: dict[str, str]) -> None:
+    done = install(copy, **fake | {"PYTHON": "/bin/false"})
+    assert done.returncode == 1 and "PYTHON=/bin/false is not a Python 3.11" in done.stderr
+    done = install(copy, **fake | {"NO_VENV": "1"})
+    assert done.returncode == 1 and "apt-get install python3.11-venv" in done.stderr
+    assert not (copy / ".venv").exists()
+    done = install(copy, **fake | {"MEGARL_PLATFORM": "tpu"})
+    assert done.returncode == 1 and "cpu or cuda, not 'tpu'" in done.stderr
+
+
+def test_a_mistake_is_one_line_before_any_rank_starts(tmp_path: Path) -> None:
+    command = ["bash", "launch/single_node.sh", "configs/quickstart.yaml", f"model.path={tmp_path}/none"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and f"model.path={tmp_path}/none" in lines[0]
+
+
+def test_the_launch_forms_start_torchrun_with_the_configs_ranks(tmp_path: Path) -> None:
+    """What the scripts run, with a stand-in for Python that prints it."""
+    (tmp_path / "launch").mkdir()
+    for name in ("single_node.sh", "multi_node.sh", "ranks_here.sh"):
+        shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$*" in *torch.distributed.run*) echo "$*" ;; *) echo $((4 / $4)) ;; esac\n')
+    python.chmod(0o755)
+
+    def run(form: str, **env: str) -> str:
+        command = ["bash", str(tmp_path / "launch" / form), "c.yaml", "run.seed=2"]
+        return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout
+
+    assert "--standalone --nproc-per-node 4 -m megarl.train c.yaml run.seed=2" in run("single_node.sh")
+    words = run("multi_node.sh", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 29500" in words

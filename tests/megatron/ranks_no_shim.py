@@ -1,0 +1,21 @@
+"""With a GPU, as far as `parallel.device` says, the shim leaves torch as it is."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from megarl.parallel import device
+
+device.has_cuda = lambda: True  # type: ignore[assignment]
+before = (torch.zeros, torch.Tensor.to, torch.cuda.current_device)
+
+from megarl.megatron import cpu_platform  # noqa: E402
+
+installed = cpu_platform.install()
+after = (torch.zeros, torch.Tensor.to, torch.cuda.current_device)
+print(
+    "RESULT "
+    + json.dumps({"installed": installed, "patched": len(cpu_platform.PATCHED), "torch_is_untouched": before == after})
+)

@@ -1,0 +1,282 @@
+"""Checks of single modules of `megarl.megatron`, in one process; `test_*.py` beside it say what must come out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)
+
+import reference  # noqa: E402
+import tiny  # noqa: E402
+
+from megarl.config import ConfigError  # noqa: E402
+from megarl.megatron import cpu_platform  # noqa: E402
+from megarl.models.layout import shard  # noqa: E402
+from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
+
+
+def platform() -> dict[str, Any]:
+    before = torch.zeros
+    again = cpu_platform.install()
+    return {"patched": cpu_platform.PATCHED, "again": again, "same": torch.zeros is before}
+
+
+def names() -> dict[str, str]:
+    from megarl.megatron.names import canonical_name
+
+    layer = "decoder.layers.1."
+    local = [
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+        "decoder.final_layernorm.weight",
+        layer + "input_layernorm.weight",
+        layer + "self_attention.linear_qkv.layer_norm_weight",
+        layer + "self_attention.linear_qkv.bias",
+        layer + "self_attention.linear_q_up_proj.layer_norm_weight",
+        layer + "self_attention.linear_kv_up_proj.layer_norm_weight",
+        layer + "mlp.linear_fc1.layer_norm_weight",
+        layer + "mlp.experts.local_experts.3.linear_fc2.weight",
+        layer + "mlp.experts.linear_fc1.weight3",
+        layer + "mlp.shared_experts.linear_fc1.weight",
+        layer + "mlp.router.expert_bias",
+    ]
+    return {name: canonical_name(name, first_layer=4, first_expert=8) for name in local}
+
+
+def logprobs() -> dict[str, float]:
+    """Against log_softmax in fp64, with gradients of both outputs, more rows than one slice, and padded columns."""
+    from megarl.megatron import logprobs as module
+
+    generator = torch.Generator().manual_seed(0)
+    rows, real, padded, temperature = 11, 13, 16, 0.7
+    module._ROWS = 4
+    logits = (5 * torch.randn(rows, padded, generator=generator)).requires_grad_()
+    targets = torch.randint(0, real, (rows,), generator=generator)
+    weight = torch.randn(2, rows, generator=generator)
+    found = module.vocab_parallel_logprobs(logits, targets, real, None, temperature)
+    (weight[0] * found[0] + weight[1] * found[1]).sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    log_p = (exact[:, :real] / temperature).log_softmax(-1)
+    truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (weight[0] * truth[0] + weight[1] * truth[1]).sum().backward()
+    assert logits.grad is not None and exact.grad is not None
+    return {
+        "logprobs": float((found[0] - truth[0]).abs().max()),
+        "entropy": float((found[1] - truth[1]).abs().max()),
+        "gradient": float((logits.grad - exact.grad).abs().max()),
+        "padding": float(logits.grad[:, real:].abs().max()),
+    }
+
+
+def micro_batch() -> dict[str, Any]:
+    """Sequences [1 2 3], [4], [5 6] of which the first and last are taken, padded to a multiple of 4."""
+    from megarl.megatron.micro_batch import make_micro_batch
+
+    batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
+    micro = make_micro_batch(batch, [0, 2], 4, torch.device("cpu"))
+    emitted = torch.tensor([10.0, 20, 30, 50, 60, -1, -1, -1])
+    empty = make_micro_batch(batch, [], 4, torch.device("cpu"))
+    return {
+        "tokens": micro.tokens.tolist(),
+        "positions": micro.positions.tolist(),
+        "targets": micro.targets.tolist(),
+        "cu_seqlens": micro.packed.cu_seqlens_q.tolist(),
+        "aligned": micro.align(emitted).tolist(),
+        "empty": [empty.tokens.tolist(), empty.packed.cu_seqlens_q.tolist(), empty.align(torch.ones(4)).tolist()],
+    }
+
+
+def attention() -> dict[str, float]:
+    """One call per sequence against one call with a block-diagonal mask, and how long a usual micro-batch takes."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megarl.megatron.build import transformer_config
+    from megarl.megatron.cpu_modules import PackedAttention
+
+    settings = transformer_config(tiny.HF["qwen3_moe"], tiny.config())
+    core = PackedAttention(settings, 1, AttnMaskType.causal, "self")
+    generator = torch.Generator().manual_seed(0)
+
+    def run(lengths: list[int]) -> tuple[torch.Tensor, ...]:
+        total = sum(lengths)
+        q, k, v = (torch.randn(total, heads, 16, generator=generator) for heads in (4, 2, 2))
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+        return q, k, v, core(q, k, v, packed_seq_params=packed)
+
+    lengths = [5, 1, 9]
+    q, k, v, found = run(lengths)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    allowed = (owner[:, None] == owner[None]) & torch.ones(len(owner), len(owner)).tril().bool()
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) / 4
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    truth = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)).flatten(1)
+    started = time.perf_counter()
+    run([80] * 37)
+    return {"difference": float((found - truth).abs().max()), "seconds": time.perf_counter() - started}
+
+
+def refusals() -> dict[str, str]:
+    from megarl.megatron.build import transformer_config
+
+    def error(family: str, **arguments: Any) -> str:
+        try:
+            transformer_config(tiny.HF[family], tiny.config(**arguments))
+        except ConfigError as failure:
+            return str(failure)
+        return "no error"
+
+    return {
+        "unknown": error("qwen3_moe", model={"megatron": {"moe_z_loss_coef": 0.1}}),
+        "ours": error("qwen3_moe", model={"megatron": {"tensor_model_parallel_size": 2}}),
+        "fixed": error("qwen3_moe", model={"megatron": {"sequence_parallel": True}}),
+        "refused": error("qwen3_moe", model={"megatron": {"recompute_granularity": "half"}}),
+        "experts": error("qwen3_moe", ep=3, world=3),
+        "dense": error("qwen2", ep=2, world=2),
+        "layers": error("qwen2", pp=3, world=3),
+        "accepted": error("qwen3_moe", model={"megatron": {"moe_z_loss_coeff": 0.1}}),
+    }
+
+
+def build(family: str, role: str = "actor", updates: int = 10, **sections: Any) -> Any:
+    from megarl.megatron.model import MegatronModel
+
+    weights = tiny.hf_tensors(tiny.hf_model(family))
+    model = MegatronModel(tiny.HF[family], tiny.config(**sections), RANKS, role, updates)  # type: ignore[arg-type]
+
+    def get(param: Any, tp: int, rank: int) -> torch.Tensor:
+        if param.hf[0].name == "score.weight":
+            return torch.zeros(param.hf[0].shape)
+        return shard(param, weights, tp, rank)
+
+    model.load(get)
+    return model
+
+
+def nll(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
+    return TokenLoss(-output.logprobs, {})  # type: ignore[operator]
+
+
+def folder() -> dict[str, Any]:
+    """Folders as transformers writes them, for each family; and a critic's with and without a head."""
+    from safetensors.torch import load_file, save_file
+
+    from megarl.megatron.model import MegatronModel
+
+    batch, result = tiny.batch(), {}
+    with tempfile.TemporaryDirectory() as place:
+        for family in tiny.HF:
+            hf = tiny.hf_model(family)
+            hf.save_pretrained(f"{place}/{family}")
+            model = MegatronModel(tiny.HF[family], tiny.config(), RANKS, "actor")
+            model.load_hf(f"{place}/{family}")
+            with torch.no_grad():
+                truth, _ = reference.policy(hf, batch)
+            result[family] = float((model.forward(batch)["logprobs"] - truth).abs().max())
+        critic = MegatronModel(tiny.HF["qwen3_moe"], tiny.config(), RANKS, "critic")
+        critic.load_hf(f"{place}/qwen3_moe")
+        result["no head"] = float(critic.forward(batch)["values"].abs().max())
+        file, head = f"{place}/qwen3_moe/model.safetensors", reference.value_head(32)
+        save_file(load_file(file) | {"score.weight": head}, file, metadata={"format": "pt"})
+        critic.load_hf(f"{place}/qwen3_moe")
+        with torch.no_grad():
+            truth = reference.values(tiny.hf_model("qwen3_moe"), head, batch)
+        result["head"] = float((critic.forward(batch)["values"] - truth).abs().max())
+    return result
+
+
+def half() -> dict[str, float]:
+    """bf16: close to fp32; and updates far below bf16's resolution are kept by the fp32 masters."""
+    batch = tiny.batch()
+    exact = build("qwen3_moe").forward(batch)["logprobs"]
+    optimizer = {"lr": 2e-4, "schedule": "constant", "warmup_fraction": 0.0, "weight_decay": 0.0}
+    model = build("qwen3_moe", model={"dtype": "bfloat16"}, actor_optimizer=optimizer)
+    found = model.forward(batch)["logprobs"]
+    name = "decoder.final_layernorm.weight"  # about 1, where bf16 has steps of 0.0078: forty updates
+    start = model.local_params()[name].clone().float()
+    losses = [model.train_step(batch, nll)["actor/loss"] for _ in range(40)]
+    moved = (model.local_params()[name].float() - start).abs()
+    return {
+        "difference": float((found - exact).abs().mean()),
+        "first": losses[0],
+        "last": losses[-1],
+        "moved": float((moved > 0).float().mean()),
+    }
+
+
+def schedule() -> dict[str, list[float]]:
+    batch = tiny.batch((5, 6))
+    result = {}
+    for kind in ("cosine", "linear", "constant"):
+        optimizer = {
+            "lr": 1.0,
+            "min_lr": 0.0,
+            "schedule": kind,
+            "warmup_fraction": 0.4,
+            "eps": 1e9,
+            "weight_decay": 0.0,
+        }
+        model = build("qwen2", updates=5, actor_optimizer=optimizer)
+        result[kind] = [model.train_step(batch, nll)["actor/lr"] for _ in range(5)]
+    return result
+
+
+def critic() -> dict[str, Any]:
+    """A head that starts at zero gives zeros, and only the head has a gradient then: -2 sum_t w_t return_t h_t."""
+    batch = tiny.batch()
+    # AdamW's first step is -lr * g / (|g| + eps): with a huge eps, -lr / eps * g
+    optimizer = dict(lr=1.0, eps=1e6, schedule="constant", warmup_fraction=0.0, weight_decay=0.0, max_grad_norm=0.0)
+    model = build("qwen3_moe", "critic", critic={"optimizer": optimizer})
+    before = model.snapshot()
+    values = model.forward(batch)["values"]
+
+    def squares(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+        return TokenLoss((output.values - part.returns) ** 2, {})  # type: ignore[operator]
+
+    metrics = model.train_step(batch, squares)
+    after = model.snapshot()
+    head = after["output_layer.weight"] * -1e6
+    trunk = tiny.hf_model("qwen3_moe").model
+    truth = torch.zeros_like(head)
+    assert batch.loss_weights is not None and batch.returns is not None
+    with torch.no_grad():
+        for start, stop in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+            hidden = trunk(batch.tokens[None, start:stop]).last_hidden_state[0, :-1]
+            at = slice(start + 1, stop)
+            truth -= 2 * (batch.loss_weights[at] * batch.returns[at]) @ hidden
+    return {
+        "values": float(values.abs().max()),
+        "shape": list(head.shape),
+        "gradient": float((head - truth).abs().max() / truth.abs().max()),
+        "grad_norm": abs(metrics["critic/grad_norm"] / float(truth.norm()) - 1),
+        "trunk": max(float((after[n] - before[n]).abs().max()) for n in before if n != "output_layer.weight"),
+    }
+
+
+def aux_losses() -> dict[str, Any]:
+    """Logged exactly where they are on, and then part of the gradient."""
+    batch = tiny.batch((8, 20, 12))
+    plain = build("qwen3_moe").train_step(batch, nll)
+    aux = build("qwen3_moe", model={"megatron": tiny.AUX_LOSSES}).train_step(batch, nll)
+    return {"plain": plain, "aux": aux}
+
+
+CHECKS: list[Callable[[], Any]] = [
+    platform, names, logprobs, micro_batch, attention, refusals, folder, half, schedule, critic, aux_losses,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    RANKS = parallel_ranks.initialize(tiny.config().parallel, timeout_s=120)
+    print("RESULT " + json.dumps({check.__name__: check() for check in CHECKS}))
+    parallel_ranks.shutdown()

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("unknown", ["model.megatron.moe_z_loss_coef ", "did you mean moe_z_loss_coeff"]),
+        ("ours", ["tensor_model_parallel_size", "set parallel.tp"]),
+        ("fixed", ["sequence_parallel", "parallel.tp > 1"]),
+        ("refused", ["Megatron refuses", "half must be"]),
+        ("experts", ["parallel.ep=3", "4 experts"]),
+        ("dense", ["parallel.ep=2", "no experts"]),
+        ("layers", ["2 layers", "parallel.pp=3"]),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line_with_the_remedy(units: dict[str, Any], case: str, words: list[str]) -> None:
+    message = units["refusals"][case]
+    assert all(word in message for word in words), message
+
+
+def test_a_field_of_megatrons_passes(units: dict[str, Any]) -> None:
+    assert units["refusals"]["accepted"] == "no error"

@@ -1,0 +1,55 @@
+"""What the CPU shim patches, exactly: a new name here is a decision, not an accident."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EXPECTED = {
+    "torch.cuda.current_device",
+    "torch.cuda.set_device",
+    "torch.cuda.synchronize",
+    "torch.cuda.empty_cache",
+    "torch.cuda.Stream",
+    "torch.cuda.current_stream",
+    "torch.cuda.stream",
+    "torch.cuda.nvtx.range_push",
+    "torch.cuda.nvtx.range_pop",
+    "torch.cuda.get_rng_state",
+    "torch.cuda.set_rng_state",
+    "torch.cuda.manual_seed",
+    "torch.cuda.random.get_rng_state",
+    "torch.cuda.random.set_rng_state",
+    "torch.cuda.random.manual_seed",
+    "torch.tensor",
+    "torch.zeros",
+    "torch.ones",
+    "torch.empty",
+    "torch.empty_like",
+    "torch.Tensor.cuda",
+    "torch.Tensor.pin_memory",
+    "torch.Tensor.to",
+    "torch.Tensor.type",
+    "megatron.core.jit.jit_fuser",
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+    "megatron.core.transformer.multi_latent_attention.HAVE_TE",
+    "megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
+    "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm",
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
+}
+
+
+def test_patches_exactly_these_names(units: dict[str, Any]) -> None:
+    patched = units["platform"]["patched"]
+    assert set(patched) == EXPECTED
+    assert all(patched.values()), "every patch says why"
+
+
+def test_a_second_install_does_nothing(units: dict[str, Any]) -> None:
+    assert units["platform"]["again"] is False
+    assert units["platform"]["same"] is True
+
+
+def test_never_on_cuda(run_ranks: Any) -> None:
+    result = run_ranks(1, "tests/megatron/ranks_no_shim.py")[0]
+    assert result == {"installed": False, "patched": 0, "torch_is_untouched": True}

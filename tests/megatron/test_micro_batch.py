@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from typing import Any
+
+
+def test_padding_targets_and_alignment_by_hand(units: dict[str, Any]) -> None:
+    """Sequences [1 2 3] and [5 6], padded to 8. What is emitted at t is about t + 1: 10 about the 2, 20 about the 3."""
+    micro = units["micro_batch"]
+    assert micro["tokens"] == [[1, 2, 3, 5, 6, 0, 0, 0]]
+    assert micro["positions"] == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert micro["targets"] == [2, 3, 0, 6, 0, 0, 0, 0]
+    assert micro["cu_seqlens"] == [0, 3, 5, 8]
+    assert micro["aligned"] == [0, 10, 20, 0, 50]
+
+
+def test_a_micro_batch_without_sequences_is_all_padding(units: dict[str, Any]) -> None:
+    tokens, cu_seqlens, aligned = units["micro_batch"]["empty"]
+    assert tokens == [[0, 0, 0, 0]]
+    assert cu_seqlens == [0, 4]
+    assert aligned == []

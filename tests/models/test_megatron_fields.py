@@ -1,0 +1,30 @@
+"""The names read from Megatron's source are those of its dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.models.megatron_fields import FIXED, OURS, check, known_fields
+
+
+def test_fields_are_megatrons_own() -> None:
+    # By way of this package, which fits Megatron to the machine before it is imported.
+    from megarl.megatron.build import MLATransformerConfig, TransformerConfig
+
+    for kind, mla in ((TransformerConfig, False), (MLATransformerConfig, True)):
+        own = {item.name for item in dataclasses.fields(kind) if item.init}
+        assert own <= known_fields(mla)
+        assert not {name for name in known_fields(mla) - own if not name.startswith("_")}
+    assert (OURS.keys() | FIXED.keys()) <= known_fields(False)
+
+
+def test_what_may_be_passed_through() -> None:
+    check({"recompute_granularity": "full", "num_layers_in_last_pipeline_stage": 2}, mla=False)
+    check({"mscale": 1.0}, mla=True)
+    refused = {"tensor_model_parallel_size": "set parallel.tp", "fp16": "not implemented", "x": "not a field"}
+    for name, message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            check({name: 1}, mla=False)

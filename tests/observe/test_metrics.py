@@ -1,0 +1,54 @@
+"""Figures of a batch, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.observe.metrics import rollout_metrics
+from megarl.types import Prompt, Rollout, Status, Turn
+
+
+def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, errors: int, status: Status) -> Rollout:
+    turns = [Turn((0,) * 5)]
+    for length in lengths:
+        turns += [Turn((1,) * length, (0.0,) * length, is_action=True), Turn((2, 2))]
+    return Rollout(
+        Prompt("p", ()), tuple(turns), status, reward, {"a": reward, "b": 0.0}, 0, group, (), calls, errors
+    )
+
+
+def test_by_hand() -> None:
+    metrics = rollout_metrics(
+        [
+            rollout(0, 1.0, (4, 2), 1, 0, "stop"),
+            rollout(0, 0.0, (3,), 0, 0, "length"),
+            rollout(1, 0.5, (1, 1, 1), 3, 2, "max_turns"),
+            rollout(1, 0.5, (8,), 0, 0, "stop"),
+        ]
+    )
+    expected = {
+        "rollout/reward_mean": 0.5,
+        "rollout/reward_std": 0.125**0.5,
+        "rollout/reward_min": 0.0,
+        "rollout/reward_max": 1.0,
+        "rollout/response_length_mean": (6 + 3 + 3 + 8) / 4,
+        "rollout/response_length_max": 8.0,
+        "rollout/prompt_length_mean": 5.0,
+        "rollout/length_max": 15.0,
+        "rollout/turns_mean": (2 + 1 + 3 + 1) / 4,
+        "rollout/tool_calls_mean": 1.0,
+        "rollout/tool_errors": 2.0,
+        "rollout/no_tool_frac": 0.5,
+        "rollout/truncated_frac": 0.25,
+        "rollout/max_turns_frac": 0.25,
+        "rollout/aborted_frac": 0.0,
+        "rollout/zero_spread_frac": 0.5,
+        "reward/a": 0.5,
+        "reward/b": 0.0,
+    }
+    assert metrics == pytest.approx(expected)
+
+
+def test_nothing_to_measure() -> None:
+    assert rollout_metrics([]) == {}
+    assert "rollout/zero_spread_frac" not in rollout_metrics([rollout(0, 1.0, (1,), 0, 0, "stop")])

@@ -1,0 +1,62 @@
+"""What a user sees while a run goes on."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from megarl.observe.progress import Progress, clock
+
+METRICS = {"rollout/reward_mean": 0.5, "actor/kl_to_reference": 0.0123, "time/step": 2.0, "other": 1.0}
+
+
+def test_one_line_per_step_where_the_output_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("PPO", 3)
+    progress.begin_step(1)
+    progress.phase("generate")
+    progress.step(1, METRICS)
+    progress.evaluation(1, {"eval/reward_greedy": 0.25, "eval/turns_mean_greedy": 2.0})
+    progress.begin_step(2)
+    progress.begin_step(3)
+    progress.step(3, METRICS)
+    progress.close()
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1/3  reward 0.500  KL to reference 0.0123  s/step 2.0  0:00 left")
+    assert second == "held out, after step 1: reward_greedy 0.250"
+    assert last.startswith("step 3/3") and "left" not in last
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("PPO", 3, enabled=False)
+    progress.begin_step(1)
+    progress.step(1, METRICS)
+    progress.say("hello")
+    progress.close()
+    assert capsys.readouterr().out == ""
+
+
+def test_the_display_shows_phase_step_and_figures() -> None:
+    progress = Progress("PPO", 10, live=False)
+    progress.begin_step(1)
+    progress.step(1, METRICS)
+    progress.begin_step(2)
+    progress.phase("actor_update")
+    progress._values["eval/reward_greedy"] = 0.75
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    console.print(progress._render())
+    shown = console.export_text()
+    for text in ("PPO", "step 1/10", "left", "now: actor update", "reward 0.500", "held-out greedy 0.750"):
+        assert text in shown
+
+
+def test_time_left_is_the_mean_step_times_the_steps_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress("PPO", 10, live=False)
+    assert progress.seconds_left() is None
+    for step in (1, 2, 3):
+        progress.begin_step(step)
+        now[0] += 4.0
+        progress.step(step, {})
+    assert progress.seconds_left() == pytest.approx(4.0 * 7, abs=4.0)
+    assert [clock(seconds) for seconds in (7.4, 754, 3723)] == ["0:07", "12:34", "1:02:03"]

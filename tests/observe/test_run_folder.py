@@ -1,0 +1,82 @@
+"""A run folder is claimed, explained, and refused to everything that does not belong in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Config, ConfigError, from_dict, load_config
+from megarl.observe.run_folder import differing_keys, prepare
+
+CONFIG = from_dict({"actor_optimizer": {"lr": 1e-4}, "rollout": {"tools": ["a:b"], "sglang": {"mem": 1}}})
+
+
+def with_seed(seed: int) -> Config:
+    return dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, seed=seed))
+
+
+def test_new_folder_explains_itself_and_repeats(tmp_path: Path) -> None:
+    folder = prepare(tmp_path / "a/b", CONFIG, resume=False)
+    assert load_config(folder.path / "config.yaml") == CONFIG
+    readme = (folder.path / "README.txt").read_text()
+    for name in ("config.yaml", "log.txt", "metrics.jsonl", "logs", "rollouts", "checkpoints", "export", "tensorboard"):
+        assert f"\n{name}" in readme
+    folder.release()
+
+
+def test_a_folder_with_results_is_kept_from_other_runs(tmp_path: Path) -> None:
+    prepare(tmp_path, CONFIG, resume=False).release()
+    prepare(tmp_path, with_seed(5), resume=False).release()  # a start that came to nothing holds nobody up
+    prepare(tmp_path, CONFIG, resume=False).release()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    before = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError, match="run.resume=auto"):
+        prepare(tmp_path, CONFIG, resume=False)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"run\.seed: 1 -> 5.*set run\.dir"):
+            prepare(tmp_path, with_seed(5), resume)
+    assert (tmp_path / "config.yaml").read_bytes() == before
+    prepare(tmp_path, CONFIG, resume=True).release()
+
+
+def test_keys_that_do_not_matter_may_differ(tmp_path: Path) -> None:
+    other = dataclasses.replace(
+        CONFIG,
+        run=dataclasses.replace(CONFIG.run, resume="auto", dir="elsewhere", keep_checkpoints=9),
+        track=dataclasses.replace(CONFIG.track, progress=False),
+    )
+    assert differing_keys(CONFIG, other) == []
+    changed = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, sglang={}))
+    assert differing_keys(CONFIG, changed) == ["rollout.sglang: None -> {}", "rollout.sglang.mem: 1 -> None"]
+
+
+def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
+    hold = "import sys; from megarl.observe.run_folder import prepare; from megarl.config import Config\n"
+    hold += "folder = prepare(sys.argv[1], Config(), False); print('held', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"in use by process {other.pid} on "):
+            prepare(tmp_path, Config(), resume=True)
+    finally:
+        other.kill()  # as a lost machine would: the claim must go with the process
+        other.wait()
+    prepare(tmp_path, Config(), resume=True).release()
+
+
+def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="run folder .*file/run.*set run.dir"):
+        prepare(tmp_path / "file/run", CONFIG, resume=False)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "config.tmp").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match="No space left"):
+        prepare(full, CONFIG, resume=False)
+    assert not (full / "config.yaml").exists()

@@ -1,0 +1,83 @@
+"""Everything a run writes, together; rank 0 writes and the others do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Config, ConfigError, from_dict
+from megarl.observe.rollout_log import read_records
+from megarl.observe.run_log import RunLog
+from megarl.observe.tracker import read_metrics
+from megarl.parallel.ranks import Ranks
+from megarl.types import Prompt, Rollout, Turn
+
+ROLLOUT = Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (-0.5,), is_action=True)))
+
+
+class Letters:
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(96 + token) for token in ids)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
+
+
+def place(rank: int) -> Ranks:
+    names = {field.name: 0 for field in dataclasses.fields(Ranks)}
+    return Ranks(**{**names, "rank": rank})
+
+
+def config(run_dir: Path, **run: str) -> Config:
+    return from_dict({"run": {"dir": str(run_dir), "num_rollout": 2, **run}, "track": {"tensorboard": False}})
+
+
+def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(config(tmp_path), place(0))
+    log.tokenizer = Letters()
+    log.metrics(0, {"eval/reward_greedy": 0.5})
+    for step in (1, 2):
+        log.begin_step(step)
+        log.phase("generate")
+        log.step(step, {"rollout/reward_mean": step / 2}, [ROLLOUT])
+    log.close()
+    assert list(read_metrics(tmp_path)) == [0, 1, 2]
+    (record,) = read_records(tmp_path / "rollouts/step_000002.jsonl")
+    assert [turn["text"] for turn in record["turns"]] == ["a", "b"]
+    said = capsys.readouterr().out.splitlines()
+    written = [line.split("  ", 1)[1] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert said == written and said[2].startswith("step 1/2  reward 0.500")
+    with pytest.raises(ConfigError, match=r"run\.resume=auto"):
+        RunLog(config(tmp_path), place(0))
+    RunLog(config(tmp_path, resume="auto"), place(0)).close()
+
+
+def test_another_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(config(tmp_path / "run"), place(1))
+    log.begin_step(1)
+    log.phase("generate")
+    log.metrics(0, {"eval/reward_greedy": 0.5})
+    log.step(1, {"rollout/reward_mean": 0.5}, [ROLLOUT])
+    log.say("hello")
+    log.close()
+    assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
+
+
+def test_a_full_disk_does_not_stop_a_run(tmp_path: Path) -> None:
+    log = RunLog(config(tmp_path), place(0))
+    (tmp_path / "log.txt").unlink()
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    (tmp_path / "rollouts").mkdir()
+    for step in (1, 2):
+        (tmp_path / f"rollouts/step_{step:06d}.tmp").symlink_to("/dev/full")
+    with pytest.warns(UserWarning) as said:
+        for step in (1, 2):
+            log.step(step, {"rollout/reward_mean": 0.5}, [ROLLOUT])
+    log.close()
+    texts = [str(warning.message) for warning in said]
+    assert sum("log.txt" in text for text in texts) == 1 and sum("record rollouts" in text for text in texts) == 1
+    assert list(read_metrics(tmp_path)) == [1, 2]

@@ -1,0 +1,57 @@
+"""Metrics reach the file and TensorBoard; neither a full disk nor a broken line stops anything."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+
+from megarl.observe.tracker import Tracker, read_metrics
+
+
+def test_file_and_tensorboard_hold_the_same(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = Tracker(tmp_path)
+    tracker.log(0, {"eval/reward_greedy": 0.0})
+    tracker.log(1, {"rollout/reward_mean": 0.25, "time/step": 2.0})
+    tracker.log(2, {"rollout/reward_mean": 0.5, "time/step": math.nan})
+    tracker.close()
+    metrics = read_metrics(tmp_path)
+    assert metrics[0] == {"eval/reward_greedy": 0.0} and metrics[1] == {"rollout/reward_mean": 0.25, "time/step": 2.0}
+    assert math.isnan(metrics[2]["time/step"])
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("rollout/reward_mean")]
+    assert scalars == [(1, 0.25), (2, 0.5)]
+
+
+def test_a_resumed_run_forgets_what_it_does_again(tmp_path: Path) -> None:
+    first = Tracker(tmp_path, tensorboard=False)
+    for step in range(1, 5):
+        first.log(step, {"x": float(step)})
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 5, "x"')  # the crash came in the middle of a line
+    second = Tracker(tmp_path, tensorboard=False)
+    second.log(2, {"eval/reward_greedy": 0.5})
+    second.log(3, {"x": 30.0})
+    assert read_metrics(tmp_path) == {1: {"x": 1.0}, 2: {"x": 2.0, "eval/reward_greedy": 0.5}, 3: {"x": 30.0}}
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["step"] <= 3
+
+
+def test_a_full_disk_is_said_once_and_survived(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    (tmp_path / "tensorboard").write_text("in the way of the folder")
+    tracker = Tracker(tmp_path)
+    with pytest.warns(UserWarning) as said:
+        tracker.log(1, {"x": 1.0})
+    texts = [str(warning.message) for warning in said]
+    assert sum("metrics.jsonl" in text and "No space left" in text for text in texts) == 1
+    assert sum("TensorBoard" in text for text in texts) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tracker.log(2, {"x": 2.0})
+        tracker.close()

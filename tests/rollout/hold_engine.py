@@ -1,0 +1,18 @@
+"""Starts an engine and waits, to be killed from outside: `hold_engine.py MODEL RUN`. Prints the pid of its child."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from conftest import make_config
+
+from megarl.rollout.engine import Engine
+
+if __name__ == "__main__":
+    engine = Engine(make_config(Path(sys.argv[1]), Path(sys.argv[2])), threads=1)
+    engine.start()
+    assert engine._process is not None
+    print(engine._process.pid, flush=True)
+    time.sleep(600)

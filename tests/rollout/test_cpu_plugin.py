@@ -1,0 +1,21 @@
+import torch
+from torch.nn.functional import silu
+
+from megarl.rollout.cpu_plugin import local_experts
+
+
+def test_local_experts_leave_out_foreign_choices_and_count_twice_chosen_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w13, w2 = (torch.randn(shape, generator=generator) for shape in [(5, 4), (3, 6, 4), (3, 4, 3)])
+    weights = torch.rand(5, 2, generator=generator)
+    ids = torch.tensor([[0, 1], [-1, 2], [-1, -1], [2, 2], [1, -1]])
+    out = local_experts(x, weights, ids, w13, w2)
+    for row in range(5):
+        expected = torch.zeros(4)
+        for choice in range(2):
+            expert = int(ids[row, choice])
+            if expert >= 0:
+                hidden = silu(w13[expert, :3] @ x[row]) * (w13[expert, 3:] @ x[row])
+                expected += weights[row, choice] * (w2[expert] @ hidden)
+        torch.testing.assert_close(out[row], expected)
+    assert (out[2] == 0).all()

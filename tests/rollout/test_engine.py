@@ -1,0 +1,246 @@
+"""The real SGLang: log-probs and greedy tokens against transformers, pushes, failing starts, no orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny_models
+import torch
+from conftest import Running, make_config
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from megarl.config import ConfigError
+from megarl.rollout.chat import Chat
+from megarl.rollout.client import Client, Generation
+from megarl.rollout.engine import Engine, EngineError
+from megarl.rollout.multi_turn import generate_rollouts
+from megarl.rollout.tools import load_tools
+from megarl.types import Prompt
+
+PROMPTS = [list(range(20, 20 + length)) for length in (3, 17, 40)]
+TOKENS = 8
+
+
+def generate(engine: Engine, temperature: float = 0.0) -> list[Generation]:
+    params = {"temperature": temperature, "max_new_tokens": TOKENS, "ignore_eos": True}
+
+    async def all_of_them() -> list[Generation]:
+        async with Client(engine.url, engine.api_key, 300.0, 16) as client:
+            return list(await asyncio.gather(*(client.generate(prompt, params) for prompt in PROMPTS)))
+
+    return asyncio.run(all_of_them())
+
+
+def assert_equals(engine: Engine, model: PreTrainedModel, version: int) -> None:
+    """Greedy tokens, and the log-probs of greedy and of sampled tokens, are those of transformers."""
+    greedy, sampled = generate(engine), generate(engine, temperature=1.0)
+    for prompt, out in zip(PROMPTS, greedy, strict=True):
+        assert list(out.token_ids) == tiny_models.greedy(model, prompt, TOKENS)
+    for prompt, out in zip(PROMPTS * 2, greedy + sampled, strict=True):
+        assert out.finish == "length" and out.weight_version == version
+        expected = tiny_models.logprobs(model, [*prompt, *out.token_ids])[len(prompt) - 1 : -1]
+        chosen = expected.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+        assert (torch.tensor(out.logprobs) - chosen).abs().max() < 1e-5
+
+
+def tensors(model: PreTrainedModel, folder: Path) -> list[tuple[str, torch.Tensor]]:
+    """As HF folders name them: transformers' own names in memory differ for experts."""
+    return sorted(load_file(tiny_models.save(model, folder) / "model.safetensors").items())
+
+
+def buckets(named: list[tuple[str, torch.Tensor]], size: int = 7) -> list[list[tuple[str, torch.Tensor]]]:
+    return [named[i : i + size] for i in range(0, len(named), size)]
+
+
+def check_push(running: Running, new: PreTrainedModel, folder: Path) -> None:
+    running.engine.push(buckets(tensors(running.model, folder / "same")), 1)
+    assert_equals(running.engine, running.model, 1)
+    running.engine.push(buckets(tensors(new, folder / "new")), 2)
+    assert_equals(running.engine, new, 2)
+
+
+def test_qwen3_moe_equals_transformers_before_and_after_a_push(qwen3_moe: Running, tmp_path: Path) -> None:
+    check_push(qwen3_moe, tiny_models.qwen3_moe(seed=5), tmp_path)
+
+
+def test_deepseek_v3_equals_transformers_before_and_after_a_push(deepseek_v3: Running, tmp_path: Path) -> None:
+    """The buckets separate q_a_proj and kv_a_proj of a layer, and attention uses matrices derived from kv_b_proj."""
+    check_push(deepseek_v3, tiny_models.deepseek_v3(seed=5), tmp_path)
+
+
+def test_two_ranks_with_half_of_the_experts_each(qwen3_moe_split: Running, tmp_path: Path) -> None:
+    assert_equals(qwen3_moe_split.engine, qwen3_moe_split.model, 0)
+    check_push(qwen3_moe_split, tiny_models.qwen3_moe(seed=5), tmp_path)
+
+
+def test_a_push_that_does_not_fit_makes_the_engine_unusable_until_a_whole_one(
+    qwen3_moe: Running, tmp_path: Path
+) -> None:
+    engine, named = qwen3_moe.engine, tensors(qwen3_moe.model, tmp_path / "m")
+    missing = [(name, tensor) for name, tensor in named if name != "model.layers.1.mlp.experts.3.up_proj.weight"]
+    with pytest.raises(EngineError, match="1 tensors are missing, such as model.layers.1.mlp.experts.3.up_proj.weight"):
+        engine.push(buckets(missing), 8)
+    with pytest.raises(EngineError, match="no whole set of weights"):
+        engine.check_alive()
+    misshapen = [(name, tensor[:-1] if name == "model.norm.weight" else tensor) for name, tensor in named]
+    with pytest.raises(EngineError, match=r"model.norm.weight has the shape \(63,\), not \(64,\)"):
+        engine.push(buckets(misshapen), 9)
+    with pytest.raises(RuntimeError, match="generator failed"):
+        engine.push(_failing(named), 9)
+    engine.push(buckets(named), 10)
+    engine.check_alive()
+    assert_equals(engine, qwen3_moe.model, 10)
+
+
+def _failing(named: list[tuple[str, torch.Tensor]]):  # type: ignore[no-untyped-def]
+    yield named[:7]
+    raise RuntimeError("generator failed")
+
+
+def test_sleep_and_wake(qwen3_moe: Running) -> None:
+    before = generate(qwen3_moe.engine)
+    qwen3_moe.engine.sleep()
+    qwen3_moe.engine.sleep()
+    qwen3_moe.engine.wake()
+    assert [out.token_ids for out in generate(qwen3_moe.engine)] == [out.token_ids for out in before]
+
+
+def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
+    config = qwen3_moe.config.rollout
+    chat = Chat.load(str(qwen3_moe.folder), load_tools(config.tools))
+    prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(3)]
+    rollouts = generate_rollouts(prompts, qwen3_moe.engine, chat, config, samples=4, seed=3)
+    assert [rollout.group for rollout in rollouts] == [0] * 4 + [1] * 4 + [2] * 4
+    assert len({rollout.turns[1].token_ids for rollout in rollouts}) > 1
+    for rollout in rollouts:
+        assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
+        assert 1 <= rollout.num_actions <= config.max_new_tokens
+    greedy = generate_rollouts(prompts[:1], qwen3_moe.engine, chat, config, samples=2, greedy=True)
+    assert greedy[0].turns == greedy[1].turns
+
+
+def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) -> None:
+    engine = qwen3_moe.engine
+    assert engine.tool_call_marker == "<tool_call>"
+    schemas = [load_tools(["megarl.rollout.tools:calculator"])["calculator"].schema]
+
+    async def parse(text: str) -> object:
+        async with Client(engine.url, engine.api_key, 300.0, 1) as client:
+            return await client.parse_tool_calls(text, schemas, "qwen25")
+
+    good = asyncio.run(parse('a <tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'))
+    assert good == ("a", [{"tool_index": 0, "name": "calculator", "parameters": '{"expression": "1"}'}])
+    other = asyncio.run(parse('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'))
+    assert other == ("", [{"tool_index": -1, "name": "weather", "parameters": "{}"}])
+    assert asyncio.run(parse("<tool_call>\n{oops\n</tool_call>")) == ("", [])
+    assert asyncio.run(parse("<tool_call>\n[1]\n</tool_call>")) is None  # SGLang's parser raises
+
+
+def test_a_request_without_the_key_is_refused(qwen3_moe: Running) -> None:
+    async def ask() -> None:
+        async with Client(qwen3_moe.engine.url, "wrong", 30.0, 1) as client:
+            await client.generate([5], {"max_new_tokens": 1})
+
+    with pytest.raises(RuntimeError, match="refused to generate"):
+        asyncio.run(ask())
+
+
+def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean attention_backend"):
+        Engine(make_config(tmp_path, tmp_path, sglang={"atention_backend": "x"}))
+
+
+def test_an_engine_that_fails_to_start_shows_its_log_and_spares_its_parent(tmp_path: Path) -> None:
+    model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"not weights")
+    engine = Engine(make_config(model, tmp_path / "run"), threads=1)
+    engine.start()
+    with pytest.raises(EngineError, match=r"engine 0 did not start; the last lines of .*engine_0.log:\n(?s:.)*Error"):
+        engine.wait_ready()
+    assert not engine.usable
+
+
+def test_an_engine_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
+    engine = Engine(make_config(model, tmp_path / "run"), threads=1)
+    engine.start()
+    assert engine._process is not None
+    intermediate = psutil.Process(engine._process.pid)
+    with pytest.raises(EngineError, match="was not ready after 2 s"):
+        engine.wait_ready(2.0)
+    assert not intermediate.is_running()
+
+
+def is_running(pid: int) -> bool:
+    """False for a zombie, too: a process whose parent does not wait for it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "family_size"),
+    [("rank", signal.SIGKILL, 2), ("rank", signal.SIGINT, 1), ("intermediate", signal.SIGKILL, 1)],
+)
+def test_no_process_outlives_the_rank(tmp_path: Path, victim: str, how: signal.Signals, family_size: int) -> None:
+    """With family_size 2 the scheduler is up, too, which takes a while; with 1 the server is still on its way."""
+    model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
+    script = Path(__file__).with_name("hold_engine.py")
+    rank = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script), str(model), str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert rank.stdout is not None
+        intermediate = int(rank.stdout.readline())
+        deadline = time.monotonic() + 300
+        while len(family := descendants(intermediate)) < family_size and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(family) >= family_size
+        os.kill(rank.pid if victim == "rank" else intermediate, how)
+        deadline = time.monotonic() + 30
+        while alive := [pid for pid in [intermediate, *(process.pid for process in family)] if is_running(pid)]:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.1)
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def test_a_port_that_was_taken_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start fails with SGLang's words for a taken port, once."""
+    engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
+    launched: list[int] = []
+
+    def launch() -> None:
+        launched.append(1)
+        engine._process = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.PIPE)
+        engine.log.write_text("OSError: [Errno 98] error while attempting to bind: address already in use")
+
+    monkeypatch.setattr(engine, "_launch", launch)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        engine.port = probe.getsockname()[1]
+        engine.start()
+        with pytest.raises(EngineError, match="address already in use"):
+            engine.wait_ready(60.0)
+    assert len(launched) == 3

@@ -1,0 +1,221 @@
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_models
+
+from megarl.config import RolloutConfig
+from megarl.rollout.chat import Chat
+from megarl.rollout.client import Generation
+from megarl.rollout.multi_turn import Surroundings, gather_rollouts, run_conversation, sample_seed, sampling_params
+from megarl.rollout.tool_calls import Call, Reply
+from megarl.rollout.tools import ToolPool, load_tools
+from megarl.types import Prompt, Rollout, TrainBatch
+
+TOKENIZER = tiny_models.tokenizer()
+CHAT = Chat(TOKENIZER, load_tools(["megarl.rollout.tools:calculator"]))
+END = CHAT.end_of_turn
+CONFIG = RolloutConfig(max_turns=3, max_new_tokens=100, max_context=1000, concurrency=4, tool_timeout=60.0)
+PROMPT = Prompt(id="p", messages=({"role": "user", "content": "What is 1+2?"},))
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def call(expression: str, name: str = "calculator") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
+
+
+class Script:
+    """A policy that says its lines, and records what it was given. A line of ids is said as it is."""
+
+    def __init__(self, *lines: str | Generation) -> None:
+        self.lines = list(lines)
+        self.asked: list[tuple[list[int], dict[str, Any]]] = []
+        self.at_once = self.most_at_once = 0
+
+    async def generate(self, context: Sequence[int], params: dict[str, Any]) -> Generation:
+        self.asked.append((list(context), params))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0.001)
+        self.at_once -= 1
+        line = self.lines[min(len(self.asked), len(self.lines)) - 1]
+        return said(line) if isinstance(line, str) else line
+
+
+def said(text: str, finish: Any = "stop", version: int = 7) -> Generation:
+    tokens = ids(text) + ((END,) if finish == "stop" else ())
+    return Generation(tokens, tuple(-0.1 * (i + 1) for i in range(len(tokens))), finish, version)
+
+
+async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
+    """As SGLang's qwen25 parser does it, for one call."""
+    if "<tool_call>" not in text or not schemas:
+        return Reply(text)
+    try:
+        found = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
+        return Reply("", (Call(found["name"], found["arguments"]),))
+    except ValueError:
+        return Reply(text, error="malformed")
+
+
+def converse(*lines: str | Generation, prompt: Prompt = PROMPT, **config: Any) -> tuple[Rollout, Script]:
+    script = Script(*lines)
+
+    async def run() -> Rollout:
+        async with ToolPool(CHAT.tools, CONFIG.tool_timeout) as pool:
+            around = Surroundings(CHAT, pool, parse, replace(CONFIG, **config))
+            return await run_conversation(prompt, script, around, {"temperature": 1.0}, group=5, seed=9)
+
+    return asyncio.run(run()), script
+
+
+def test_a_call_and_a_statement_turn_by_turn() -> None:
+    rollout, script = converse(call("1+2"), "3")
+    rendered = tuple(CHAT.render(PROMPT))
+    first, last = said(call("1+2")), said("3")
+    observed = ids("\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert [turn.token_ids for turn in rollout.turns] == [rendered, first.token_ids, observed, last.token_ids]
+    assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
+    assert [turn.weight_version for turn in rollout.turns] == [-1, 7, -1, 7]
+    assert rollout.turns[1].logprobs == first.logprobs and rollout.turns[3].logprobs == last.logprobs
+    assert (rollout.status, rollout.tool_calls, rollout.tool_errors) == ("stop", 1, 0)
+    assert (rollout.group, rollout.seed, rollout.answer) == (5, 9, "3")
+    assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
+    assert rollout.messages[2]["content"] == "3"
+    # The engine is always given exactly what it has seen and written so far.
+    assert script.asked[1][0] == [*rendered, *first.token_ids, *observed]
+    assert script.asked[0][1] == {"temperature": 1.0, "max_new_tokens": 100}
+
+
+def test_the_mask_of_the_packed_batch_is_on_the_policys_tokens_only() -> None:
+    rollout, _ = converse(call("1+2"), "3")
+    batch = TrainBatch.from_rollouts([rollout])
+    chosen = batch.tokens[batch.loss_mask].tolist()
+    assert chosen == [*said(call("1+2")).token_ids, *said("3").token_ids]
+    assert batch.rollout_logprobs[~batch.loss_mask].abs().sum() == 0
+    assert (batch.rollout_logprobs[batch.loss_mask] < 0).all()
+
+
+def test_no_more_turns() -> None:
+    rollout, script = converse(call("1+2"), max_turns=2)
+    assert rollout.status == "max_turns" and len(script.asked) == 2
+    assert rollout.tool_calls == 1 and rollout.turns[-1].is_action
+
+
+def test_a_turn_cut_off_by_its_length_ends_the_rollout_even_with_a_call_in_it() -> None:
+    rollout, script = converse(said(call("1+2"), finish="length"), "3")
+    assert rollout.status == "length" and len(script.asked) == 1 and rollout.tool_calls == 0
+
+
+def test_another_end_token_leaves_no_room_for_an_answer() -> None:
+    tokens = ids(call("1+2") + "<|endoftext|>")
+    rollout, script = converse(Generation(tokens, (0.0,) * len(tokens), "stop", 1), "3")
+    assert rollout.status == "stop" and len(script.asked) == 1 and rollout.tool_calls == 0
+
+
+def test_an_aborted_turn_keeps_what_was_written() -> None:
+    rollout, _ = converse(said("3", finish="abort"))
+    assert rollout.status == "aborted" and rollout.num_actions == len(ids("3"))
+    nothing, _ = converse(Generation((), (), "abort", 1))
+    assert nothing.status == "aborted" and nothing.num_actions == 0
+
+
+def test_max_new_tokens_shrinks_so_that_the_context_is_never_exceeded() -> None:
+    head = len(CHAT.render(PROMPT))
+    rollout, script = converse("3", max_context=head + 10)
+    assert script.asked[0][1]["max_new_tokens"] == 10 and rollout.status == "stop"
+
+
+def test_an_observation_that_does_not_fit_ends_the_rollout() -> None:
+    size = len(CHAT.render(PROMPT)) + len(said(call("1+2")).token_ids)
+    rollout, script = converse(call("1+2"), "3", max_context=size + 5)
+    assert rollout.status == "length" and len(script.asked) == 1
+    assert len(rollout.token_ids) == size and rollout.messages[-1]["role"] == "assistant"
+
+
+def test_a_prompt_that_fills_the_context_has_no_action() -> None:
+    rollout, script = converse("3", max_context=len(CHAT.render(PROMPT)))
+    assert rollout.status == "length" and rollout.num_actions == 0 and not script.asked
+
+
+@pytest.mark.parametrize(
+    ("line", "calls", "complaint"),
+    [
+        ("<tool_call>\n{oops\n</tool_call>", 0, "malformed"),
+        (call("1", name="weather"), 1, "there is no tool 'weather'; there are: calculator"),
+        ('<tool_call>\n{"name": "calculator", "arguments": {"x": 1}}\n</tool_call>', 1, "expression is missing"),
+        (call("1/0"), 1, "division by zero"),
+    ],
+)
+def test_what_goes_wrong_is_what_the_policy_reads(line: str, calls: int, complaint: str) -> None:
+    rollout, script = converse(line, "sorry")
+    assert (rollout.status, rollout.tool_calls, rollout.tool_errors) == ("stop", calls, 1)
+    observed = CHAT.text(rollout.turns[2].token_ids)
+    assert complaint in observed and not rollout.turns[2].is_action
+    assert rollout.messages[2]["role"] == "tool" and len(script.asked) == 2
+
+
+def test_a_prompt_without_tools_has_no_calls() -> None:
+    bare = Chat(TOKENIZER)
+
+    async def run() -> Rollout:
+        async with ToolPool({}, 1.0) as pool:
+            return await run_conversation(PROMPT, Script(call("1+2")), Surroundings(bare, pool, parse, CONFIG), {})
+
+    rollout = asyncio.run(run())
+    assert rollout.status == "stop" and rollout.tool_calls == 0
+
+
+def gather(script: Script, prompts: list[Prompt], samples: int, seed: int = 1, first_group: int = 0) -> list[Rollout]:
+    async def run() -> list[Rollout]:
+        async with ToolPool(CHAT.tools, 60.0) as pool:
+            return await gather_rollouts(
+                prompts,
+                script,
+                Surroundings(CHAT, pool, parse, CONFIG),
+                samples=samples,
+                greedy=False,
+                seed=seed,
+                first_group=first_group,
+            )
+
+    return asyncio.run(run())
+
+
+def test_all_samples_of_all_prompts_in_order() -> None:
+    prompts = [replace(PROMPT, id=name) for name in "abc"]
+    script = Script("3")
+    rollouts = gather(script, prompts, 4, first_group=10)
+    assert [rollout.prompt.id for rollout in rollouts] == list("aaaabbbbcccc")
+    assert [rollout.group for rollout in rollouts] == [10] * 4 + [11] * 4 + [12] * 4
+    assert 2 <= script.most_at_once <= CONFIG.concurrency
+    assert all(rollout.prompt.token_ids for rollout in rollouts)
+
+
+def test_each_sample_has_a_seed_of_its_own_that_does_not_depend_on_the_others() -> None:
+    rollouts = gather(Script("3"), [PROMPT, PROMPT], 3, seed=4)
+    seeds = [rollout.seed for rollout in rollouts]
+    assert len(set(seeds)) == 6 and seeds == [sample_seed(4, group, i) for group in (0, 1) for i in range(3)]
+    assert [rollout.seed for rollout in gather(Script("3"), [PROMPT], 1, seed=4, first_group=1)] == [seeds[3]]
+    assert sample_seed(5, 0, 0) != seeds[0]
+
+
+def test_a_failing_engine_is_one_error() -> None:
+    class Gone(Script):
+        async def generate(self, context: Sequence[int], params: dict[str, Any]) -> Generation:
+            raise RuntimeError("the engine cannot be reached")
+
+    with pytest.raises(RuntimeError, match="cannot be reached"):
+        gather(Gone(), [PROMPT, PROMPT], 2)
+
+
+def test_sampling_params() -> None:
+    assert sampling_params(CONFIG, CHAT, True, 3)["temperature"] == 0.0
+    warm = sampling_params(replace(CONFIG, temperature=0.7, top_p=0.9), CHAT, False, 3)
+    assert (warm["temperature"], warm["top_p"], warm["sampling_seed"], warm["stop_token_ids"]) == (0.7, 0.9, 3, [END])

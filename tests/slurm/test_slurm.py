@@ -1,0 +1,140 @@
+"""slurm/ppo_moe.sh through a real Slurm with two nodes on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slurm
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# Stands in for megarl.train: on its first start it waits to be asked to stop, on its second it finishes.
+PAYLOAD = """
+import os, signal, subprocess, sys, time
+import torch, torch.distributed as dist
+asked = False
+def ask(number, frame):
+    global asked
+    asked = True
+child = subprocess.Popen(["sleep", "600"])  # an engine, started before the handler is there
+signal.signal(signal.SIGUSR1, ask)
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} on node {os.environ['SLURMD_NODENAME']}, "
+      f"start {restarts}, sum {total.item():g}, arguments {sys.argv[1:]}", flush=True)
+if restarts == "0":
+    deadline = time.monotonic() + 120
+    while not asked and time.monotonic() < deadline:
+        time.sleep(0.1)
+    print(f"rank {dist.get_rank()} asked={asked} child={'alive' if child.poll() is None else 'dead'}", flush=True)
+child.terminate()
+child.wait()
+dist.barrier()
+dist.destroy_process_group()
+sys.exit(85 if asked else 0)
+"""
+
+
+STAND_IN = """
+from unittest.mock import MagicMock
+validate = MagicMock()
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder to submit from whose megarl.train is the payload."""
+    (tmp_path / "megarl").mkdir()
+    shutil.copy(ROOT / "megarl" / "config.py", tmp_path / "megarl")
+    (tmp_path / "megarl" / "__init__.py").touch()
+    (tmp_path / "megarl" / "train.py").write_text(PAYLOAD)
+    (tmp_path / "megarl" / "dry_run.py").write_text(STAND_IN)
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch" / "ranks_here.sh", tmp_path / "launch")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "two.yaml").write_text("parallel: {world_size: 2, ranks_per_node: 1, ep: 2}\n")
+    return tmp_path
+
+
+def test_two_nodes_meet_and_a_job_that_runs_out_of_time_goes_on(cluster, project: Path) -> None:
+    output = project / "out.txt"
+    script = str(ROOT / "slurm" / "ppo_moe.sh")
+    options = ["--nodes=2", "--gres=none", f"--output={output}"]
+    job = cluster.submit(*options, script, "two.yaml", "run.seed=7", cwd=project)
+    cluster.wait_for(job, "RUNNING", timeout=60)
+    wait_for_text(output, "rank 0 of 2", "rank 1 of 2")
+    text = output.read_text()
+    for rank, node in ((0, "n1"), (1, "n2")):
+        start = "start 0, sum 3, arguments ['two.yaml', 'run.resume=auto', 'run.seed=7']"
+        assert f"rank {rank} of 2 on node {node}, {start}" in text
+    # What Slurm does by itself when the time is nearly up (--signal=B:USR1@...).
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    wait_for_text(output, "back into the queue")
+    for rank in (0, 1):
+        assert f"rank {rank} asked=True child=alive" in output.read_text()
+    cluster.wait_for(job, "PENDING", timeout=60)
+    # Slurm would wait for two minutes; within a second or two a node still holds the job for ended.
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")
+    cluster.wait_for(job, "COMPLETED", timeout=120)
+    assert "rank 1 of 2 on node n2, start 1, sum 3" in output.read_text()
+    assert cluster.fields(job)["Restarts"] == "1"
+
+
+def test_a_mistake_fails_the_job_and_is_not_requeued(cluster, project: Path) -> None:
+    output = project / "out.txt"
+    script = str(ROOT / "slurm" / "ppo_moe.sh")
+    options = ["--nodes=2", "--gres=none", f"--output={output}"]
+    job = cluster.submit(*options, script, "two.yaml", "parallel.world_size=3", cwd=project)
+    assert cluster.wait_for(job, "FAILED", timeout=60)
+    assert "parallel.world_size=3 does not divide by 2 nodes" in output.read_text()
+
+
+def test_a_tiny_moe_trains_on_two_nodes(cluster, tmp_path: Path) -> None:
+    """The real thing: Megatron over two nodes, an engine on each."""
+    made = tmp_path / "quickstart"
+    sizes = ["--train", "64", "--held-out", "16", "--demonstrations", "64"]
+    command = [sys.executable, "-W", "ignore", "tools/make_quickstart.py", str(made), *sizes]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    output, run = tmp_path / "out.txt", tmp_path / "run"
+    job = cluster.submit(
+        "--nodes=2",
+        "--gres=none",
+        f"--output={output}",
+        "slurm/ppo_moe.sh",
+        "configs/quickstart.yaml",
+        "parallel.ranks_per_node=1",
+        f"model.path={made}/model",
+        f"data.train={made}/train.jsonl",
+        f"run.dir={run}",
+        "run.num_rollout=2",
+        "run.eval_every=0",
+        "data.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "track.progress=false",
+        cwd=ROOT,
+    )
+    cluster.wait_for(job, "COMPLETED", timeout=540)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics if "actor/grad_norm" in row] == [1, 2]
+    assert all(row["rollout/logprob_diff"] < 1e-4 for row in metrics if "actor/grad_norm" in row)
+    assert (run / "export" / "config.json").is_file()
+
+
+def wait_for_text(file: Path, *texts: str, timeout: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not (file.is_file() and all(text in file.read_text() for text in texts)):
+        if time.monotonic() > deadline:
+            content = file.read_text() if file.is_file() else "nothing"
+            pytest.fail(f"{file} does not say {texts} after {timeout:g} s but:\n{content}")
+        time.sleep(0.3)

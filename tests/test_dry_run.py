@@ -1,0 +1,252 @@
+"""Mistakes that must be found before anything starts, and the plans of the recipes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
+from megarl.dry_run import Report, render, validate
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+DENSE = {key: value for key, value in MOE.items() if "expert" not in key and key != "head_dim"} | {
+    "architectures": ["Qwen2ForCausalLM"]
+}
+
+
+@pytest.fixture
+def plan(tmp_path: Path):
+    """plan(overrides, hf changes): the report on a small legal configuration with those changes."""
+
+    def make(*overrides: str, hf: dict[str, Any] = MOE, **options: Any) -> Report:
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        (tmp_path / "train.jsonl").write_text("{}\n")
+        tree = {
+            "model": {"hf_config": str(tmp_path / "config.json")},
+            "parallel": {"world_size": 4, "tp": 2, "pp": 1, "ep": 2},
+            "rollout": {"max_context": 256, "max_new_tokens": 64},
+            "data": {"train": str(tmp_path / "train.jsonl"), "prompts_per_step": 8},
+            "reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]},
+        }
+        (tmp_path / "c.yaml").write_text(json.dumps(tree))
+        return validate(load_config(tmp_path / "c.yaml", overrides), **{"dry_run": True, **options})
+
+    return make
+
+
+def test_a_sound_configuration(plan) -> None:
+    report = plan()
+    assert report.ok and report.warnings == []
+    report.raise_errors()
+    assert dict(report.facts["layout"])["dense layers"] == "tp 2 x pp 1 x dp 2"
+    assert dict(report.facts["layout"])["experts"] == "ep 2 x pp 1 x dp 2"
+    assert dict(report.facts["batch"])["sequences a step"] == "8 prompts x 8"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["parallel.world_size=6", "parallel.pp=4"], r"=6 is not a multiple of tp x pp .* nearest that are: 8"),
+        (["parallel.ep=3"], r"parallel.ep=3 does not divide the 4 ranks.*possible: 1, 2, 4"),
+        (["parallel.world_size=16", "parallel.ep=16", "parallel.tp=1"], r"ep=16 does not divide the model's 8 experts"),
+        (["parallel.tp=4"], r"num_key_value_heads=2 does not divide by tensor parallel size 4; sizes that do: 1, 2"),
+        (["parallel.world_size=6", "parallel.tp=1", "parallel.pp=3"], r"4 layers cannot be dealt out to parallel.pp=3"),
+        (["parallel.world_size=12", "parallel.ranks_per_node=8"], r"not a multiple of parallel.ranks_per_node=8"),
+        (["rollout.tp=3"], r"rollout.tp=3 does not divide parallel.world_size=4; sizes that do: 1, 2, 4"),
+        (["rollout.tp=4", "parallel.world_size=12", "parallel.ranks_per_node=6"], r"tp=4 does not fit nodes of 6"),
+        (["rollout.ep=2"], r"rollout.ep=2 does not divide rollout.tp=1"),
+        (["rollout.max_context=1024"], r"max_context=1024 is beyond the model's 512 positions"),
+        (["rollout.max_new_tokens=256"], r"max_new_tokens=256 leaves no room for a prompt"),
+        (["run.num_update=3", "run.epochs=2"], r"run.num_update=3 is not a multiple of run.epochs=2"),
+        (["run.num_update=65"], r"cuts a batch of 64 sequences in 65 mini-batches"),
+        (["run.num_rollout=0"], r"run.num_rollout must be at least 1, not 0"),
+        (["rollout.top_p=1.5"], r"rollout.top_p must lie between 0 and 1, not 1.5"),
+        (["actor_optimizer.lr=-1"], r"actor_optimizer.lr must not be negative"),
+        (["loss.dual_clip=1"], r"loss.dual_clip must be above 1, not 1; null turns it off"),
+        (["algorithm=grpo", "rollout.samples_per_prompt=1"], r"every advantage is 0; set it to 2 or more"),
+        (["algorithm=grpo", "rollout.temperature=0"], r"every advantage is 0; set it above 0"),
+        (["kl.place=loss"], r"kl.estimator=k1 with kl.place=loss.*set kl.estimator to k2 or k3, or kl.place to reward"),
+        (["reward.functions=[]"], r"reward.functions is empty"),
+        (["reward.functions=[megarl.rewards.gsm8k:nothing]"], r"has no 'nothing'"),
+        (["rollout.tools=[megarl.rollout.tools:abacus]"], r"megarl.rollout.tools has no abacus"),
+        (["data.train=''"], r"data.train is not set; .*prompts"),
+        (["algorithm=sft", "data.train=''"], r"data.train is not set; .*conversations"),
+        (["run.eval_every=5"], r"run.eval_every=5 needs data.eval"),
+        (["rollout.replay=/nowhere"], r"rollout.replay=/nowhere: there is no such run folder"),
+        (["model.megatron.num_layer=3"], r"num_layer is not a field of Megatron's.*; did you mean num_layers"),
+        (["model.megatron.q_lora_rank=3"], r"q_lora_rank is not a field of Megatron's TransformerConfig"),
+        (["model.megatron.bf16=true"], r"model.megatron.bf16 has a key of its own: set model.dtype"),
+        (["model.megatron.context_parallel_size=2"], r"cannot be set: context parallelism is not implemented"),
+        (["rollout.sglang.mem_fraction=0.5"], r"mem_fraction is not a field of SGLang's.*did you mean mem_fr"),
+        (["rollout.sglang.tp_size=2"], r"rollout.sglang.tp_size cannot be set; it is decided by rollout.tp"),
+        (["model.hf_config=/nowhere/config.json"], r"no model folder or config.json at /nowhere/config.json"),
+        (["model.hf_config=''"], r"model.path is not set"),
+        (["model.hf_config=''", "model.path=/nowhere"], r"model.path=/nowhere: there is no such folder"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(plan, overrides: list[str], message: str) -> None:
+    report = plan(*overrides)
+    assert not report.ok
+    assert len(report.errors) == 1 and re.search(message, report.errors[0]), report.errors
+    with pytest.raises(ConfigError, match=message):
+        report.raise_errors()
+    assert f"error: {report.errors[0]}" in render(report)
+
+
+@pytest.mark.parametrize(
+    "hf, overrides, message",
+    [
+        (MOE | {"architectures": ["GPT2LMHeadModel"]}, [], r"no table for the architecture GPT2LMHeadModel"),
+        (DENSE, [], r"parallel.ep=2, but Qwen2ForCausalLM has no experts; set it to 1"),
+        (DENSE, ["parallel.ep=1", "rollout.tp=2", "rollout.ep=2"], r"rollout.ep=2, but the model has no experts"),
+        (DENSE | {"intermediate_size": 98}, ["parallel.ep=1", "rollout.tp=4"], r"would cut.*diate_size=98 in 4"),
+        (MOE | {"moe_intermediate_size": 49}, ["rollout.tp=2"], r"would cut the model's moe_intermediate_size=49 in 2"),
+        (MOE | {"num_experts": 6}, ["rollout.tp=4", "rollout.ep=4"], r"rollout.ep=4 does not divide the model's 6"),
+        (MOE | {"num_attention_heads": 6}, ["rollout.tp=4"], r"rollout.tp=4 does not divide.* 6 attention"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_layout(plan, hf: dict[str, Any], overrides: list[str], message: str) -> None:
+    report = plan(*overrides, hf=hf)
+    assert len(report.errors) == 1 and re.search(message, report.errors[0]), report.errors
+    assert report.memory == []
+
+
+def test_every_mistake_is_told_at_once(plan) -> None:
+    report = plan("rollout.tp=3", "kl.place=loss", "data.train=''")
+    assert len(report.errors) == 3
+    with pytest.raises(ConfigError, match=r"rollout.tp=3.*; and .*k1.*; and .*data.train"):
+        report.raise_errors()
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["train.token_budget=100"], "a longer conversation is a micro-batch of its own"),
+        (["data.prompts_per_step=1", "run.num_update=8"], "a mini-batch of 1 sequences leaves some of 2 data-parallel"),
+        (["run.num_update=3"], "64 sequences do not divide evenly into 3 mini-batches on 2"),
+        (["rollout.temperature=0"], "training on greedy rollouts explores nothing"),
+        (["rollout.top_p=0.9"], "samples from another distribution"),
+        (["kl.coef=0"], "kl.coef=0 stays 0"),
+        (["run.resume=auto"], "there will be no checkpoint"),
+        (["algorithm=grpo", "critic.path=/x"], "critic.path is set, but grpo has no critic"),
+        (["critic.path=/x"], "critic.path=/x is not here; planned as if it were the policy's model"),
+        (["data.train=nowhere.jsonl"], "data.train=nowhere.jsonl is not here; it must be when the run starts"),
+    ],
+)
+def test_what_is_legal_but_odd_is_a_warning(plan, overrides: list[str], message: str) -> None:
+    report = plan(*overrides)
+    assert report.ok
+    assert [line for line in report.warnings if message in line], report.warnings
+    assert message in " ".join(render(report).split())
+
+
+def test_a_run_needs_its_files(plan, tmp_path: Path) -> None:
+    """Other than a dry run: the weights, the tokenizer and the data must be there."""
+    folder = tmp_path / "model"
+    overrides = [f"model.path={folder}", "data.train=nowhere.jsonl"]
+    for missing in ("there is no such folder", "no config.json", r"no \*.safetensors", "no tokenizer"):
+        errors = plan(*overrides, dry_run=False).errors
+        assert errors[0] == "data.train=nowhere.jsonl: there is no such file"
+        assert re.search(missing, errors[1]), errors
+        if missing == "there is no such folder":
+            folder.mkdir()
+        elif missing == "no config.json":
+            (folder / "config.json").write_text(json.dumps(MOE))
+        elif "safetensors" in missing:
+            (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
+    assert plan(f"model.path={folder}", dry_run=False).ok
+    # A critic that reads other tokens.
+    other = tmp_path / "critic"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(MOE | {"vocab_size": 2048}))
+    (other / "model.safetensors").touch()
+    errors = plan(f"model.path={folder}", f"critic.path={other}", dry_run=False).errors
+    assert len(errors) == 1 and "vocabulary of 2048, the policy of 1024" in errors[0]
+
+
+def test_a_script_with_its_own_reward_needs_no_reward_functions(plan) -> None:
+    assert plan("reward.functions=[]", roles_with_options={"reward"}).ok
+
+
+def test_sft_ignores_what_only_rollouts_need(plan) -> None:
+    report = plan("algorithm=sft", "rollout.tp=3", "reward.functions=[]", "rollout.max_context=100000")
+    assert report.ok, report.errors
+    assert "engines" not in report.facts and report.memory[0].generation == {}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_sound(recipe: Path, tmp_path: Path) -> None:
+    tree = to_dict(load_config(recipe))
+    if not tree["model"]["hf_config"]:
+        (tmp_path / "config.json").write_text(json.dumps(MOE))
+        tree["model"]["hf_config"] = str(tmp_path / "config.json")
+    else:
+        tree["model"]["hf_config"] = str(ROOT / tree["model"]["hf_config"])
+    config: Config = from_dict(tree)
+    report = validate(config, dry_run=True)
+    assert report.ok, report.errors
+    assert all("is not here; it must be" in line for line in report.warnings), report.warnings
+    assert "the configuration fits together" in render(report)
+
+
+def test_the_cluster_recipes_fit_their_gpus() -> None:
+    for name, gpu, extra in (
+        ("deepseek_v3_671b", 141, []),
+        ("deepseek_v3_671b", 80, ["algorithm=grpo", "rollout.tp=64", "rollout.ep=64"]),
+        ("qwen3_235b", 80, []),
+        ("ppo_gsm8k", 40, []),
+    ):
+        recipe = ROOT / "configs" / f"{name}.yaml"
+        hf = ROOT / load_config(recipe).model.hf_config
+        config = load_config(recipe, [*extra, f"model.hf_config={hf}"])
+        report = validate(config, dry_run=True)
+        assert f"GPUs of {gpu} GB or more" in render(report), (name, extra)
+        # What SGLang is allowed must hold the weights and the cache that are planned.
+        needed = max(sum(stage.generation.values()) for stage in report.memory)
+        assert needed < config.rollout.sglang["mem_fraction_static"] * gpu * 1e9, (name, needed)
+
+
+def test_the_report_shows_every_part(plan) -> None:
+    text = render(plan("parallel.pp=2"))
+    parts = ("actor weights", "actor gradients", "actor optimizer", "critic weights", "activations", "logits")
+    for part in (*parts, "engine weights", "engine KV cache", "reference weights (host)", "stage 1"):
+        assert part in text, part
+    assert "the fullest rank needs" in text
+
+
+def test_as_a_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "--dry-run", "configs/qwen3_235b.yaml"]
+    good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert good.returncode == 0 and "Qwen3MoeForCausalLM" in good.stdout, good.stderr
+    bad = subprocess.run([*command, "parallel.ep=5"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert bad.returncode == 2
+    assert "parallel.ep=5 does not divide the 16 ranks" in bad.stdout + bad.stderr
+    # Nothing was started for it: neither Megatron nor SGLang, nor transformers.
+    heavy = ("megatron.core", "sglang", "transformers")
+    probe = f"import sys, megarl.dry_run; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout

@@ -1,0 +1,117 @@
+"""What a user sees of finished runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from megarl.config import Config
+from megarl.observe.rollout_log import rollout_file, write_rollouts
+from megarl.observe.run_folder import prepare
+from megarl.observe.tracker import Tracker
+from megarl.types import Prompt, Rollout, TrainBatch, Turn
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    prepare(folder, dataclasses.replace(Config(), algorithm="grpo"), resume=False).release()
+    tracker = Tracker(folder, tensorboard=False)
+    tracker.log(0, {"eval/reward_greedy": 0.0, "eval/reward_sampled": 0.25})
+    for step in range(1, 11):
+        times = {"time/generate": 3.0, "time/actor_update": 1.0, "time/step": 6.0}
+        if step == 10:
+            times["time/save"] = 5.0  # a phase that not every step has
+        tracker.log(step, {"rollout/reward_mean": step / 10, **times})
+    tracker.log(10, {"eval/reward_greedy": 0.96875, "eval/reward_sampled": 0.9})
+    return folder
+
+
+def test_report_says_before_after_time_and_files(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool("report").main([str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("grpo", "0.000 -> 0.969", "0.250 -> 0.900", "0.300 -> 0.800", "1.0", str(run_dir / "metrics.jsonl")):
+        assert text in shown, text
+    picture = (run_dir / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_phases_add_up_to_the_step(run_dir: Path) -> None:
+    run = tool("report").load_run(run_dir)
+    assert run.phases() == pytest.approx({"generate": 3.0, "other": 1.5, "actor_update": 1.0, "save": 0.5})
+    assert list(run.phases())[0] == "generate"
+    assert run.minutes() == pytest.approx(1.0)
+
+
+def test_runs_without_evaluation_and_a_plot_elsewhere(run_dir: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text('{"step": 1, "time": 0, "actor/nll": 2.0, "time/step": 1.0}\n')
+    command = [sys.executable, "tools/report.py", str(run_dir), str(bare), "--plot", str(tmp_path / "both.png")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "bare" in done.stdout and (tmp_path / "both.png").is_file()
+
+
+@pytest.mark.parametrize("name", ["gone", "empty"])
+def test_what_is_no_run_is_one_clear_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert tool("report").main([str(tmp_path / name)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and name in error and error.count("\n") == 1
+
+
+@pytest.fixture
+def with_rollouts(tmp_path: Path) -> Path:
+    def rollout(index: int, reward: float) -> Rollout:
+        turns = (Turn((1, 2)), Turn((3, 4, 5), (-0.5, -0.25, 0.0), is_action=True, weight_version=7))
+        return Rollout(Prompt(f"p{index}", (), ground_truth="<b>42</b>"), turns, reward=reward)
+
+    rollouts = [rollout(0, 0.0), rollout(1, 1.0)]
+    batch = TrainBatch.from_rollouts(rollouts)
+    batch = batch.with_(advantages=torch.full((10,), 0.125))
+    texts = {2: "<script>alert(1)</script>", 3: "policy & \x1b[31mred [bold]x[/bold]"}
+    for step in (3, 4):
+        write_rollouts(rollout_file(tmp_path, step), rollouts, batch, lambda ids: texts[len(ids)])
+    return tmp_path
+
+
+def test_rollouts_in_the_terminal(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool("view_rollouts").main([str(with_rollouts), "--best", "--show", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 4: 1 of 2 rollouts" in shown and "prompt p1" in shown and "prompt p0" not in shown
+    for text in ("reward 1", "advantage +0.125", "turn 0: given, masked, 2 tokens", "weights 7, mean log-prob -0.250"):
+        assert text in shown, text
+    assert "policy & \\x1b[31mred [bold]x[/bold]" in shown  # neither the terminal nor the display's markup obeys it
+
+
+def test_rollouts_as_a_page_escape_everything(with_rollouts: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert tool("view_rollouts").main([str(with_rollouts), "--step", "3", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<script>" not in text and "<b>" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and "truth &lt;b&gt;42&lt;/b&gt;" in text
+    assert text.count('<pre class="written">') == 2 and text.count('<pre class="given">') == 2
+
+
+def test_a_step_that_was_not_recorded_is_named(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool("view_rollouts").main([str(with_rollouts), "--step", "9"]) == 1
+    assert "no rollouts of step 9; it has steps 3 to 4" in capsys.readouterr().err
