@@ -94,13 +94,14 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
     parallel, rollout, run = config.parallel, config.rollout, config.run
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
     counts, experts = param_count(hf), settings.get("num_moe_experts")
+    critic_counts = counts if critic_hf is hf or critic_hf is None else param_count(critic_hf)
     here = min(parallel.world_size, parallel.ranks_per_node)
     expert_dp = parallel.world_size // (parallel.ep * parallel.pp)
     layers = [len(stage) for stage in stage_layers(int(settings["num_layers"]), parallel.pp, settings)]
     model = [
         ("architecture", family_of(hf).architecture),
         ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
-        ("critic", "none" if critic_hf is None else _count(sum(param_count(critic_hf).values()))),
+        ("critic", "none" if critic_hf is None else _count(sum(critic_counts.values()))),
     ]
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),

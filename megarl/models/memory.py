@@ -59,7 +59,8 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
     tables = {"actor": (params, settings)}
     if critic_hf is not None:
         critic_settings = {**family_of(critic_hf).megatron_config(critic_hf), **config.model.megatron}
-        tables["critic"] = (critic_params(critic_hf, parallel.tp), critic_settings)
+        table = params if critic_hf is hf else family_of(critic_hf).params(critic_hf, parallel.tp)
+        tables["critic"] = (critic_params(table, int(critic_hf["hidden_size"])), critic_settings)
     models = {}
     for role, (table, shape) in tables.items():
         layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape)
@@ -137,11 +138,10 @@ def _uneven_remedy(num_layers: int, pp: int) -> str:
     return f"set parallel.pp to one of {fits}"
 
 
-def critic_params(hf: HFConfig, tp: int) -> list[Param]:
-    """The table with a head of one value in place of the output layer."""
-    table = [param for param in family_of(hf).params(hf, tp) if param.megatron != "output_layer.weight"]
-    head = HFTensor("score.weight", (1, int(hf["hidden_size"])))
-    return [*table, Param("output_layer.weight", (head,), Replicated())]
+def critic_params(policy: Sequence[Param], hidden: int) -> list[Param]:
+    """A policy's table with a head of one value in place of the output layer."""
+    head = Param("output_layer.weight", (HFTensor("score.weight", (1, hidden)),), Replicated())
+    return [*(param for param in policy if param.megatron != head.megatron), head]
 
 
 def stage_elements(params: Sequence[Param], tp: int, ep: int, stages: Sequence[range]) -> list[tuple[int, int]]:

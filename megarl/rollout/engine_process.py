@@ -11,6 +11,7 @@ status is the server's.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -38,19 +39,30 @@ def _children() -> list[int]:
         return [int(pid) for pid in listing.read().split()]
 
 
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as command:
+            return b"resource_tracker" in command.read()
+    except OSError:
+        return False
+
+
 def _end_all() -> None:
-    """Kill the children, and theirs as they arrive here, until none is left."""
+    """Kill the children, and theirs as they arrive here, until none is left.
+
+    Python's resource trackers are given a moment: they end by themselves after the others, and only they remove the
+    semaphores that the others leave in shared memory.
+    """
+    grace = time.monotonic() + 5.0
     while children := _children():
         for pid in children:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
+            if time.monotonic() > grace or not _is_tracker(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        for _ in children:
-            try:
-                os.waitpid(-1, 0)
-            except ChildProcessError:
-                break
+        time.sleep(0.01)
 
 
 def main() -> int:

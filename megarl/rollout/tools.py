@@ -48,7 +48,7 @@ calculator = Tool(
             "description": "Evaluates an arithmetic expression.",
             "parameters": {
                 "type": "object",
-                "properties": {"expression": {"type": "string", "description": "such as (12 + 7) * 3"}},
+                "properties": {"expression": {"type": "string"}},
                 "required": ["expression"],
             },
         },

@@ -74,7 +74,7 @@ def test_elements_are_those_of_transformers(transformers_models: ModuleType, nam
     model = getattr(transformers_models, f"{name}ForCausalLM")(getattr(transformers_models, f"{name}Config")(**values))
     layers = [range(hf["num_hidden_layers"])]
     assert sum(stage_elements(family_of(hf).params(hf, 1), 1, 1, layers)[0]) == model.num_parameters()
-    critic = sum(stage_elements(critic_params(hf, 1), 1, 1, layers)[0])
+    critic = sum(stage_elements(critic_params(family_of(hf).params(hf, 1), 64), 1, 1, layers)[0])
     head = 0 if hf["tie_word_embeddings"] else 1024 * 64
     assert critic == model.num_parameters() - head + 64
 
