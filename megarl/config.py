@@ -30,7 +30,7 @@ class RunConfig:
     num_rollout: int = 100
     """Steps of the loop; each generates one batch of rollouts."""
     num_update: int = 1
-    """Optimizer steps per rollout batch. Must be a multiple of `run.epochs`: each epoch is cut into equal mini-batches."""
+    """Optimizer steps per rollout batch, a multiple of `run.epochs`: each epoch is cut into equal mini-batches."""
     epochs: int = 1
     """Passes over each rollout batch."""
     resume: Literal["never", "auto"] = "never"
@@ -52,7 +52,7 @@ class ModelConfig:
     path: str = ""
     """HF folder of the policy: config.json, safetensors, tokenizer."""
     hf_config: str = ""
-    """config.json to validate with instead of the one in `model.path`; for `--dry-run` where the weights are not at hand."""
+    """config.json to use in a `--dry-run` where the folder `model.path` is not at hand."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations. Master weights and optimizer states are always fp32."""
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     world_size: int = 1
-    """Ranks of the whole job. `torchrun` must start this many; without `torchrun`, one node's worth is started for you."""
+    """Ranks of the whole job. `torchrun` must start this many; without it they are started for you, on one machine."""
     ranks_per_node: int = 8
     """Ranks on one machine."""
     tp: int = 1
@@ -104,7 +104,7 @@ class RolloutConfig:
     start_timeout: float = 600.0
     """Seconds that an engine may take to start."""
     replay: str = ""
-    """A run folder whose recorded rollouts are used instead of generating, step by step; for debugging and exact repeats."""
+    """A run folder whose recorded rollouts are used instead of generating: for debugging and exact repeats."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by its own names."""
 
@@ -186,7 +186,7 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class CriticConfig:
     path: str = ""
-    """HF folder that the critic starts from; empty for `model.path`. Its value head starts at zero unless the folder has one."""
+    """HF folder that the critic starts from; empty for `model.path`. Without a head in it, its head starts at zero."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """As `actor_optimizer`."""
     warmup_rollouts: int = 0
@@ -323,7 +323,8 @@ def _build(cls: Any, tree: Any, where: str) -> Any:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             everywhere = [name for name, _ in describe_keys() if name.split(".")[-1] == key]
-            hint = f"; did you mean {where}{near[0]}?" if near else f"; did you mean {everywhere[0]}?" if everywhere else ""
+            nearest = f"{where}{near[0]}" if near else everywhere[0] if everywhere else ""
+            hint = f"; did you mean {nearest}?" if nearest else ""
             raise ConfigError(f"unknown key {where}{key}{hint} (known here: {', '.join(known)})")
         values[key] = _convert(value, hints[key], f"{where}{key}")
     return cls(**values)

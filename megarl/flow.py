@@ -44,7 +44,7 @@ WORKERS: dict[str, Callable[..., Worker]] = {
 }
 
 REQUEUE_EXIT_CODE = 85
-"""Exit status of a run that was asked to stop (SIGUSR1 or SIGTERM) and saved itself: start it again with resume=auto."""
+"""Exit status of a run that was asked to stop (SIGUSR1, SIGTERM) and saved itself: go on with run.resume=auto."""
 
 
 class HybridFlow:
@@ -106,12 +106,12 @@ class HybridFlow:
                 ranks.shutdown()
 
     def load_prompts(self, path: str) -> list[Prompt]:
-        """Read and render prompts; those that leave no room for an answer are dropped, with a line that says how many."""
+        """Read and render prompts; those that leave no room for an answer are dropped, and a line says how many."""
         data = self.config.data
         prompts = read_prompts(path, data.prompt_key, data.label_key)
         kept, dropped = render_prompts(prompts, self.chat.render, self.config.rollout.max_context - 1)
         if dropped:
-            self.log.say(f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context and are left out")
+            self.log.say(f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out")
         return kept
 
     # --- the loop ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
     parser.add_argument("--keys", action="store_true", help="list every configuration key with its default")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.keys:
         for name, default in describe_keys():
             print(f"{name} = {default!r}")
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
-    """Check the configuration, then run this program as `world_size` ranks on this machine; returns their exit status."""
+    """Check the configuration, then run this program as all ranks on this machine; returns their exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -1,4 +1,4 @@
-"""A Megatron model with its optimizer and scheduler, to and from a folder, through Megatron's distributed checkpointing."""
+"""A Megatron model with its optimizer and scheduler, to and from a folder: Megatron's distributed checkpoints."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ class GRPOController(Controller):
         flow.rollout.sleep()
         batch = TrainBatch.from_rollouts(rollouts)
         policy = flow.actor.forward(batch)
+        assert policy.logprobs is not None
         batch = batch.with_(old_logprobs=policy.logprobs)
         metrics = sampling_metrics(batch, policy)
         if config.kl.place != "none":
@@ -47,7 +48,7 @@ class GRPOController(Controller):
         kl_mean = 0.0
         score = batch.sequence_reward
         if batch.ref_logprobs is not None:
-            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, config.kl.estimator, batch.loss_mask)
+            kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.estimator, batch.loss_mask)
             kl_mean = float(kl.sum() / batch.loss_mask.sum().clamp(min=1))
             if config.kl.place == "reward":
                 per_sequence = torch.zeros_like(score).index_add(0, batch.sequence_ids, kl)

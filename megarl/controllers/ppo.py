@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with a critic (arXiv:1707.06347), token by token, KL to the reference in the reward or in the loss."""
+"""Proximal policy optimisation with a critic (arXiv:1707.06347), token by token."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class PPOController(Controller):
         flow.rollout.sleep()
         batch = TrainBatch.from_rollouts(rollouts)
         policy = flow.actor.forward(batch)
+        assert policy.logprobs is not None
         values, mask = flow.critic.values(batch), batch.loss_mask
         batch = batch.with_(old_logprobs=policy.logprobs)
         metrics = sampling_metrics(batch, policy)
@@ -48,7 +49,7 @@ class PPOController(Controller):
         kl_mean = 0.0
         penalty = None
         if batch.ref_logprobs is not None:
-            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, config.kl.estimator, mask)
+            kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.estimator, mask)
             kl_mean = float(kl.sum() / mask.sum().clamp(min=1))
             penalty = kl if config.kl.place == "reward" else None
         rewards = token_rewards(batch.sequence_reward, batch.cu_seqlens, mask, penalty, self.kl.coef)
@@ -63,6 +64,7 @@ class PPOController(Controller):
             return policy_loss(output, part, config, self.kl.coef)
 
         def critic_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+            assert output.values is not None and part.values is not None and part.returns is not None
             return value_loss(output.values, part.values, part.returns, part.loss_mask, config.loss.value_clip)
 
         means = MeanOf()

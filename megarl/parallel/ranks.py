@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -59,14 +61,17 @@ def _nearest_multiples(value: int, of: int) -> str:
 
 
 def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
-    """Join the process group that torchrun described in the environment and build Megatron's groups. Once per process."""
+    """Join the process group that torchrun describes in the environment; build Megatron's. Once per process."""
     global _host_group
     check_layout(parallel)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
-        raise ConfigError(f"{world} ranks were started but parallel.world_size={parallel.world_size}; start as many as that")
-    import megarl.megatron  # noqa: F401  fits Megatron-Core to a machine without GPU before it is imported
-    from megatron.core import parallel_state, tensor_parallel
+        raise ConfigError(
+            f"{world} ranks were started but parallel.world_size={parallel.world_size}: start as many, for example "
+            f"with torchrun --nproc-per-node {parallel.world_size}"
+        )
+    import megarl.megatron  # noqa: F401  isort: skip  fits Megatron-Core to a machine without GPU, so it comes first
+    from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
     device.select()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -104,6 +109,28 @@ def host_group() -> dist.ProcessGroup:
     if _host_group is None:
         raise RuntimeError("megarl.parallel.ranks.initialize has not run")
     return _host_group
+
+
+def new_host_group(members: Iterable[int]) -> dist.ProcessGroup:
+    """A gloo group of some ranks; collective over all ranks."""
+    return dist.new_group(list(members), backend="gloo")
+
+
+def own_address() -> str:
+    """This machine's address as the others of the job see it: that of the interface towards MASTER_ADDR.
+
+    Not the host name's, which may be that of another interface, or the same on two nodes.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # UDP: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def all_gather_objects(value: Any) -> list[Any]:

@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,26 @@ _OF_TORCHRUN = re.compile(
 def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """What the engine may inherit. With torchrun's variables its ranks would wait for a store that torchrun keeps."""
     return {name: value for name, value in environment.items() if not _OF_TORCHRUN.match(name)}
+
+
+Collect = Callable[[str], list[str]]
+"""Collective over an engine's ranks: this rank's payload in; on the lead rank all payloads, in rank order, out."""
+
+
+def contribute(buckets: Iterable[NamedTensors], collect: Collect) -> None:
+    """What the engine's other ranks do while the lead rank pushes: each packs its own copy, for its own neighbour.
+
+    Memory can be handed over within a machine only, and on a GPU within the device, so every tensor parallel rank of
+    the engine is served by the trainer's rank beside it.
+    """
+    for bucket in weights.with_partners(buckets):
+        flat = weights.flatten(bucket)  # lives until the next collect, which the lead rank enters when it has been read
+        collect(_packed(flat))
+
+
+def _packed(tensors: NamedTensors) -> str:
+    platform = engine_cuda if device.has_cuda() else engine_cpu
+    return base64.b64encode(platform.pack(tensors)).decode()
 
 
 class EngineError(RuntimeError):
@@ -190,32 +210,47 @@ class Engine:
         if not self.usable:
             raise EngineError(f"engine {self.index} has no whole set of weights; push them first")
 
-    def push(self, buckets: Iterable[NamedTensors], version: int) -> None:
+    def push(self, buckets: Iterable[NamedTensors], version: int, collect: Collect | None = None) -> None:
         """Replace the engine's weights by those of `buckets`, lists of (HF name, full tensor), and number them.
 
-        Any failure leaves the engine unusable until a push succeeds, and raises EngineError: the engine refuses, a
-        tensor of the model's folder is missing or one is unknown, or the engine holds other bytes than were sent.
+        collect: brings together what each of the engine's ranks has packed, see `contribute`; without it this rank's
+        tensors serve all of them. Any failure leaves the engine unusable until a push succeeds, and raises
+        EngineError: the engine refuses, a tensor of the model's folder is missing or one is unknown, or the engine
+        holds other bytes than were sent. The buckets are read to their end in any case, for others may read along.
         """
         self.usable = False
-        self._call("/begin_weight_update")
         probes: dict[str, str] = {}
         names: list[str] = []
+        failure: EngineError | None = None
+        begun = False
         try:
             for bucket in weights.with_partners(buckets):
-                self._refuse(weights.misfit(bucket, self._checkpoint), version)
                 flat = weights.flatten(bucket)
+                if collect is None:
+                    payload = [_packed(flat) for _ in range(self.config.rollout.tp)]
+                else:
+                    payload = collect(_packed(flat))
+                if failure is not None:
+                    continue
+                try:
+                    if not begun:
+                        self._call("/begin_weight_update")
+                        begun = True
+                    self._refuse(weights.misfit(flat, self._checkpoint), version)
+                    self._call(
+                        "/update_weights_from_tensor",
+                        {"serialized_named_tensors": payload, "flush_cache": False, "weight_version": str(version)},
+                    )
+                except EngineError as error:
+                    failure = error
                 names += [name for name, _ in flat]
                 probes.update({name: weights.checksum(tensor) for name, tensor in flat if self._is_probe(name, tensor)})
-                payload = [self._packed(flat) for _ in range(self.config.rollout.tp)]
-                self._call(
-                    "/update_weights_from_tensor",
-                    {"serialized_named_tensors": payload, "flush_cache": False, "weight_version": str(version)},
-                )
-        except BaseException:
-            with contextlib.suppress(EngineError):  # the first failure is the one to tell
-                self._call("/end_weight_update")
-            raise
-        self._call("/end_weight_update")
+        finally:
+            if begun:
+                with contextlib.suppress(EngineError):  # the first failure is the one to tell; _verify sees to the rest
+                    self._call("/end_weight_update")
+        if failure is not None:
+            raise failure
         self._call("/flush_cache")
         self._refuse(weights.missing(names, self._checkpoint, self._num_layers), version)
         self._verify(probes, version)
@@ -224,9 +259,6 @@ class Engine:
     def _refuse(self, reason: str, version: int) -> None:
         if reason:
             raise EngineError(f"the push of version {version} to engine {self.index} does not fit the model: {reason}")
-
-    def _packed(self, tensors: NamedTensors) -> str:
-        return base64.b64encode(self._platform.pack(tensors)).decode()
 
     def _verify(self, probes: dict[str, str], version: int) -> None:
         """Compare the engine's own checksums of the norms, which it keeps whole and as they came, with what was sent.

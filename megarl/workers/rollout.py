@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from megarl.config import ConfigError
 from megarl.observe.rollout_log import read_rollouts, rollout_file
-from megarl.parallel.ranks import all_gather_objects
+from megarl.parallel import ranks
 from megarl.reshard.gather import buckets
-from megarl.rollout.engine import Engine
+from megarl.rollout.engine import Engine, contribute
 from megarl.rollout.multi_turn import generate_rollouts
 from megarl.types import Prompt, Rollout
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 
 PUSH_BUCKET_BYTES = 512 << 20
+Result = TypeVar("Result")
 
 
 class RolloutWorker(Worker):
-    """world_size / rollout.tp engines; ranks e * tp ... (e + 1) * tp - 1 belong to engine e, the first of them leads it.
+    """world_size / rollout.tp engines; ranks e * tp ... (e + 1) * tp - 1 belong to engine e, and the first leads it.
 
-    With `rollout.replay` there are no engines: `generate` reads the rollouts that another run recorded.
+    An engine across machines has processes on each, started by the first of its ranks there. With `rollout.replay`
+    there are no engines: `generate` reads the rollouts that another run recorded.
     """
 
     step = 0
@@ -28,62 +33,60 @@ class RolloutWorker(Worker):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        rollout, parallel = self.config.rollout, self.config.parallel
-        if rollout.tp > parallel.ranks_per_node:
-            raise ConfigError(
-                f"rollout.tp={rollout.tp} is more than parallel.ranks_per_node={parallel.ranks_per_node}: weights are "
-                "handed to an engine through memory of its own machine, so an engine must fit on one"
-            )
+        tp, here = self.config.rollout.tp, self.config.parallel.ranks_per_node
+        self.engines = self.ranks.world // tp
+        self.engine_index, self.position = divmod(self.ranks.rank, tp)
+        self.lead_rank = self.engine_index * tp
+        self.groups = [ranks.new_host_group(range(e * tp, (e + 1) * tp)) for e in range(self.engines)]
         self.engine: Engine | None = None
-        self.engines = self.ranks.world // rollout.tp
-        self.engine_index, position = divmod(self.ranks.rank, rollout.tp)
-        self.leads = position == 0 and not rollout.replay
-        self.version = 0
+        if self.config.rollout.replay:
+            return
+        addresses = ranks.all_gather_objects(f"{ranks.own_address()}:{ranks.free_port()}")
+        if self.position % min(tp, here) == 0:
+            self.engine = Engine(
+                self.config,
+                self.engine_index,
+                engines_here=max(1, min(self.ranks.world, here) // tp),
+                first_device=self.ranks.local_rank,
+                nnodes=-(-tp // here),
+                node_rank=self.position // here,
+                dist_init_addr=addresses[self.lead_rank] if tp > here else "",
+            )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its engine."""
+        return self.position == 0 and self.engine is not None
 
     def start(self) -> None:
-        if self.leads:
-            tp = self.config.rollout.tp
-            engines_here = max(1, min(self.ranks.world, self.config.parallel.ranks_per_node) // tp)
-            self.engine = Engine(
-                self.config, self.engine_index, engines_here, first_device=self.ranks.local_rank
-            )
+        if self.engine is not None:
             self.engine.start()
 
     def ready(self) -> None:
         with self.clock.phase("engine_start"):
-            error = ""
-            if self.engine is not None:
-                try:
-                    self.engine.wait_ready()
-                except RuntimeError as failure:
-                    error = str(failure)
-            _raise_anywhere(error)
+            _on_any(self.engine, Engine.wait_ready)
 
     def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> list[Rollout]:
-        """`samples` conversations for each prompt, those of a prompt next to each other; the same list on every rank."""
+        """`samples` conversations of each prompt, next to each other; the same list on every rank."""
         config = self.config
         with self.clock.phase("generate"):
             if config.rollout.replay:
                 return self._replayed()
-            error, mine = "", []
-            if self.engine is not None:
-                first = len(prompts) * self.engine_index // self.engines
-                end = len(prompts) * (self.engine_index + 1) // self.engines
-                try:
-                    mine = generate_rollouts(
-                        prompts[first:end],
-                        self.engine,
-                        self.context.chat,
-                        config.rollout,
-                        samples=samples,
-                        greedy=greedy,
-                        seed=config.run.seed * 1_000_003 + self.step,
-                        first_group=first,
-                    )
-                except RuntimeError as failure:
-                    error = str(failure)
-            _raise_anywhere(error)
-            return [rollout for share in all_gather_objects(mine) for rollout in share]
+            first = len(prompts) * self.engine_index // self.engines
+            end = len(prompts) * (self.engine_index + 1) // self.engines
+            mine = self._on_leads(
+                lambda engine: generate_rollouts(
+                    prompts[first:end],
+                    engine,
+                    self.context.chat,
+                    config.rollout,
+                    samples=samples,
+                    greedy=greedy,
+                    seed=config.run.seed * 1_000_003 + self.step,
+                    first_group=first,
+                )
+            )
+            return [rollout for share in ranks.all_gather_objects(mine or []) for rollout in share]
 
     def update_weights(self, actor: ActorWorker) -> None:
         """Give every engine the actor's weights under the next version number; all ranks take part."""
@@ -91,34 +94,44 @@ class RolloutWorker(Worker):
             self.version = self.step
             if self.config.rollout.replay:
                 return
-            error = ""
+            self._on_leads(Engine.wake)
             stream = buckets(actor.hf_tensors(), PUSH_BUCKET_BYTES)
-            if self.engine is not None:
-                try:
-                    self.engine.wake()
-                    self.engine.push(stream, self.version)
-                except RuntimeError as failure:
-                    error = str(failure)
-            for _ in stream:  # the gather is collective: ranks without an engine, or with a failed one, go along
-                pass
-            _raise_anywhere(error)
+            if not self.leads:
+                contribute(stream, self._collect)
+            self._on_leads(lambda engine: engine.push(stream, self.version, self._collect))
+
+    def _collect(self, payload: str) -> list[str]:
+        """Of the ranks of this engine, on its lead rank; see `rollout.engine.Collect`."""
+        payloads: list[str] = [""] * self.config.rollout.tp
+        own = self.groups[self.engine_index]
+        dist.gather_object(payload, payloads if self.position == 0 else None, dst=self.lead_rank, group=own)
+        return payloads
 
     def sleep(self) -> None:
         """Leave the device to training."""
-        if self.engine is not None:
-            with self.clock.phase("sleep"):
-                self.engine.sleep()
+        with self.clock.phase("sleep"):
+            self._on_leads(Engine.sleep)
 
     def close(self) -> None:
         if self.engine is not None:
             self.engine.shutdown()
 
+    def _on_leads(self, work: Callable[[Engine], Result]) -> Result | None:
+        return _on_any(self.engine if self.leads else None, work)
+
     def _replayed(self) -> list[Rollout]:
         return read_rollouts(rollout_file(self.config.rollout.replay, self.step))
 
 
-def _raise_anywhere(error: str) -> None:
-    """An engine's failure is raised on every rank, so that none waits for the others."""
-    errors = [text for text in all_gather_objects(error) if text]
+def _on_any(engine: Engine | None, work: Callable[[Engine], Result]) -> Result | None:
+    """Do it where there is an engine. A failure is raised on every rank, so that none waits for the others."""
+    error, result = "", None
+    if engine is not None:
+        try:
+            result = work(engine)
+        except RuntimeError as failure:
+            error = str(failure)
+    errors = [text for text in ranks.all_gather_objects(error) if text]
     if errors:
         raise ConfigError(errors[0])
+    return result

@@ -1,4 +1,4 @@
-"""PPO and GRPO as written in `controllers/`, with roles that are a table of logits: the algorithm alone, in a second."""
+"""PPO and GRPO as written in `controllers/`, with a table of logits for all roles: the algorithm alone, in a second."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class TableFlow:
         import dataclasses
 
         self.calls.append("score")
-        return [dataclasses.replace(r, reward=float((r.token_ids[1] == 1) + (r.token_ids[2] == 4)) / 2) for r in rollouts]
+        right = [(r.token_ids[1] == 1) + (r.token_ids[2] == 4) for r in rollouts]
+        return [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts, right, strict=True)]
 
     def sleep(self) -> None:
         self.calls.append("sleep")
