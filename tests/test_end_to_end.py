@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.observe.rollout_log import read_rollouts
+from megarl.rollout import cpu_torchvision
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,7 +30,9 @@ SMALL = [
     "data.prompts_per_step=4",
     "rollout.samples_per_prompt=4",
     "track.progress=false",
+    "reward.functions=[sum_reward:even]",
 ]
+ENVIRONMENT = dict(os.environ, PYTHONPATH=str(ROOT / "tests"), OMP_NUM_THREADS="1")
 
 
 def train(folder: Path, run_dir: Path, *overrides: str, config: str = "configs/quickstart.yaml") -> str:
@@ -40,7 +43,7 @@ def train(folder: Path, run_dir: Path, *overrides: str, config: str = "configs/q
         f"run.dir={run_dir}",
     ]
     command = [sys.executable, "-m", "megarl.train", config, *paths, *SMALL, *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=dict(os.environ))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -84,6 +87,7 @@ def test_rollouts_are_on_disk_with_weight_versions(ppo_run: Path) -> None:
 
 
 def test_export_loads_in_transformers_and_holds_the_last_weights(ppo_run: Path, folder: Path) -> None:
+    cpu_torchvision.install()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(ppo_run / "export", dtype=torch.float32)
@@ -128,7 +132,12 @@ def test_the_hello_script(folder: Path, tmp_path: Path) -> None:
         *SMALL[1:],
     ]
     done = subprocess.run(
-        [*command, "launch/ppo_hello.py", *overrides], cwd=ROOT, capture_output=True, text=True, timeout=500
+        [*command, "launch/ppo_hello.py", *overrides],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "reward" in done.stdout

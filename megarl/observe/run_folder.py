@@ -14,7 +14,15 @@ import yaml
 
 from megarl.config import Config, ConfigError, to_dict
 
-MAY_DIFFER = ("run.resume", "run.dir", "run.timeout_s", "run.keep_checkpoints", "track.", "rollout.start_timeout")
+MAY_DIFFER = (
+    "run.resume",
+    "run.dir",
+    "run.timeout_s",
+    "run.keep_checkpoints",
+    "track.",
+    "rollout.start_timeout",
+    "rollout.replay",
+)
 """Keys, and beginnings of keys, that a resumed run may change: they do not touch what is computed."""
 
 RESULTS = ("metrics.jsonl", "rollouts", "checkpoints", "export")

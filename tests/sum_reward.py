@@ -1,0 +1,9 @@
+"""A reward that an untrained model gets half of the time: whether the ids that it wrote sum to an even number."""
+
+from __future__ import annotations
+
+from megarl.types import Rollout
+
+
+def even(rollout: Rollout) -> float:
+    return float(sum(token for turn in rollout.turns if turn.is_action for token in turn.token_ids) % 2 == 0)
