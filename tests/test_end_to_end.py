@@ -123,13 +123,15 @@ def test_grpo_by_one_key(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
     assert "actor/ppo_kl" in row and not any(name.startswith("critic/") for name in row)
 
 
-def test_the_hello_script(folder: Path, tmp_path: Path) -> None:
+def test_the_hello_script_with_one_engine_over_two_nodes(folder: Path, tmp_path: Path) -> None:
+    """`ranks_per_node=1` makes two nodes of this machine, and the engine's two tensor parallel ranks one on each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     overrides = [
         f"model.path={folder}/model",
         f"data.train={folder}/train.jsonl",
         f"run.dir={tmp_path}/hello",
-        *SMALL[1:],
+        *SMALL[2:],
+        *("parallel.ranks_per_node=1", "rollout.tp=2", "rollout.max_new_tokens=8", "rollout.max_turns=2"),
     ]
     done = subprocess.run(
         [*command, "launch/ppo_hello.py", *overrides],
@@ -141,4 +143,7 @@ def test_the_hello_script(folder: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "reward" in done.stdout
-    assert [row["step"] for row in metrics_of(tmp_path / "hello")] == [1, 2, 3]
+    rows = metrics_of(tmp_path / "hello")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4
+    assert {path.stem for path in (tmp_path / "hello" / "logs").glob("*.log")} == {"engine_0_node_0", "engine_0_node_1"}

@@ -104,7 +104,8 @@ class Engine:
         """Whether it may generate: it is ready, and no push has failed since the last whole one."""
         self.tool_call_marker = ""
         """Text by which SGLang's parser knows a tool call; empty where the parser has none."""
-        self.log = Path(config.run.dir, "logs", f"engine_{index}.log")
+        node = f"_node_{node_rank}" if nnodes > 1 else ""
+        self.log = Path(config.run.dir, "logs", f"engine_{index}{node}.log")
         self._platform = engine_cuda if device.has_cuda() else engine_cpu
         self._process: subprocess.Popen[bytes] | None = None
         self._asleep = False
