@@ -353,6 +353,8 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
         if not isinstance(value, dict):
             raise ConfigError(f"{name} must be a mapping, not {value!r}")
         return dict(value)
+    if kind is str and value is None:
+        return ""  # `data.eval=` on the command line
     if kind is float:
         value = _number(value)
         if isinstance(value, bool) or not isinstance(value, int | float):

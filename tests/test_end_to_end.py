@@ -130,7 +130,7 @@ def test_the_hello_script_with_one_engine_over_two_nodes(folder: Path, tmp_path:
         f"model.path={folder}/model",
         f"data.train={folder}/train.jsonl",
         f"run.dir={tmp_path}/hello",
-        *SMALL[2:],
+        *SMALL[1:],
         *("parallel.ranks_per_node=1", "rollout.tp=2", "rollout.max_new_tokens=8", "rollout.max_turns=2"),
     ]
     done = subprocess.run(

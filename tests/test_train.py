@@ -1,0 +1,97 @@
+"""The command line: what a user's mistake prints, and that nothing was started or written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.train import main
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """An HF folder that is complete as far as can be seen without reading weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((ROOT / "configs" / "models" / "qwen3_235b.json").read_text())
+    config |= {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def prompts(tmp_path: Path, line: str = '{"prompt": "What is 1+1?", "ground_truth": 2}') -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(line + "\n" if line else "")
+    return file
+
+
+CASES = {
+    "misspelt key": (["rollout.max_turn=3"], ["unknown key rollout.max_turn", "rollout.max_turns"]),
+    "key of another section": (["run.max_turns=3"], ["unknown key run.max_turns", "rollout.max_turns"]),
+    "wrong type": (["rollout.max_turns=many"], ["rollout.max_turns must be of type int", "'many'"]),
+    "unknown choice": (["algorithm=gppo"], ["algorithm must be one of ppo, grpo, sft"]),
+    "no override": (["nonsense"], ["'nonsense' is not of the form key=value"]),
+    "layout and world": (["parallel.tp=3"], ["world_size=2 is not a multiple of", "3"]),
+    "layout and model": (
+        ["parallel.world_size=3", "parallel.ranks_per_node=3", "parallel.tp=3", "parallel.ep=1"],
+        ["num_key_value_heads=2", "tensor parallel size 3"],
+    ),
+    "missing model folder": (["model.path=nowhere"], ["nowhere"]),
+    "missing data": (["data.train=nowhere.jsonl"], ["data.train", "nowhere.jsonl"]),
+    "unknown reward": (["reward.functions=[megarl.rewards.gsm8k:gold]"], ["gold"]),
+    "unknown tool": (["rollout.tools=[megarl.rollout.tools:slide_rule]"], ["slide_rule"]),
+    "unknown name for Megatron": (["model.megatron.moe_router_topq=3"], ["moe_router_topq", "moe_router_topk"]),
+    "unknown name for SGLang": (["rollout.sglang.max_total_token=3"], ["max_total_token", "max_total_tokens"]),
+    "more machines than one": (["parallel.world_size=16", "parallel.ranks_per_node=8"], ["slurm/ppo_moe.sh"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_one_clear_line(
+    name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, expected = CASES[name]
+    run_dir = tmp_path / "run"
+    given = [f"model.path={model}", f"data.train={prompts(tmp_path)}", f"run.dir={run_dir}", "run.eval_every=0"]
+    status = main([QUICKSTART, *given, "data.eval=", *overrides])
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
+    for text in expected:
+        assert text in captured.err
+    assert not run_dir.exists()
+
+
+def test_an_unknown_architecture_names_the_known_ones(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    assert main([QUICKSTART, f"model.path={model}", f"data.train={prompts(tmp_path)}", "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
+    assert "MambaForCausalLM" in text and "Qwen3MoeForCausalLM" in text and "DeepseekV3ForCausalLM" in text
+
+
+def test_a_dry_run_of_a_whole_configuration_starts_nothing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    given = [f"model.path={model}", f"data.train={prompts(tmp_path)}", f"run.dir={run_dir}", "data.eval="]
+    assert main([QUICKSTART, "--dry-run", *given, "run.eval_every=0"]) == 0
+    assert "the configuration fits together" in capsys.readouterr().out
+    assert not run_dir.exists()
+
+
+def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--keys"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "rollout.max_turns = 5" in lines and len(lines) < 90
