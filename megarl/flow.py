@@ -156,6 +156,7 @@ class HybridFlow:
         return metrics
 
     def _for_step(self) -> None:
+        """Tell the roles whose doing depends on it which step it is."""
         if hasattr(self, "rollout"):
             self.rollout.step = self.step
 
@@ -201,7 +202,8 @@ class HybridFlow:
             worker.start()
         items = self.controller.items(self)
         self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
-        has_eval = bool(config.data.eval and run.eval_every and hasattr(self, "rollout"))
+        generates = hasattr(self, "rollout") and not config.rollout.replay
+        has_eval = bool(config.data.eval and run.eval_every and generates)
         self.eval_prompts = self.load_prompts(config.data.eval) if has_eval else []
         for worker in self.workers:
             worker.ready()
@@ -235,6 +237,7 @@ class HybridFlow:
         self.step = host["step"]
         self.loader.load_state_dict(host["loader"])
         self.controller.load_state_dict(host["controller"])
+        self._for_step()
         if hasattr(self, "rollout"):
             self.rollout.update_weights(self.actor)
         self.log.say(f"resumed from {folder} after step {self.step}")
