@@ -7,3 +7,8 @@ from megarl.types import Rollout
 
 def even(rollout: Rollout) -> float:
     return float(sum(token for turn in rollout.turns if turn.is_action for token in turn.token_ids) % 2 == 0)
+
+
+def broken(rollout: Rollout) -> float:
+    """A reward with a mistake in it."""
+    return 1.0 / len(rollout.prompt.id[:0])

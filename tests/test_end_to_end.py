@@ -35,17 +35,20 @@ SMALL = [
 ENVIRONMENT = dict(os.environ, PYTHONPATH=str(ROOT / "tests"), OMP_NUM_THREADS="1")
 
 
-def train(folder: Path, run_dir: Path, *overrides: str, config: str = "configs/quickstart.yaml") -> str:
+def start(folder: Path, run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     paths = [
         f"model.path={folder}/model",
         f"data.train={folder}/train.jsonl",
         f"data.eval={folder}/eval.jsonl",
         f"run.dir={run_dir}",
     ]
-    command = [sys.executable, "-m", "megarl.train", config, *paths, *SMALL, *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=ENVIRONMENT)
+    command = [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *paths, *SMALL, *overrides]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=ENVIRONMENT)
+
+
+def train(folder: Path, run_dir: Path, *overrides: str) -> None:
+    done = start(folder, run_dir, *overrides)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -121,6 +124,14 @@ def test_grpo_by_one_key(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
     train(folder, tmp_path / "grpo", "algorithm=grpo", f"rollout.replay={ppo_run}", "run.num_rollout=1")
     (row,) = metrics_of(tmp_path / "grpo")
     assert "actor/ppo_kl" in row and not any(name.startswith("critic/") for name in row)
+
+
+def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
+    done = start(folder, tmp_path / "run", "reward.functions=[sum_reward:broken]", f"rollout.replay={ppo_run}")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: reward function broken on the sample") and "ZeroDivisionError" in line
+    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 
 def test_the_hello_script_with_one_engine_over_two_nodes(folder: Path, tmp_path: Path) -> None:
