@@ -55,11 +55,15 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def make_folder(target: Path, family: str) -> Path:
+    command = [sys.executable, "tools/make_quickstart.py", str(target), "--family", family]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return target
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("quickstart") / "q"
-    subprocess.run([sys.executable, "tools/make_quickstart.py", str(target)], cwd=ROOT, check=True, capture_output=True)
-    return target
+    return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +138,9 @@ def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path,
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 
-def test_the_hello_script_with_one_engine_over_two_nodes(folder: Path, tmp_path: Path) -> None:
+def test_the_hello_script_with_deepseek_and_one_engine_over_two_nodes(tmp_path: Path) -> None:
     """`ranks_per_node=1` makes two nodes of this machine, and the engine's two tensor parallel ranks one on each."""
+    folder = make_folder(tmp_path / "deepseek", "deepseek_v3")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     overrides = [
         f"model.path={folder}/model",
