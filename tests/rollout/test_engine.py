@@ -208,6 +208,8 @@ def test_no_process_outlives_the_rank(tmp_path: Path, victim: str, how: signal.S
         [sys.executable, "-W", "ignore", str(script), str(model), str(tmp_path / "run")],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        # A shell ignores Ctrl-C on behalf of what it starts in the background, and the tests may be such a thing.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         assert rank.stdout is not None
