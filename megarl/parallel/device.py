@@ -30,21 +30,6 @@ def select() -> None:
         torch.cuda.set_device(device())
 
 
-def name() -> str:
-    """For people: the GPU's name, or the number of cores."""
-    return torch.cuda.get_device_name(device()) if _HAS_CUDA else f"CPU, {os.cpu_count()} cores"
-
-
-def synchronize() -> None:
-    if _HAS_CUDA:
-        torch.cuda.synchronize()
-
-
-def empty_cache() -> None:
-    if _HAS_CUDA:
-        torch.cuda.empty_cache()
-
-
 def peak_memory_bytes() -> int:
     """Most memory this process has used: on the device, or resident on the host where there is none."""
     if _HAS_CUDA:

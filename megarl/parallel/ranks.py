@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megarl.config import ConfigError, ParallelConfig
@@ -165,10 +164,3 @@ def shutdown() -> None:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     _host_group = None
-
-
-def all_reduce_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum of a host tensor over all ranks."""
-    total = values.clone()
-    dist.all_reduce(total, group=host_group())
-    return total
