@@ -261,5 +261,3 @@ def check_data(config: Config, dry_run: bool, warnings: list[str]) -> None:
         warnings.append("run.resume=auto but run.save_every=0: there will be no checkpoint to go on from")
     if config.rollout.replay and not Path(config.rollout.replay).is_dir():
         raise ConfigError(f"rollout.replay={config.rollout.replay}: there is no such run folder")
-
-

@@ -106,9 +106,7 @@ def test_imports_point_one_way(module):
         assert not own(module)
         return
     upward = {
-        name
-        for name in own(module)
-        if LEVEL[part(name)] > LEVEL[part(module)] and (module, name) not in EXCEPTIONS
+        name for name in own(module) if LEVEL[part(name)] > LEVEL[part(module)] and (module, name) not in EXCEPTIONS
     }
     assert not upward, f"{module} imports {upward}, which are above it"
 

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
-from megarl.models.family import HFConfig
-from megarl.models.layout import Columns, Cut, GateUp, HFTensor, Param, Qkv, Replicated, Vocab, pieces
+from collections.abc import Iterable
+
+from megarl.models.layout import (
+    Columns,
+    Cut,
+    EngineGrid,
+    EngineQkv,
+    EngineVocab,
+    GateUp,
+    HFConfig,
+    HFTensor,
+    Param,
+    Qkv,
+    Replicated,
+    Slot,
+    Vocab,
+    pieces,
+)
 from megarl.models.options import need
 
 
@@ -14,14 +30,22 @@ def checked(params: list[Param], tp: int) -> list[Param]:
     return params
 
 
-def one(megatron: str, hf: str, shape: tuple[int, ...], cut: Cut) -> Param:
-    """A parameter made of one HF tensor."""
-    return Param(megatron, (HFTensor(hf, shape),), cut)
+def one(
+    megatron: str,
+    hf: str,
+    shape: tuple[int, ...],
+    cut: Cut,
+    grid: EngineGrid = "attention",
+    slot: str = "",
+    at: int = 0,
+) -> Param:
+    """A parameter made of one HF tensor, which the engine keeps under that name and cuts the same way."""
+    return Param(megatron, (HFTensor(hf, shape),), cut, Slot(slot or hf, cut, grid, at))
 
 
 def embedding(hf: HFConfig) -> list[Param]:
     shape = (need(hf, "vocab_size"), need(hf, "hidden_size"))
-    return [one("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape, Vocab())]
+    return [_vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape, "embedding")]
 
 
 def final(hf: HFConfig) -> list[Param]:
@@ -29,8 +53,12 @@ def final(hf: HFConfig) -> list[Param]:
     vocab, hidden = need(hf, "vocab_size"), need(hf, "hidden_size")
     rows = [one("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Replicated())]
     if not hf.get("tie_word_embeddings", False):
-        rows.append(one("output_layer.weight", "lm_head.weight", (vocab, hidden), Vocab()))
+        rows.append(_vocab("output_layer.weight", "lm_head.weight", (vocab, hidden), "head"))
     return rows
+
+
+def _vocab(megatron: str, hf: str, shape: tuple[int, int], grid: EngineGrid) -> Param:
+    return Param(megatron, (HFTensor(hf, shape),), Vocab(), Slot(hf, EngineVocab(), grid))
 
 
 def norm(megatron: str, hf: str, size: int) -> Param:
@@ -43,11 +71,14 @@ def grouped_attention(
     """Grouped-query attention: fused qkv, output projection, optionally biases of qkv and norms of q and k."""
     megatron, hf = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     sizes = {"q": heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
+    engine = EngineQkv(heads, groups)
     weights = tuple(HFTensor(f"{hf}.{x}_proj.weight", (rows, hidden)) for x, rows in sizes.items())
-    rows = [Param(f"{megatron}.linear_qkv.weight", weights, Qkv(groups))]
+    slot = Slot(f"{hf}.qkv_proj.weight", engine, "attention")
+    rows = [Param(f"{megatron}.linear_qkv.weight", weights, Qkv(groups), slot)]
     if bias:
         biases = tuple(HFTensor(f"{hf}.{x}_proj.bias", (rows,)) for x, rows in sizes.items())
-        rows.append(Param(f"{megatron}.linear_qkv.bias", biases, Qkv(groups)))
+        slot = Slot(f"{hf}.qkv_proj.bias", engine, "attention")
+        rows.append(Param(f"{megatron}.linear_qkv.bias", biases, Qkv(groups), slot))
     if qk_norm:
         rows += [norm(f"{megatron}.{x}_layernorm", f"{hf}.{x}_norm", head_dim) for x in ("q", "k")]
     output = Columns(heads, "num_attention_heads")
@@ -55,20 +86,26 @@ def grouped_attention(
     return rows
 
 
-def gated_mlp(megatron: str, hf: str, hidden: int, ffn: int, of: str, expert: bool = False) -> list[Param]:
+def gated_mlp(megatron: str, hf: str, hidden: int, ffn: int, of: str, expert: int | None = None) -> list[Param]:
     """Gate and up fused into fc1, and down. `of` is the config key that gives the width, for error messages."""
     gate_up = tuple(HFTensor(f"{hf}.{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up"))
     down = (HFTensor(f"{hf}.down_proj.weight", (hidden, ffn)),)
+    both, back = GateUp(ffn, of), Columns(ffn, of)
+    if expert is None:
+        slots = [Slot(f"{hf}.gate_up_proj.weight", both, "mlp"), Slot(f"{hf}.down_proj.weight", back, "mlp")]
+    else:
+        stack = hf.rpartition(".")[0]  # without the expert's number
+        slots = [Slot(f"{stack}.w13_weight", both, "expert"), Slot(f"{stack}.w2_weight", back, "expert")]
     return [
-        Param(f"{megatron}.linear_fc1.weight", gate_up, GateUp(ffn, of), expert),
-        Param(f"{megatron}.linear_fc2.weight", down, Columns(ffn, of), expert),
+        Param(f"{megatron}.linear_fc1.weight", gate_up, both, slots[0], expert),
+        Param(f"{megatron}.linear_fc2.weight", down, back, slots[1], expert),
     ]
 
 
-def experts(layer: int, hidden: int, ffn: int, count: int) -> list[Param]:
-    """The router's weight and every routed expert of a layer."""
+def experts(layer: int, hidden: int, ffn: int, count: int, wanted: Iterable[int]) -> list[Param]:
+    """The router's weight and the `wanted` ones of the routed experts of a layer, of which there are `count`."""
     megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     rows = [one(f"{megatron}.router.weight", f"{hf}.gate.weight", (count, hidden), Replicated())]
-    for e in range(count):
-        rows += gated_mlp(f"{megatron}.experts.{e}", f"{hf}.experts.{e}", hidden, ffn, "moe_intermediate_size", True)
+    for e in wanted:
+        rows += gated_mlp(f"{megatron}.experts.{e}", f"{hf}.experts.{e}", hidden, ffn, "moe_intermediate_size", e)
     return rows

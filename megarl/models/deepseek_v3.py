@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +11,8 @@ from torch.nn.functional import silu
 
 from megarl.config import ConfigError
 from megarl.models import blocks
-from megarl.models.family import Family, HFConfig
-from megarl.models.layout import Columns, HFTensor, Param, Replicated, Rows
+from megarl.models.family import Family
+from megarl.models.layout import Columns, HFConfig, HFTensor, Param, Replicated, Rows, Slot
 from megarl.models.options import need, require, require_common, rope
 
 HEADS = "num_attention_heads"
@@ -72,40 +74,72 @@ def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
     )
 
 
-def params(hf: HFConfig, tp: int) -> list[Param]:
-    _check(hf)
+def layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+    past = layer - need(hf, "num_hidden_layers")
+    return _decoder_layer(hf, layer, experts) if past < 0 else _mtp_layer(hf, layer, past, experts)
+
+
+def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     hidden, moe_ffn = need(hf, "hidden_size"), need(hf, "moe_intermediate_size")
     shared = int(hf.get("n_shared_experts") or 0)
-    rows = blocks.embedding(hf)
-    for layer in range(need(hf, "num_hidden_layers")):
-        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        rows.append(blocks.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden))
-        rows += _attention(hf, layer)
-        rows.append(blocks.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden))
-        if layer < _dense_layers(hf):
-            ffn = need(hf, "intermediate_size")
-            rows += blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size")
-            continue
-        router, *experts = blocks.experts(layer, hidden, moe_ffn, need(hf, "n_routed_experts"))
-        bias = HFTensor(f"{theirs}.mlp.gate.e_score_correction_bias", (need(hf, "n_routed_experts"),))
-        rows.append(router)
-        rows.append(Param(f"{ours}.mlp.router.expert_bias", (bias,), Replicated(), dtype=torch.float32, buffer=True))
-        rows += experts
-        if shared:
-            rows += blocks.gated_mlp(
-                f"{ours}.mlp.shared_experts",
-                f"{theirs}.mlp.shared_experts",
-                hidden,
-                shared * moe_ffn,
-                "moe_intermediate_size x n_shared_experts",
-            )
-    return blocks.checked(rows + blocks.final(hf), tp)
+    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    rows = [
+        blocks.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden),
+        *_attention(hf, layer),
+        blocks.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden),
+    ]
+    if layer < _dense_layers(hf):
+        ffn = need(hf, "intermediate_size")
+        return rows + blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size")
+    router, *routed = blocks.experts(layer, hidden, moe_ffn, num_experts(hf), experts)
+    bias = blocks.one(
+        f"{ours}.mlp.router.expert_bias",
+        f"{theirs}.mlp.gate.e_score_correction_bias",
+        (num_experts(hf),),
+        Replicated(),
+    )
+    rows += [router, replace(bias, dtype=torch.float32, buffer=True), *routed]
+    if shared:
+        rows += blocks.gated_mlp(
+            f"{ours}.mlp.shared_experts",
+            f"{theirs}.mlp.shared_experts",
+            hidden,
+            shared * moe_ffn,
+            "moe_intermediate_size x n_shared_experts",
+        )
+    return rows
+
+
+def _mtp_layer(hf: HFConfig, layer: int, number: int, experts: Iterable[int]) -> list[Param]:
+    """A layer of multi-token prediction; the engine has it in a draft model. Its embedding and head are the model's."""
+    hidden = need(hf, "hidden_size")
+    ours, theirs, draft = f"mtp.layers.{number}", f"model.layers.{layer}", "model"
+    names = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
+    rows = []
+    for mine, theirs_too in names.items():
+        row = blocks.norm(f"{ours}.{mine}", f"{theirs}.{theirs_too}", hidden)
+        rows.append(replace(row, slot=Slot(f"{draft}.{theirs_too}.weight", Replicated(), "attention", draft=True)))
+    joint = HFTensor(f"{theirs}.eh_proj.weight", (hidden, 2 * hidden))
+    whole = Slot(f"{draft}.eh_proj.weight", Replicated(), "attention", draft=True)
+    rows.append(Param(f"{ours}.eh_proj.weight", (joint,), Rows(hidden, "hidden_size"), whole))
+    # Otherwise it is a layer of the decoder. This one comes after the dense ones, however few layers there are.
+    ordinary = {**hf, "num_hidden_layers": layer + 1, "first_k_dense_replace": 0}
+    for row in _decoder_layer(ordinary, layer, experts):
+        assert row.slot is not None
+        mine = row.megatron.replace(f"decoder.layers.{layer}.", f"{ours}.transformer_layer.")
+        slot = row.slot.name.replace(f"{theirs}.", f"{draft}.decoder.")
+        rows.append(replace(row, megatron=mine, slot=replace(row.slot, name=slot, draft=True)))
+    return rows
+
+
+def num_experts(hf: HFConfig) -> int:
+    return int(need(hf, "n_routed_experts"))
 
 
 def untrained(hf: HFConfig) -> tuple[str, ...]:
     """The multi-token prediction layers, which follow the decoder's in HF's numbering."""
     first = need(hf, "num_hidden_layers")
-    return tuple(f"model.layers.{first + k}." for k in range(_mtp_layers(hf)))
+    return tuple(f"model.layers.{first + k}." for k in range(mtp_layers(hf)))
 
 
 def _attention(hf: HFConfig, layer: int) -> list[Param]:
@@ -115,9 +149,12 @@ def _attention(hf: HFConfig, layer: int) -> list[Param]:
     by_head = Rows(heads, HEADS)
     query = heads * (nope + turned)
     rows = []
+    fused = ""
     if rank := hf.get("q_lora_rank"):
+        fused = f"{theirs}.fused_qkv_a_proj_with_mqa.weight"
+        q_a = (rank, hidden)
         rows += [
-            blocks.one(f"{ours}.linear_q_down_proj.weight", f"{theirs}.q_a_proj.weight", (rank, hidden), Replicated()),
+            blocks.one(f"{ours}.linear_q_down_proj.weight", f"{theirs}.q_a_proj.weight", q_a, Replicated(), slot=fused),
             blocks.norm(f"{ours}.q_layernorm", f"{theirs}.q_a_layernorm", rank),
             blocks.one(f"{ours}.linear_q_up_proj.weight", f"{theirs}.q_b_proj.weight", (query, rank), by_head),
         ]
@@ -126,7 +163,14 @@ def _attention(hf: HFConfig, layer: int) -> list[Param]:
     down, up = (latent + turned, hidden), (heads * (nope + value), latent)
     output = Columns(heads, HEADS)
     return rows + [
-        blocks.one(f"{ours}.linear_kv_down_proj.weight", f"{theirs}.kv_a_proj_with_mqa.weight", down, Replicated()),
+        blocks.one(
+            f"{ours}.linear_kv_down_proj.weight",
+            f"{theirs}.kv_a_proj_with_mqa.weight",
+            down,
+            Replicated(),
+            slot=fused,
+            at=rank or 0,
+        ),
         blocks.norm(f"{ours}.kv_layernorm", f"{theirs}.kv_a_layernorm", latent),
         blocks.one(f"{ours}.linear_kv_up_proj.weight", f"{theirs}.kv_b_proj.weight", up, by_head),
         blocks.one(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * value), output),
@@ -193,16 +237,19 @@ def _dense_layers(hf: HFConfig) -> int:
     return min(int(hf.get("first_k_dense_replace") or 0), need(hf, "num_hidden_layers"))
 
 
-def _mtp_layers(hf: HFConfig) -> int:
+def mtp_layers(hf: HFConfig) -> int:
     return int(hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0)
 
 
 FAMILY = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
+    _check,
     megatron_config,
     gpt_kwargs,
-    params,
+    layer,
+    num_experts,
     tool_call_parser="deepseekv3",
     untrained=untrained,
+    mtp_layers=mtp_layers,
 )

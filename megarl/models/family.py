@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.layout import Param
-
-HFConfig = Mapping[str, Any]  # config.json as plain values
+from megarl.models import blocks
+from megarl.models.layout import HFConfig, Param
+from megarl.models.options import need
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,29 @@ class Family:
     """First entry of `architectures` in config.json."""
     model_type: str
     """`model_type` in config.json."""
+    check: Callable[[HFConfig], None]
+    """Whether the config has options that are not implemented."""
     megatron_config: Callable[[HFConfig], dict[str, Any]]
     """Keyword arguments of TransformerConfig, or of MLATransformerConfig where they have `multi_latent_attention`.
     What the model computes and nothing else: no parallel sizes, types or fusions."""
     gpt_kwargs: Callable[[HFConfig], dict[str, Any]]
     """Keyword arguments of GPTModel; `vocab_size` is HF's, see `layout.padded_vocab`."""
-    params: Callable[[HFConfig, int], list[Param]]
-    """Every parameter of the whole model, layer by layer, checked to divide by this tensor parallel size."""
+    layer: Callable[[HFConfig, int, Iterable[int]], list[Param]]
+    """The table of a decoder layer with these of its routed experts. A layer past the last is one of multi-token
+    prediction, as HF numbers them; where there are none of these, it is not asked for."""
+    num_experts: Callable[[HFConfig], int]
+    """Routed experts of a layer that has any; 0 for a dense model."""
     tool_call_parser: str
     """SGLang's parser for the calls that these models write."""
     untrained: Callable[[HFConfig], tuple[str, ...]] = lambda hf: ()
     """Prefixes of HF tensors that are not trained: ignored on load, taken over unchanged on export."""
+    mtp_layers: Callable[[HFConfig], int] = lambda hf: 0
+    """How many layers of multi-token prediction follow the decoder's."""
+
+    def params(self, hf: HFConfig, tp: int) -> list[Param]:
+        """Every trained parameter of the model, layer by layer, checked to divide by this tensor parallel size."""
+        self.check(hf)
+        layers = range(need(hf, "num_hidden_layers"))
+        experts = range(self.num_experts(hf))
+        rows = [row for layer in layers for row in self.layer(hf, layer, experts)]
+        return blocks.checked(blocks.embedding(hf) + rows + blocks.final(hf), tp)

@@ -1,8 +1,9 @@
 """The weight-layout algebra: which slices of which HF tensors make the shard that one tensor-parallel rank holds.
 
-A `Param` is one Megatron parameter with the HF tensors it is made of and its `Cut`. A cut answers one question, as
-plain data: the `Pieces` of rank r out of n, a list of intervals to concatenate along one dimension. Loading, export,
-the push to the engine and planning on paper are all derived from those intervals.
+A `Param` is one Megatron parameter with the HF tensors it is made of, its `Cut`, and the `Slot` that SGLang keeps it
+in, with the cut that SGLang makes. A cut answers one question, as plain data: the `Pieces` of rank r out of n, a list
+of intervals to concatenate along one dimension. Loading, export, the push to the engine and planning on paper are all
+derived from those intervals.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,6 +19,10 @@ from megarl.config import ConfigError
 
 PADDING = -1  # `Slice.source` of rows that no HF tensor has; they are zeros
 VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of this times TP
+ENGINE_VOCAB_MULTIPLE = 64  # SGLang to a multiple of this, times TP where TP does not divide that
+
+
+HFConfig = Mapping[str, Any]  # config.json as plain values
 
 
 class HFTensor(NamedTuple):
@@ -110,9 +115,55 @@ class Vocab(Cut):
     def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
         rows = sources[0][0]
         local = padded_vocab(rows, tp) // tp
-        start, stop = min(rows, rank * local), min(rows, (rank + 1) * local)
-        slices = (Slice(0, start, stop), Slice(PADDING, 0, local - (stop - start)))
-        return Pieces(0, tuple(s for s in slices if s.stop > s.start))
+        return _padded(rows, local, rank)
+
+
+@dataclass(frozen=True)
+class EngineQkv(Cut):
+    """SGLang's: sources q, k, v; a shard is [q_r | k_r | v_r]. Key-value heads fewer than ranks are repeated."""
+
+    heads: int
+    groups: int
+
+    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+        q = _block(0, sources[0][0], self.heads, "num_attention_heads", tp, rank)
+        ranks_per_group = max(1, tp // self.groups)
+        if tp > self.groups and tp % self.groups:
+            raise _Indivisible(f"num_key_value_heads={self.groups} cannot be repeated over {tp} tensor parallel ranks")
+        parts, part = tp // ranks_per_group, rank // ranks_per_group
+        kv = [_block(s, sources[s][0], self.groups, "num_key_value_heads", parts, part) for s in (1, 2)]
+        return Pieces(0, (q, *kv))
+
+
+@dataclass(frozen=True)
+class EngineVocab(Cut):
+    """SGLang's: equal blocks of rows of the vocabulary padded to `ENGINE_VOCAB_MULTIPLE`."""
+
+    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+        rows = sources[0][0]
+        multiple = ENGINE_VOCAB_MULTIPLE
+        if -(-rows // multiple) * multiple % tp:
+            multiple *= tp
+        return _padded(rows, -(-rows // multiple) * multiple // tp, rank)
+
+
+EngineGrid = Literal["attention", "mlp", "expert", "embedding", "head"]
+"""By which of its groups of ranks an engine divides a tensor; `reshard.layout.EngineLayout` has their sizes."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where SGLang keeps a parameter: in its tensor `name`, from index `at` along the cut's dimension.
+
+    On the "expert" grid, `name` is a tensor of all local experts, stacked along a first dimension of its own.
+    `draft`: in the engine's draft model, which has the layers of multi-token prediction.
+    """
+
+    name: str
+    cut: Cut
+    grid: EngineGrid
+    at: int = 0
+    draft: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,14 +171,17 @@ class Param:
     """One Megatron parameter: its canonical global name, what it is made of, and how it is cut.
 
     `megatron`: global layer and expert numbers, names of Megatron's local spec with one MLP per expert.
-    `expert`: lives on the expert grid (expert parallel; tensor parallel size 1 here) instead of the dense one.
+    `slot`: where the engine keeps it; None for what no engine has, such as a value head.
+    `expert`: the number of the routed expert that it belongs to; it lives on the expert grid (expert parallel, with a
+    tensor parallel size of its own) instead of the dense one.
     `dtype`: what it is kept in whatever the model's type is. `buffer`: not a trained parameter.
     """
 
     megatron: str
     hf: tuple[HFTensor, ...]
     cut: Cut
-    expert: bool = False
+    slot: Slot | None = None
+    expert: int | None = None
     dtype: torch.dtype | None = None
     buffer: bool = False
 
@@ -138,15 +192,20 @@ class Param:
 
 
 def pieces(param: Param, tp: int, rank: int) -> Pieces:
-    """The shard of tensor-parallel rank `rank` of `tp`. Experts are whole whatever `tp` is; a planner that gives them a
-    tensor-parallel grid of their own asks `param.cut` with that grid. Raises ConfigError where `tp` does not divide.
+    """The shard of tensor-parallel rank `rank` of `tp`. Experts are whole whatever `tp` is: they have a
+    tensor parallel size of their own, for which `cut_pieces` is there. Raises ConfigError where `tp` does not divide.
     """
     if not 0 <= rank < tp:
         raise ValueError(f"rank {rank} of {tp} tensor parallel ranks")
-    if param.expert:
+    if param.expert is not None:
         tp, rank = 1, 0
+    return cut_pieces(param, param.cut, tp, rank)
+
+
+def cut_pieces(param: Param, cut: Cut, size: int, rank: int) -> Pieces:
+    """The shard that `cut` gives rank `rank` of `size`. Raises ConfigError where `size` does not divide."""
     try:
-        return param.cut.pieces([tensor.shape for tensor in param.hf], tp, rank)
+        return cut.pieces([tensor.shape for tensor in param.hf], size, rank)
     except _Indivisible as error:
         raise ConfigError(f"{' + '.join(tensor.name for tensor in param.hf)} cannot be cut: {error}") from None
 
@@ -204,6 +263,13 @@ def _share(count: int, of: str, tp: int) -> int:
 def _block(source: int, length: int, count: int, of: str, tp: int, rank: int) -> Slice:
     block = _share(count, of, tp) * (length // count)
     return Slice(source, rank * block, (rank + 1) * block)
+
+
+def _padded(rows: int, local: int, rank: int) -> Pieces:
+    """Block `rank` of `local` rows of a vocabulary of `rows` that padding follows."""
+    start, stop = min(rows, rank * local), min(rows, (rank + 1) * local)
+    slices = (Slice(0, start, stop), Slice(PADDING, 0, local - (stop - start)))
+    return Pieces(0, tuple(s for s in slices if s.stop > s.start))
 
 
 def _cells(sources: Sequence[torch.Tensor], dim: int, part: Slice) -> torch.Tensor:

@@ -155,7 +155,7 @@ def stage_elements(params: Sequence[Param], tp: int, ep: int, stages: Sequence[r
     last = len(stages) - 1
     for param in params:
         name = param.megatron
-        if param.expert:
+        if param.expert is not None:
             expert[stage_of[int(name.split(".")[2])]] += param.size
             continue
         size = prod(local_shape(param, tp, 0))
@@ -240,7 +240,7 @@ def engine_elements(params: Sequence[Param], tp: int) -> int:
     """
     total = 0
     for param in params:
-        if isinstance(param.cut, Replicated) and not param.expert:
+        if isinstance(param.cut, Replicated) and param.expert is None:
             total += param.size
         elif isinstance(param.cut, Qkv):
             q, k, v = (prod(tensor.shape) for tensor in param.hf)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.nn.functional import silu
 
 from megarl.models import blocks
-from megarl.models.family import Family, HFConfig
-from megarl.models.layout import Param
+from megarl.models.family import Family
+from megarl.models.layout import HFConfig, Param
 from megarl.models.options import default_rope, need, require_common
 
 
@@ -43,19 +44,16 @@ def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
     )
 
 
-def params(hf: HFConfig, tp: int) -> list[Param]:
-    _check(hf)
+def layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     hidden, ffn = need(hf, "hidden_size"), need(hf, "intermediate_size")
-    rows = blocks.embedding(hf)
-    for layer in range(need(hf, "num_hidden_layers")):
-        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        rows.append(blocks.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden))
-        rows += blocks.grouped_attention(
-            layer, hidden, need(hf, "num_attention_heads"), _groups(hf), _head_dim(hf), bias=True
-        )
-        rows.append(blocks.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden))
-        rows += blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size")
-    return blocks.checked(rows + blocks.final(hf), tp)
+    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    heads = need(hf, "num_attention_heads")
+    return [
+        blocks.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden),
+        *blocks.grouped_attention(layer, hidden, heads, _groups(hf), _head_dim(hf), bias=True),
+        blocks.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden),
+        *blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size"),
+    ]
 
 
 def _check(hf: HFConfig) -> None:
@@ -71,4 +69,6 @@ def _head_dim(hf: HFConfig) -> int:
     return int(hf.get("head_dim") or need(hf, "hidden_size") // need(hf, "num_attention_heads"))
 
 
-FAMILY = Family("Qwen2ForCausalLM", "qwen2", megatron_config, gpt_kwargs, params, tool_call_parser="qwen25")
+FAMILY = Family(
+    "Qwen2ForCausalLM", "qwen2", _check, megatron_config, gpt_kwargs, layer, lambda hf: 0, tool_call_parser="qwen25"
+)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.nn.functional import silu
 
 from megarl.config import ConfigError
 from megarl.models import blocks
-from megarl.models.family import Family, HFConfig
-from megarl.models.layout import Param
+from megarl.models.family import Family
+from megarl.models.layout import HFConfig, Param
 from megarl.models.options import default_rope, need, require, require_common
 
 
@@ -52,19 +53,15 @@ def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
     )
 
 
-def params(hf: HFConfig, tp: int) -> list[Param]:
-    _check(hf)
-    hidden = need(hf, "hidden_size")
-    rows = blocks.embedding(hf)
-    for layer in range(need(hf, "num_hidden_layers")):
-        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        rows.append(blocks.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden))
-        rows += blocks.grouped_attention(
-            layer, hidden, need(hf, "num_attention_heads"), need(hf, "num_key_value_heads"), _head_dim(hf), qk_norm=True
-        )
-        rows.append(blocks.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden))
-        rows += blocks.experts(layer, hidden, need(hf, "moe_intermediate_size"), _num_experts(hf))
-    return blocks.checked(rows + blocks.final(hf), tp)
+def layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+    hidden, heads, groups = need(hf, "hidden_size"), need(hf, "num_attention_heads"), need(hf, "num_key_value_heads")
+    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    return [
+        blocks.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden),
+        *blocks.grouped_attention(layer, hidden, heads, groups, _head_dim(hf), qk_norm=True),
+        blocks.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden),
+        *blocks.experts(layer, hidden, need(hf, "moe_intermediate_size"), _num_experts(hf), experts),
+    ]
 
 
 def _check(hf: HFConfig) -> None:
@@ -86,4 +83,13 @@ def _num_experts(hf: HFConfig) -> int:
     return int(hf.get("num_experts") or need(hf, "num_local_experts"))  # transformers 5 has both names
 
 
-FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", megatron_config, gpt_kwargs, params, tool_call_parser="qwen25")
+FAMILY = Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    _check,
+    megatron_config,
+    gpt_kwargs,
+    layer,
+    _num_experts,
+    tool_call_parser="qwen25",
+)

@@ -61,7 +61,7 @@ def part_of(param: Param) -> str:
         return "router"
     if ".self_attention." in name:
         return "attention"
-    return "experts" if param.expert else "dense mlp"
+    return "experts" if param.expert is not None else "dense mlp"
 
 
 def param_count(hf: HFConfig) -> dict[str, int]:

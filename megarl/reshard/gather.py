@@ -16,7 +16,6 @@ from megarl.models.layout import Param, local_shape, unshard
 from megarl.parallel.ranks import Ranks, all_gather_objects
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class Owner(NamedTuple):
@@ -47,8 +46,8 @@ def owners(params: Sequence[Param], stages: Sequence[Collection[int]], ep: int) 
     experts: dict[int | None, int] = {}
     for param in params:
         layer = layer_of(param.megatron)
-        if param.expert:
-            experts[layer] = max(experts.get(layer, 0), _expert_of(param) + 1)
+        if param.expert is not None:
+            experts[layer] = max(experts.get(layer, 0), param.expert + 1)
     result = {}
     for param in params:
         layer = layer_of(param.megatron)
@@ -59,14 +58,14 @@ def owners(params: Sequence[Param], stages: Sequence[Collection[int]], ep: int) 
         else:
             raise ConfigError(f"layer {layer} is on no pipeline stage")
         ep_rank = None
-        if param.expert:
+        if param.expert is not None:
             if experts[layer] % ep:
                 sizes = [n for n in range(1, experts[layer] + 1) if experts[layer] % n == 0]
                 raise ConfigError(
                     f"the {experts[layer]} experts of layer {layer} do not divide by parallel.ep={ep}; "
                     f"sizes that do: {', '.join(map(str, sizes))}"
                 )
-            ep_rank = _expert_of(param) // (experts[layer] // ep)
+            ep_rank = param.expert // (experts[layer] // ep)
         result[param.megatron] = Owner(stage, ep_rank)
     return result
 
@@ -153,12 +152,6 @@ def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return f"{total % (1 << 256):064x}"
 
 
-def _expert_of(param: Param) -> int:
-    match = _EXPERT.search(param.megatron)
-    assert match, param.megatron
-    return int(match[1])
-
-
 def _modules(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Consecutive tensors of one module: `model.layers.3.self_attn.q_proj.weight` is of `model.layers.3.self_attn`."""
     module: list[tuple[str, torch.Tensor]] = []
@@ -204,7 +197,7 @@ def _runs(
     bucket: list[Param] = []
     size = 0
     for param in params:
-        copies = 1 if param.expert else tp
+        copies = 1 if param.expert is not None else tp
         bytes_ = copies * prod(local_shape(param, tp, 0)) * (param.dtype or dtype).itemsize
         same = bucket and (owner[param.megatron], param.dtype) == (owner[bucket[0].megatron], bucket[0].dtype)
         if bucket and (not same or size + bytes_ > bucket_bytes):

@@ -74,9 +74,7 @@ def test_jsonl(tmp_path):
         {"prompt": "hi", "label": 0, "tools": "calculator"},
     )
     got = read_prompts(path)
-    assert got[0] == Prompt(
-        id="first", messages=USER, ground_truth=7, tools=("calculator",), extra={"level": 2}
-    )
+    assert got[0] == Prompt(id="first", messages=USER, ground_truth=7, tools=("calculator",), extra={"level": 2})
     assert got[1] == Prompt(
         id="5", messages=USER, ground_truth="x", data_source="here", tools=("search",), extra={"note": "n"}
     )
@@ -86,9 +84,7 @@ def test_jsonl(tmp_path):
 def test_slimes_keys(tmp_path):
     row = {"input": "hi", "label": "42", "metadata": {"rm_type": "math"}, "tools": '[{"name": "calculator"}]'}
     got = read_prompts(write_jsonl(tmp_path / "a.jsonl", row), prompt_key="input", label_key="label")
-    assert got == [
-        Prompt(id="a-0", messages=USER, ground_truth="42", tools=("calculator",), extra={"rm_type": "math"})
-    ]
+    assert got == [Prompt(id="a-0", messages=USER, ground_truth="42", tools=("calculator",), extra={"rm_type": "math"})]
 
 
 def test_no_ground_truth_on_request(tmp_path):

@@ -63,8 +63,8 @@ def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, t
         stage = min(where.pp_rank for where, _ in holders)  # a tied embedding is on two stages
         holders = [(where, tensor) for where, tensor in holders if where.pp_rank == stage]
         shards = []
-        for tp_rank in range(1 if param.expert else model.ranks.tp):
-            copies = [tensor for where, tensor in holders if param.expert or where.tp_rank == tp_rank]
+        for tp_rank in range(1 if param.expert is not None else model.ranks.tp):
+            copies = [tensor for where, tensor in holders if param.expert is not None or where.tp_rank == tp_rank]
             shards.append(torch.stack(copies).sum(0) if add else copies[0])
             if not add:
                 assert all(torch.equal(copy, copies[0]) for copy in copies), f"{param.megatron} differs between ranks"

@@ -82,11 +82,11 @@ def test_elements_are_those_of_transformers(transformers_models: ModuleType, nam
 def test_ranks_together_hold_every_weight_once_or_as_often_as_it_is_replicated() -> None:
     params = family_of(MOE).params(MOE, 2)
     held = stage_elements(params, 2, 4, stage_layers(4, 2, {}))
-    experts = sum(param.size for param in params if param.expert)
+    experts = sum(param.size for param in params if param.expert is not None)
     assert sum(expert for _, expert in held) * 4 == experts
     # Replicated on both tensor parallel ranks: norms and routers.
     copies = 4 * (2 * 64 + 2 * 32 + 8 * 64) + 64
-    dense = sum(param.size for param in params if not param.expert)
+    dense = sum(param.size for param in params if param.expert is None)
     assert sum(dense for dense, _ in held) * 2 == dense + copies
     assert held[0][0] - held[1][0] == -64  # the embedding and the output layer weigh the same, the final norm is extra
 
@@ -106,9 +106,7 @@ def test_a_vocabulary_is_padded() -> None:
     assert logits_bytes(1000, 2, tokens=10, size=2) == 2 * 10 * 512 * 2
 
 
-@pytest.mark.parametrize(
-    "size, dp, per_element", [(2, 1, 18.0), (2, 4, 6 + 12 / 4), (4, 1, 16.0), (4, 8, 8 + 8 / 8)]
-)
+@pytest.mark.parametrize("size, dp, per_element", [(2, 1, 18.0), (2, 4, 6 + 12 / 4), (4, 1, 16.0), (4, 8, 8 + 8 / 8)])
 def test_bytes_of_the_distributed_optimizer(size: int, dp: int, per_element: float) -> None:
     """The table in Megatron-Core's guide: 6 + 12 / d in bf16 with fp32 gradients, 8 + 8 / d in fp32."""
     assert sum(state_bytes(1000, 0, dp, 1, size).values()) == 1000 * per_element

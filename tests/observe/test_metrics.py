@@ -12,9 +12,7 @@ def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, err
     turns = [Turn((0,) * 5)]
     for length in lengths:
         turns += [Turn((1,) * length, (0.0,) * length, is_action=True), Turn((2, 2))]
-    return Rollout(
-        Prompt("p", ()), tuple(turns), status, reward, {"a": reward, "b": 0.0}, 0, group, (), calls, errors
-    )
+    return Rollout(Prompt("p", ()), tuple(turns), status, reward, {"a": reward, "b": 0.0}, 0, group, (), calls, errors)
 
 
 def test_by_hand() -> None:

@@ -32,14 +32,14 @@ def test_every_rank_gathers_every_tensor_bitwise(run_ranks: Run, world: int, tp:
         assert f"rank {world - 1} has value_head.weight, which the table does not know" in faults["unknown"]
 
 
-def row(megatron: str, expert: bool = False) -> Param:
-    return Param(megatron, (HFTensor(megatron, (1,)),), Replicated(), expert)
+def row(megatron: str, expert: int | None = None) -> Param:
+    return Param(megatron, (HFTensor(megatron, (1,)),), Replicated(), expert=expert)
 
 
 TABLE = [
     row("embedding.word_embeddings.weight"),
     row("decoder.layers.0.input_layernorm.weight"),
-    *[row(f"decoder.layers.1.mlp.experts.{e}.linear_fc1.weight", True) for e in range(4)],
+    *[row(f"decoder.layers.1.mlp.experts.{e}.linear_fc1.weight", e) for e in range(4)],
     row("decoder.final_layernorm.weight"),
     row("output_layer.weight"),
 ]

@@ -100,8 +100,8 @@ def test_a_mistake_fails_the_job_and_is_not_requeued(cluster, project: Path) -> 
     assert "parallel.world_size=3 does not divide by 2 nodes" in output.read_text()
 
 
-def test_a_tiny_moe_trains_on_two_nodes(cluster, tmp_path: Path) -> None:
-    """The real thing: Megatron over two nodes, an engine on each."""
+def test_a_tiny_moe_trains_on_two_nodes_saves_when_time_is_up_and_goes_on(cluster, tmp_path: Path) -> None:
+    """The real thing: Megatron over two nodes, an engine on each, requeued after its first step."""
     made = tmp_path / "quickstart"
     sizes = ["--train", "64", "--held-out", "16", "--demonstrations", "64"]
     command = [sys.executable, "-W", "ignore", "tools/make_quickstart.py", str(made), *sizes]
@@ -117,18 +117,34 @@ def test_a_tiny_moe_trains_on_two_nodes(cluster, tmp_path: Path) -> None:
         f"model.path={made}/model",
         f"data.train={made}/train.jsonl",
         f"run.dir={run}",
-        "run.num_rollout=2",
+        "run.num_rollout=4",
+        "run.save_every=0",
         "run.eval_every=0",
         "data.prompts_per_step=4",
         "rollout.samples_per_prompt=4",
         "track.progress=false",
         cwd=ROOT,
     )
-    cluster.wait_for(job, "COMPLETED", timeout=540)
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in metrics if "actor/grad_norm" in row] == [1, 2]
-    assert all(row["rollout/logprob_diff_p95"] < 1e-4 for row in metrics if "actor/grad_norm" in row)
+    cluster.wait_for(job, "RUNNING", timeout=60)
+    wait_for_text(run / "metrics.jsonl", '"step": 1', timeout=300)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    wait_for_text(output, "back into the queue")
+    cluster.wait_for(job, "PENDING", timeout=60)
+    stopped = trained_steps(run)
+    assert 1 <= len(stopped) < 4, "the job should have stopped at the end of the step under way"
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")
+    cluster.wait_for(job, "COMPLETED", timeout=300)
+    assert cluster.fields(job)["Restarts"] == "1"
+    steps = trained_steps(run)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert steps[: len(stopped)] == stopped, "what was done before the stop is not done again"
+    assert all(row["rollout/logprob_diff_p95"] < 1e-4 for row in steps)
     assert (run / "export" / "config.json").is_file()
+
+
+def trained_steps(run: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "actor/grad_norm" in row]
 
 
 def wait_for_text(file: Path, *texts: str, timeout: float = 120.0) -> None:

@@ -1,0 +1,200 @@
+"""Where every tensor lies on either side: the ranks of the trainer, the ranks of the engines, and what each one holds.
+
+Plain data, for any number of ranks, without processes. A `Held` is an interval of one HF tensor in one tensor of one
+rank; everything that the reshard moves is an intersection of such intervals of the two sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from megarl.config import ConfigError
+from megarl.models.layout import PADDING, EngineGrid, Param, Pieces, Slot, cut_pieces
+
+
+class Held(NamedTuple):
+    """The indices [start, stop) along `dim` of HF tensor `source` of a Param, which begin at `offset` along `dim` of
+    the local tensor; the other dimensions are whole."""
+
+    source: int
+    dim: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """Megatron's ranks, in the order tp-cp-ep-dp-pp, the first fastest. Experts have a grid of their own, etp-ep-edp,
+    which ignores tp and cp.
+
+    stages: the global numbers of the decoder layers of each pipeline stage; layers of multi-token prediction follow
+    the decoder's and are on the last stage. How a stage came by its layers (uneven, interleaved, custom) is the same.
+    """
+
+    world: int
+    tp: int
+    ep: int
+    stages: tuple[tuple[int, ...], ...]
+    etp: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for size, of in ((self.tp * self.cp, "tp x cp"), (self.ep * self.etp, "ep x etp")):
+            if self.world % self.pp or self.stage_ranks % size:
+                raise ConfigError(
+                    f"{of} x pp = {size} x {self.pp} does not divide the {self.world} ranks of the trainer"
+                )
+
+    @property
+    def pp(self) -> int:
+        return len(self.stages)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world // self.pp
+
+    def stage_of(self, param: Param) -> int:
+        """The stage that has a parameter: the embedding is on the first, what follows the decoder on the last."""
+        return self.stage_of_layer(layer_of(param.megatron), first=param.megatron.startswith("embedding."))
+
+    def stage_of_layer(self, layer: int | None, first: bool = False) -> int:
+        if layer is None:
+            return 0 if first else self.pp - 1
+        for stage, layers in enumerate(self.stages):
+            if layer in layers:
+                return stage
+        raise ConfigError(f"layer {layer} is on no pipeline stage")
+
+    def cut(self, expert: bool) -> int:
+        """In how many parts a parameter is cut."""
+        return self.etp if expert else self.tp
+
+    def part(self, rank: int, expert: bool) -> int:
+        """Which of these parts a rank has."""
+        return rank % self.stage_ranks % self.cut(expert)
+
+    def ep_rank(self, rank: int) -> int:
+        return rank % self.stage_ranks // self.etp % self.ep
+
+    def holds(self, rank: int, param: Param, num_experts: int) -> bool:
+        """Whether a rank has a part of this parameter."""
+        if rank // self.stage_ranks != self.stage_of(param):
+            return False
+        return param.expert is None or param.expert // (num_experts // self.ep) == self.ep_rank(rank)
+
+    def held(self, rank: int, param: Param) -> list[Held]:
+        """What a rank that has a part of it holds."""
+        expert = param.expert is not None
+        return _intervals(cut_pieces(param, param.cut, self.cut(expert), self.part(rank, expert)))
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """SGLang's ranks: engine instance e has the job's ranks e * tp ... (e + 1) * tp - 1, one process beside each.
+
+    tp: ranks of an engine. ep: expert parallel size; the experts' own tensor parallel size is tp / ep.
+    dp: replicas of attention within an engine (DP attention); attention's tensor parallel size is tp / dp.
+    experts: for a layer, which logical expert each of its physical slots has (EPLB); as they come where not given.
+    fuse_shared: the shared expert is one more slot at the end of the experts' tensors.
+    draft: the engine has the layers of multi-token prediction, in a draft model.
+    """
+
+    tp: int
+    ep: int = 1
+    dp: int = 1
+    experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    fuse_shared: bool = False
+    draft: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ep", "dp"):
+            if self.tp % getattr(self, name):
+                raise ConfigError(f"engine {name}={getattr(self, name)} does not divide the engine's tp={self.tp}")
+
+    def cut(self, grid: EngineGrid) -> int:
+        """In how many parts the tensors of a grid are cut."""
+        sizes = {"attention": self.tp // self.dp, "expert": self.tp // self.ep}
+        if grid == "embedding" and self.dp > 1:
+            return 1
+        return sizes.get(grid, self.tp)
+
+    def part(self, position: int, grid: EngineGrid) -> int:
+        """Which of these parts the engine's rank `position` has."""
+        return position % self.cut(grid)
+
+    def slot(self, param: Param) -> Slot | None:
+        """Where the engine keeps a parameter; None where it does not have it."""
+        slot = param.slot
+        if slot is None or (slot.draft and not self.draft):
+            return None
+        if self.fuse_shared and _SHARED in slot.name:
+            stack, _, of = slot.name.partition(_SHARED)
+            name = "w13_weight" if of.startswith("gate_up") else "w2_weight"
+            return replace(slot, name=f"{stack}.experts.{name}", grid="expert")
+        return slot
+
+    def indices(self, position: int, param: Param, num_experts: int) -> list[int]:
+        """Where in a tensor of stacked experts a rank has this one, as often as it has it; [0] for other tensors."""
+        slot = self.slot(param)
+        if slot is None:
+            return []
+        if slot.grid != "expert":
+            return [0]
+        layer = layer_of(param.megatron)
+        physical = self.experts.get(layer, ()) if layer is not None else ()
+        physical = physical or tuple(range(num_experts))
+        if len(physical) % self.ep:
+            raise ConfigError(
+                f"the {len(physical)} experts of layer {layer} do not divide by the engine's ep={self.ep}"
+            )
+        share = len(physical) // self.ep
+        if param.expert is None:
+            return [share]  # the shared expert, fused
+        first = position // (self.tp // self.ep) * share
+        return [i for i, logical in enumerate(physical[first : first + share]) if logical == param.expert]
+
+    def held(self, position: int, param: Param) -> list[Held]:
+        """What a rank of the engine that has the parameter needs of it."""
+        slot = self.slot(param)
+        if slot is None:
+            return []
+        found = _intervals(cut_pieces(param, slot.cut, self.cut(slot.grid), self.part(position, slot.grid)))
+        return [interval._replace(offset=interval.offset + slot.at) for interval in found]
+
+
+_SHARED = ".shared_experts."
+
+
+def layer_of(megatron: str) -> int | None:
+    """Global layer of a canonical name; None outside of the layers of the decoder."""
+    parts = megatron.split(".", 3)
+    return int(parts[2]) if parts[:2] == ["decoder", "layers"] else None
+
+
+def _intervals(pieces: Pieces) -> list[Held]:
+    """The slices with their places, those that adjoin on both sides joined."""
+    found: list[Held] = []
+    at = 0
+    for source, start, stop in pieces.slices:
+        if source != PADDING:
+            last = found[-1] if found else None
+            if last and (last.source, last.stop) == (source, start) and last.offset + last.stop - last.start == at:
+                found[-1] = last._replace(stop=stop)
+            else:
+                found.append(Held(source, pieces.dim, start, stop, at))
+        at += stop - start
+    return found
+
+
+def even_stages(num_layers: int, pp: int, counts: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
+    """Consecutive layers, `counts` of them on each stage; without counts as evenly as can be, the first stages more."""
+    if not counts:
+        counts = [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
+    if len(counts) != pp or sum(counts) != num_layers or min(counts) < 0:
+        raise ConfigError(f"{list(counts)} are not the layers of {pp} stages that have {num_layers} together")
+    starts = [sum(counts[:stage]) for stage in range(pp)]
+    return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
