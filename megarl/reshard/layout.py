@@ -6,7 +6,7 @@ rank; everything that the reshard moves is an intersection of such intervals of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -88,8 +88,11 @@ class TrainLayout:
 
     def held(self, rank: int, param: Param) -> list[Held]:
         """What a rank that has a part of it holds."""
-        expert = param.expert is not None
-        return _intervals(cut_pieces(param, param.cut, self.cut(expert), self.part(rank, expert)))
+        return self.held_by(self.part(rank, param.expert is not None), param)
+
+    def held_by(self, part: int, param: Param) -> list[Held]:
+        """What this part of the cut is."""
+        return _intervals(cut_pieces(param, param.cut, self.cut(param.expert is not None), part))
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class EngineLayout:
 
     tp: ranks of an engine. ep: expert parallel size; the experts' own tensor parallel size is tp / ep.
     dp: replicas of attention within an engine (DP attention); attention's tensor parallel size is tp / dp.
+    mlp_tp, head_tp: tensor parallel sizes of the dense and shared MLPs and of the output layer where they differ from
+    tp (0: they do not), as with DP attention.
     experts: for a layer, which logical expert each of its physical slots has (EPLB); as they come where not given.
     fuse_shared: the shared expert is one more slot at the end of the experts' tensors.
     draft: the engine has the layers of multi-token prediction, in a draft model.
@@ -106,21 +111,27 @@ class EngineLayout:
     tp: int
     ep: int = 1
     dp: int = 1
+    mlp_tp: int = 0
+    head_tp: int = 0
     experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     fuse_shared: bool = False
     draft: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ep", "dp"):
-            if self.tp % getattr(self, name):
+        for name in ("ep", "dp", "mlp_tp", "head_tp"):
+            if self.tp % (getattr(self, name) or self.tp):
                 raise ConfigError(f"engine {name}={getattr(self, name)} does not divide the engine's tp={self.tp}")
 
     def cut(self, grid: EngineGrid) -> int:
         """In how many parts the tensors of a grid are cut."""
-        sizes = {"attention": self.tp // self.dp, "expert": self.tp // self.ep}
-        if grid == "embedding" and self.dp > 1:
-            return 1
-        return sizes.get(grid, self.tp)
+        sizes = {
+            "attention": self.tp // self.dp,
+            "mlp": self.mlp_tp or self.tp,
+            "expert": self.tp // self.ep,
+            "embedding": self.tp // self.dp,
+            "head": self.head_tp or self.tp,
+        }
+        return sizes[grid]
 
     def part(self, position: int, grid: EngineGrid) -> int:
         """Which of these parts the engine's rank `position` has."""
@@ -144,7 +155,13 @@ class EngineLayout:
             return []
         if slot.grid != "expert":
             return [0]
-        layer = layer_of(param.megatron)
+        local = self.experts_at(position, layer_of(param.megatron), num_experts)
+        if param.expert is None:
+            return [len(local)]  # the shared expert, fused
+        return [i for i, logical in enumerate(local) if logical == param.expert]
+
+    def experts_at(self, position: int, layer: int | None, num_experts: int) -> tuple[int, ...]:
+        """The routed experts that a rank has of a layer, in the order of its stacked tensors."""
         physical = self.experts.get(layer, ()) if layer is not None else ()
         physical = physical or tuple(range(num_experts))
         if len(physical) % self.ep:
@@ -152,17 +169,21 @@ class EngineLayout:
                 f"the {len(physical)} experts of layer {layer} do not divide by the engine's ep={self.ep}"
             )
         share = len(physical) // self.ep
-        if param.expert is None:
-            return [share]  # the shared expert, fused
         first = position // (self.tp // self.ep) * share
-        return [i for i, logical in enumerate(physical[first : first + share]) if logical == param.expert]
+        return physical[first : first + share]
 
     def held(self, position: int, param: Param) -> list[Held]:
         """What a rank of the engine that has the parameter needs of it."""
         slot = self.slot(param)
         if slot is None:
             return []
-        found = _intervals(cut_pieces(param, slot.cut, self.cut(slot.grid), self.part(position, slot.grid)))
+        return self.held_by(self.part(position, slot.grid), param)
+
+    def held_by(self, part: int, param: Param) -> list[Held]:
+        """What this part of the cut is."""
+        slot = self.slot(param)
+        assert slot is not None
+        found = _intervals(cut_pieces(param, slot.cut, self.cut(slot.grid), part))
         return [interval._replace(offset=interval.offset + slot.at) for interval in found]
 
 
@@ -198,3 +219,31 @@ def even_stages(num_layers: int, pp: int, counts: Sequence[int] = ()) -> tuple[t
         raise ConfigError(f"{list(counts)} are not the layers of {pp} stages that have {num_layers} together")
     starts = [sum(counts[:stage]) for stage in range(pp)]
     return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
+
+
+def is_quantised(param: Param) -> bool:
+    """Whether an FP8 engine keeps it in blocks of 128 x 128 with a scale each, as DeepSeek-V3's FP8 checkpoint does:
+    the matrices of attention, MLP and experts; not the router, norms, embedding, head, and projection of MTP."""
+    in_layer = param.megatron.startswith(("decoder.layers.", "mtp.layers."))
+    left_out = ".router." in param.megatron or ".eh_proj." in param.megatron
+    return in_layer and not left_out and all(len(tensor.shape) == 2 for tensor in param.hf)
+
+
+def engine_shapes(
+    params: Iterable[Param], engine: EngineLayout, position: int, num_experts: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes, padding included, of the tensors in which a rank of an engine keeps these parameters, by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for param in params:
+        slot = engine.slot(param)
+        if slot is None:
+            continue
+        dim, slices = cut_pieces(param, slot.cut, engine.cut(slot.grid), engine.part(position, slot.grid))
+        shape = list(param.hf[0].shape)
+        shape[dim] = slot.at + sum(piece.stop - piece.start for piece in slices)
+        if slot.grid == "expert":
+            routed = engine.experts_at(position, layer_of(param.megatron), num_experts)
+            shape.insert(0, len(routed) + engine.fuse_shared)
+        # The last of several parameters in one tensor is where it ends.
+        shapes[slot.name] = max(shapes.get(slot.name, ()), tuple(shape))
+    return shapes
