@@ -130,7 +130,8 @@ class HybridFlow:
             result = self.controller.step(self, items)
             metrics = self._finish_step(result)
             last = self.step == run.num_rollout
-            stop = any(ranks.all_gather_objects(self._stop_asked)) and not last
+            asked = self._stop_asked or signal.SIGUSR1 in signal.sigpending()
+            stop = any(ranks.all_gather_objects(asked)) and not last
             if stop or (run.save_every and (last or self.step % run.save_every == 0)):
                 self._save()
             if stop:
@@ -243,13 +244,18 @@ class HybridFlow:
         self.log.say(f"resumed from {folder} after step {self.step}")
 
     def _catch_signals(self) -> None:
-        """A first SIGTERM or SIGUSR1 asks for a stop at the end of the step; a second SIGTERM ends the run at once."""
+        """A first SIGTERM or SIGUSR1 asks for a stop at the end of the step; a second SIGTERM ends the run at once.
+
+        Slurm sends SIGUSR1 to every process of a job, and it would end those that do not know it, such as the one by
+        which torch shares memory. So it is blocked, which processes started from here on inherit, and looked for.
+        """
 
         def ask(number: int, frame: Any) -> None:
             if self._stop_asked and number == signal.SIGTERM:
                 raise SystemExit(143)
             self._stop_asked = True
 
-        signal.signal(signal.SIGUSR1, ask)
+        signal.signal(signal.SIGUSR1, ask)  # for threads that were there before, which may get it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         if self.config.run.save_every:
             signal.signal(signal.SIGTERM, ask)
