@@ -41,6 +41,8 @@ def check_ranges(config: Config) -> None:
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
         "rollout.max_context": config.rollout.max_context,
         "rollout.concurrency": config.rollout.concurrency,
+        "rollout.push_bucket_mb": config.rollout.push_bucket_mb,
+        "rollout.verify_every": config.rollout.verify_every,
         "data.prompts_per_step": config.data.prompts_per_step,
         "train.token_budget": config.train.token_budget,
     }

@@ -103,6 +103,11 @@ class RolloutConfig:
     """Seconds that one answer of the engine may take."""
     start_timeout: float = 600.0
     """Seconds that an engine may take to start."""
+    push_bucket_mb: int = 1024
+    """MiB that each rank may stage for sending weights to engines, and as much for receiving them."""
+    verify_every: int = 20
+    """The engines' weights are verified bit by bit in the first push and every so many; in the others, one part in so
+    many of them."""
     replay: str = ""
     """A run folder whose recorded rollouts are used instead of generating: for debugging and exact repeats."""
     sglang: dict[str, Any] = field(default_factory=dict)

@@ -15,7 +15,6 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.models import blocks
-from megarl.models.family import Family
 from megarl.models.layout import HFConfig, Param
 from megarl.models.registry import family_of
 from megarl.reshard.layout import EngineLayout, Held, TrainLayout, is_quantised, layer_of
@@ -94,13 +93,6 @@ def kinds_of(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire,
     for kind in kinds.values():
         kind.flows = _flows(kind.params, experts, train, engine, wire, min_piece)
     return list(kinds.values())
-
-
-def params_of(family: Family, hf: HFConfig, layer: int | None, stage: int, experts: Iterable[int]) -> list[Param]:
-    """The parameters of one member of a kind, in the order of `Kind.params` but with these experts."""
-    if layer is None:
-        return blocks.embedding(hf) if stage == 0 else blocks.final(hf)
-    return family.layer(hf, layer, experts)
 
 
 def _signature(params: Sequence[Param], layer: int | None) -> tuple[object, ...]:

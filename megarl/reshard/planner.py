@@ -2,8 +2,9 @@
 
 The layers of all stages go side by side, the first of each stage in the first slot, the second in the second ... A slot
 takes as many rounds as its busiest rank needs for a staging buffer of bounded size: every transfer is cut into as many
-parts. In a round a rank sends and receives all at once, and the ranks go through the rounds in the same order, so
-nobody can wait for somebody who waits. What came in a round is forwarded within the node in the next one.
+parts. Slots that fit one round together are one. In a round a rank sends and receives all at once, and the ranks go
+through the rounds in the same order, so nobody can wait for somebody who waits. What came in a round is forwarded
+within the node in the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megarl.config import ConfigError
 from megarl.models.layout import HFConfig, Param
 from megarl.models.registry import family_of
 from megarl.reshard.assignment import MIN_PIECE, Assignment
-from megarl.reshard.flows import Wire, params_of
+from megarl.reshard.flows import Wire
 from megarl.reshard.layout import EngineLayout, TrainLayout
 
 ALIGN = 16
@@ -123,21 +124,35 @@ class Plan:
             members.sort(key=lambda member: -1 if member[1] is None else member[1])
         sizes, overheads, forwards = self._loads()
         capacity = self.bucket_bytes // 2
-        slots = []
+        slots: list[Slot] = []
+        together: list[tuple[int, int | None]] = []  # members of the slot being made, which fit one round
+
+        def close() -> None:
+            if together:
+                slots.append(Slot(1, 1 + int(any(forwards[group] for group, _ in together)), tuple(together)))
+                together.clear()
+
         for number in range(max(len(members) for members in order.values())):
             present = [members[number] for _, members in sorted(order.items()) if number < len(members)]
+            index = [group for group, _ in together + present]
+            if (sizes[:, index] + overheads[0][:, index]).sum(axis=1).max() <= capacity:
+                together += present
+                continue
+            close()
             index = [group for group, _ in present]
             size, (whole, cut) = sizes[:, index].sum(axis=1), overheads[:, :, index].sum(axis=2)
-            parts = 1
-            if (size + whole).max() > capacity:
-                room = capacity - cut
-                if room.min() <= 0:
-                    raise ConfigError(
-                        f"a bucket of {self.bucket_bytes} bytes is too small to move this model in rounds: at least "
-                        f"{2 * int(cut.max()) + 2 * ALIGN} are needed"
-                    )
-                parts = int(np.ceil(size / room).max())
+            if (size + whole).max() <= capacity:
+                together += present
+                continue
+            room = capacity - cut
+            if room.min() <= 0:
+                raise ConfigError(
+                    f"a bucket of {self.bucket_bytes} bytes is too small to move this model in rounds: at least "
+                    f"{2 * int(cut.max()) + 2 * ALIGN} are needed"
+                )
+            parts = int(np.ceil(size / room).max())
             slots.append(Slot(parts, parts + int(any(forwards[group] for group in index)), tuple(present)))
+        close()
         return slots
 
     def _loads(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -299,7 +314,7 @@ class RankPlan:
         numbers = table.cell[rows]
         experts = line.expert[numbers]
         wanted = sorted(set(experts.tolist()) - {-1})
-        params = params_of(family_of(plan.hf), plan.hf, layer, plan.groups[group].stage, wanted)
+        params = kind.params if layer is None else family_of(plan.hf).layer(plan.hf, layer, wanted)
         dense = [param for param in params if param.expert is None]
         routed = {expert: [param for param in params if param.expert == expert] for expert in wanted}
         seen = [0, 0]  # how many of the kind's parameters were not, and were, of the template's expert

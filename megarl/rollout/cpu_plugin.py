@@ -22,6 +22,7 @@ def register() -> None:
     _plain_rope()
     _mask_foreign_experts()
     _batch_decode()
+    _cut_as_on_gpus()
 
 
 def _absorb_mla() -> None:
@@ -128,3 +129,15 @@ def _batch_decode() -> None:
         return output
 
     TorchNativeAttnBackend._run_sdpa_forward_decode = decode
+
+
+def _cut_as_on_gpus() -> None:
+    """Leave the model's sizes as they are for tensor parallelism, as on GPUs.
+
+    For AMX SGLang fills the widths of MLPs up to a multiple of 32 per rank, and heads up to where each rank has
+    key-value heads of its own, instead of repeating these. Then the ranks hold other slices than on GPUs, padding
+    among them, and the tables of `models` say what GPUs have.
+    """
+    from sglang.srt.model_executor import model_runner
+
+    model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, load_config, tp_size: model_config

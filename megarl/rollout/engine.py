@@ -27,7 +27,7 @@ import torch
 
 from megarl.config import Config
 from megarl.parallel import device
-from megarl.rollout import engine_cpu, engine_cuda, server_args, weights
+from megarl.rollout import engine_cpu, engine_cuda, loader, server_args, weights
 from megarl.rollout.weights import NamedTensors
 
 _LOG_LINES = 20
@@ -59,10 +59,11 @@ def contribute(buckets: Iterable[NamedTensors], collect: Collect) -> None:
     """
     for bucket in weights.with_partners(buckets):
         flat = weights.flatten(bucket)  # lives until the next collect, which the lead rank enters when it has been read
-        collect(_packed(flat))
+        collect(packed(flat))
 
 
-def _packed(tensors: NamedTensors) -> str:
+def packed(tensors: NamedTensors) -> str:
+    """A payload for the engine's rank beside this one: it says where the data are, which must stay there meanwhile."""
     platform = engine_cuda if device.has_cuda() else engine_cpu
     return base64.b64encode(platform.pack(tensors)).decode()
 
@@ -141,6 +142,7 @@ class Engine:
             "nnodes": self.nnodes,
             "node_rank": self.node_rank,
             "weight_version": "0",
+            "custom_weight_loader": [loader.NAME],
             "skip_server_warmup": True,
             "log_level": "warning",
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
@@ -156,6 +158,7 @@ class Engine:
         self._facts.unlink(missing_ok=True)
         settings = {"server_args": arguments, "facts": str(self._facts.resolve())}
         settings["tool_call_parser"] = rollout.tool_call_parser
+        settings["start_method"] = self._platform.START_METHOD
         order = {"parent": os.getpid(), "log": str(self.log.resolve()), "settings": settings}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megarl.rollout.engine_process"],
@@ -228,9 +231,9 @@ class Engine:
             for bucket in weights.with_partners(buckets):
                 flat = weights.flatten(bucket)
                 if collect is None:
-                    payload = [_packed(flat) for _ in range(self.config.rollout.tp)]
+                    payload = [packed(flat) for _ in range(self.config.rollout.tp)]
                 else:
-                    payload = collect(_packed(flat))
+                    payload = collect(packed(flat))
                 if failure is not None:
                     continue
                 try:
@@ -282,6 +285,30 @@ class Engine:
     def _is_probe(self, name: str, tensor: torch.Tensor) -> bool:
         held_as_sent = tensor.dtype == getattr(torch, self.config.model.dtype)
         return tensor.dim() == 1 and "norm" in name and held_as_sent
+
+    def begin_update(self) -> None:
+        """Open the session in which `order` may be called. The engine is unusable until `end_update` with a version."""
+        self.usable = False
+        self._call("/begin_weight_update")
+
+    def order(self, payloads: list[str], draft: bool = False) -> None:
+        """Have the loader in each of the engine's ranks do what its payload says, one per rank, see `mailbox.py`.
+
+        draft: orders for the draft model, which has the layers of multi-token prediction. Returns when all ranks are
+        done; what they answer is in the memory that the payloads speak of.
+        """
+        body = {"serialized_named_tensors": payloads, "load_format": loader.NAME, "flush_cache": False}
+        self._call("/update_weights_from_tensor", {**body, "selector": "draft" if draft else "target"})
+
+    def end_update(self, version: int | None) -> None:
+        """Close the session. version: number of the weights that the engine now has, all of them; it generates with
+        them from now on. None where the update failed: the engine stays unusable."""
+        self._call("/end_weight_update")
+        if version is None:
+            return
+        self._call("/flush_cache")  # it is of the old weights
+        self._call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self.usable = True
 
     def sleep(self) -> None:
         """Give the device to training: free weights and KV cache where there is a GPU, else drop the cache."""

@@ -12,6 +12,8 @@ import torch
 from megarl.config import Config
 from megarl.rollout.weights import NamedTensors
 
+START_METHOD = "fork"
+"""How SGLang starts its processes: each import of it takes 10 seconds of a core, and forked ones have it already."""
 _STUBS = Path(__file__).with_name("cpu_stubs")
 MOST_TOKENS = 131072
 """Cap of the KV cache where `rollout.sglang.max_total_tokens` gives none; memory is only taken as it is used."""

@@ -7,6 +7,9 @@ from typing import Any
 from megarl.config import Config
 from megarl.rollout.weights import NamedTensors
 
+START_METHOD = ""
+"""As SGLang does it: a process that has used CUDA cannot be forked."""
+
 
 def server_args(config: Config, first_device: int) -> dict[str, Any]:
     """SGLang's settings for this kind of machine; the memory saver lets the weights sleep while the ranks train."""

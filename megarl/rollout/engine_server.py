@@ -1,12 +1,13 @@
 """SGLang's HTTP server with arguments from stdin instead of the command line, where others could read the API key.
 
-stdin: JSON {"parent": pid, "server_args": {...}, "facts": path, "tool_call_parser": name}. Writes to `facts` what
-the rank must know of SGLang's tool-call parser, so that a rank never has to import SGLang.
+stdin: JSON {"parent": pid, "server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or ""}.
+Writes to `facts` what the rank must know of SGLang's tool-call parser, so that a rank never has to import SGLang.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,12 @@ def tool_call_marker(parser: str) -> str:
     return "" if any(detector.has_tool_call(text) for text in unmarked) else marker
 
 
+def _start_processes_by(method: str) -> None:
+    """Whatever SGLang asks for: it sets "spawn", by which each of its processes imports everything once more."""
+    ask = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda *_, **__: ask(method, force=True)
+
+
 def main(settings: dict[str, Any]) -> None:
     die_with_parent(settings["parent"])
     from sglang.srt.plugins import load_plugins
@@ -34,6 +41,8 @@ def main(settings: dict[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
+    if method := settings["start_method"]:
+        _start_processes_by(method)
     facts = {"tool_call_marker": tool_call_marker(settings["tool_call_parser"])}
     Path(settings["facts"]).write_text(json.dumps(facts))
     try:

@@ -24,6 +24,7 @@ _OURS = {
     "node_rank": "parallel.ranks_per_node",
     "dist_init_addr": "nothing, the launcher knows it",
     "weight_version": "nothing, the trainer counts",
+    "custom_weight_loader": "nothing, MegaRL has its own",
     "device": "nothing, the machine decides",
 }
 """Fields that MegaRL sets, and what sets them."""

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from megarl.config import ConfigError
 from megarl.observe.rollout_log import read_rollouts, rollout_file
 from megarl.parallel import ranks
-from megarl.reshard.gather import buckets
-from megarl.rollout.engine import Engine, contribute
+from megarl.rollout.engine import Engine
 from megarl.rollout.multi_turn import generate_rollouts
 from megarl.types import Prompt, Rollout
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
+from megarl.workers.push import WeightPush
 
-PUSH_BUCKET_BYTES = 512 << 20
 Result = TypeVar("Result")
 
 
@@ -52,6 +51,8 @@ class RolloutWorker(Worker):
                 node_rank=self.position // here,
                 dist_init_addr=addresses[self.lead_rank] if tp > here else "",
             )
+        lead = self.engine if self.leads else None
+        self._push = WeightPush(context.hf_config, self.config, self.ranks, lead, self._collect)
 
     @property
     def leads(self) -> bool:
@@ -95,10 +96,7 @@ class RolloutWorker(Worker):
             if self.config.rollout.replay:
                 return
             self._on_leads(Engine.wake)
-            stream = buckets(actor.hf_tensors(), PUSH_BUCKET_BYTES)
-            if not self.leads:
-                contribute(stream, self._collect)
-            self._on_leads(lambda engine: engine.push(stream, self.version, self._collect))
+            self._push.push(actor.model.local_params(), self.version)
 
     def _collect(self, payload: str) -> list[str]:
         """Of the ranks of this engine, on its lead rank; see `rollout.engine.Collect`."""

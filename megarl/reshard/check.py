@@ -1,0 +1,81 @@
+"""What can be wrong with a push before anything moves: the trainer's shards, the engine's tensors, the plans."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megarl.models.layout import Param, cut_pieces
+from megarl.reshard.layout import EngineLayout, TrainLayout, engine_shapes
+
+TIED_COPY = "output_layer.weight"
+"""With a tied head Megatron has a copy of the embedding under this name on the last stage. It is not sent."""
+
+Described = Mapping[str, tuple[str, Sequence[int]]]
+"""An engine's tensors: dtype and shape by name."""
+
+
+def shard_problems(
+    local: Mapping[str, torch.Tensor], params: Iterable[Param], train: TrainLayout, rank: int, num_experts: int
+) -> list[str]:
+    """How a rank's shards (canonical name -> tensor) differ from their table, and which have values that are no number;
+    one line each."""
+    found, expected = [], set()
+    for param in params:
+        if not train.holds(rank, param, num_experts):
+            continue
+        name, expert = param.megatron, param.expert is not None
+        expected.add(name)
+        if name not in local:
+            found.append(f"rank {rank} lacks {name}")
+            continue
+        dim, slices = cut_pieces(param, param.cut, train.cut(expert), train.part(rank, expert))
+        shape = list(param.hf[0].shape)
+        shape[dim] = sum(piece.stop - piece.start for piece in slices)
+        if list(local[name].shape) != shape:
+            found.append(f"{name} on rank {rank} has shape {tuple(local[name].shape)}, not {tuple(shape)}")
+    unknown = sorted(local.keys() - expected - {TIED_COPY})
+    found += [f"rank {rank} has {name}, which the table does not know" for name in unknown]
+    return found + [f"{name} on rank {rank} is not finite" for name in _not_finite(local)]
+
+
+def _not_finite(local: Mapping[str, torch.Tensor]) -> list[str]:
+    if not local:
+        return []
+    # A sum is finite exactly when all are, but for sums that overflow: those are looked at again.
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in local.values()])
+    suspects = [name for name, fine in zip(local, torch.isfinite(sums).tolist(), strict=True) if not fine]
+    return [name for name in suspects if not bool(torch.isfinite(local[name]).all())]
+
+
+def engine_problems(
+    held: Described, params: Sequence[Param], engine: EngineLayout, position: int, num_experts: int, types: set[str]
+) -> list[str]:
+    """How the tensors of an engine's rank differ from the table; one line each. types: that the wire can carry."""
+    found = []
+    for name, shape in engine_shapes(params, engine, position, num_experts).items():
+        if name not in held:
+            found.append(f"the engine has no tensor {name}")
+        elif tuple(held[name][1]) != shape:
+            found.append(f"{name} has shape {tuple(held[name][1])} in the engine, not {shape}")
+        elif held[name][0] not in types:
+            found.append(f"{name} is {held[name][0]} in the engine, which weights are not sent as")
+    return found
+
+
+def digest(*values: Any) -> str:
+    """Of all that a plan is computed from: the only thing that ranks tell each other about it."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=repr).encode()).hexdigest()[:16]
+
+
+def digest_problem(digests: Sequence[str]) -> str:
+    """Which ranks do not plan what rank 0 plans; empty if all do."""
+    others = [rank for rank, value in enumerate(digests) if value != digests[0]]
+    if not others:
+        return ""
+    some = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
+    return f"rank(s) {some} have another model or layout than rank 0: start all of them with the same configuration"

@@ -1,0 +1,234 @@
+"""Runs a rank's plan: packs, sends, receives, forwards, and hands every round's data to the engine process beside it.
+
+The data of a message are its pieces, each at a multiple of `ALIGN` bytes, and then 8 bytes for each of them: the hash
+of the piece at its owner, where it is to be verified. A forwarder passes the hash on with the piece, so whoever changes
+a bit on the way, the engine finds another hash in its own tensor.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megarl.models.layout import Param
+from megarl.models.registry import family_of
+from megarl.reshard.checksum import device_hash
+from megarl.reshard.layout import Held
+from megarl.reshard.planner import ALIGN, Message, Piece, Plan, Round, offsets
+
+Slice = list[Any]
+"""[name, index, r0, r1, c0, c1, offset, hash_offset]: a box of an engine's tensor and its place, see rollout.loader."""
+
+HandOver = Callable[[torch.Tensor, dict[str, Any]], None]
+"""Gives a buffer and the order to write it to the engine process beside this rank. It may return before that has
+written, but not before it has done so with the buffer of the call before. Collective over the ranks of an engine."""
+
+WIRE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
+"""Types by bytes of an element."""
+
+
+class PushError(RuntimeError):
+    """A push that failed; names the tensor or the ranks."""
+
+
+class _Parcel(NamedTuple):
+    """A message, or what is kept here, with places in this rank's buffer: of the pieces, of their hashes.
+
+    sources: of the pieces of own shards, the shard's name, rows and columns, and the lot (see `_lot`). forwards: the
+    places in the buffer of the round before of the pieces to forward, and of their hashes.
+    """
+
+    message: Message
+    begin: int
+    end: int
+    places: list[int]
+    hashes: int
+    sources: list[tuple[str, int, int, int, int, int]]
+    forwards: list[tuple[int, int]]
+
+
+class _Step(NamedTuple):
+    sends: list[_Parcel]
+    receives: list[_Parcel]
+    local: _Parcel
+    slices: list[tuple[int, Slice]]  # with the lot of the piece, see `_lot`
+    dtypes: dict[str, str]
+
+
+class Executor:
+    """One rank's side of every push. Buffers are allocated for a push and freed after it.
+
+    plan: the same on all ranks. rank: this one. period: how many pushes it takes until each piece was among the sample
+    that is verified in every push; the first and every `period`-th push are verified in full. allocate(bytes): a
+    uint8 tensor that the engine process can be given.
+    """
+
+    def __init__(self, plan: Plan, rank: int, period: int, allocate: Callable[[int], torch.Tensor]) -> None:
+        self.plan, self.rank, self.period = plan, rank, period
+        self.num_experts = family_of(plan.hf).num_experts(plan.hf)
+        self.allocate = allocate
+        self.pushes = 0
+        mine = plan.for_rank(rank)
+        self.steps: list[_Step] = []
+        for number in range(plan.rounds):
+            self.steps.append(self._step(mine.round(number), self.steps[-1].receives if number else []))
+        self.send_bytes = max((step.sends[-1].end for step in self.steps if step.sends), default=0)
+        self.receive_bytes = max((step.local.end for step in self.steps), default=0)
+        if max(self.send_bytes, self.receive_bytes) > plan.bucket_bytes // 2:
+            raise AssertionError("a round is larger than half a bucket")  # the planner's fault
+
+    def _step(self, round_: Round, before: Sequence[_Parcel]) -> _Step:
+        came = {
+            _key(piece): (parcel.places[number], parcel.hashes + 8 * number)
+            for parcel in before
+            for number, piece in enumerate(parcel.message.direct)
+        }
+        sends, _ = _parcels(round_.sends, 0, came, self._source)
+        receives, end = _parcels(round_.receives, 0)
+        (local,), _ = _parcels([Message(self.rank, round_.local, ())], end, came, self._source)
+        slices: list[tuple[int, Slice]] = []
+        dtypes = {}
+        for parcel in (*receives, local):
+            for number, (piece, place) in enumerate(zip(parcel.message.pieces, parcel.places, strict=True)):
+                name, boxes = self._targets(piece)
+                dtypes[name] = str(WIRE[piece.item]).removeprefix("torch.")
+                hash_place, lot = parcel.hashes + 8 * number, self._lot(piece)
+                slices += [(lot, [name, index, *box, place, hash_place]) for index, *box in boxes]
+        return _Step(sends, receives, local, slices, dtypes)
+
+    def _targets(self, piece: Piece) -> tuple[str, list[tuple[int, int, int, int, int]]]:
+        """The engine's tensor, and index, rows and columns in it; several where an expert is there more than once."""
+        engine, position = self.plan.engine, self.rank % self.plan.engine.tp
+        slot = engine.slot(piece.param)
+        assert slot is not None
+        box = _place(engine.held(position, piece.param), piece)
+        stacked = slot.grid == "expert"
+        indices = engine.indices(position, piece.param, self.num_experts) if stacked else [-1]
+        return slot.name + ("_scale_inv" if piece.scale else ""), [(index, *box) for index in indices]
+
+    def push(self, local: Mapping[str, torch.Tensor], hand_over: HandOver, version: int) -> None:
+        """Send this rank's shards (canonical name -> tensor), and hand over what comes. Collective over all ranks.
+
+        Raises PushError where a peer is lost. What the engines say is for the caller of `hand_over` to see.
+        """
+        self.pushes += 1
+        # The first push and every `period`-th are verified in full.
+        lots = range(self.period) if self.pushes % self.period == 1 % self.period else [self.pushes % self.period]
+        received = [self.allocate(self.receive_bytes) for _ in range(2)]
+        out = [torch.empty(self.send_bytes, dtype=torch.uint8, device=received[0].device) for _ in range(2)]
+        for number, step in enumerate(self.steps):
+            half = number % 2
+            requests = self._exchange(step, local, out[half], received[half], received[1 - half], lots)
+            self._pack(step.local, local, received[half], lots)
+            for request, peer in requests:
+                try:
+                    request.wait()
+                except RuntimeError as error:
+                    raise PushError(
+                        f"the push of version {version} broke off in round {number} of {len(self.steps)} between the "
+                        f"ranks {self.rank} and {peer}: {error}"
+                    ) from error
+            slices = [entry if lot in lots else [*entry[:-1], -1] for lot, entry in step.slices]
+            order = {"do": "write", "version": version, "tensor_dtype": step.dtypes, "slices": slices}
+            hand_over(received[half], order)
+
+    def _lot(self, piece: Piece) -> int:
+        """In which of `period` pushes a piece is verified; the same on all ranks."""
+        return zlib.crc32(repr(_key(piece)).encode()) % self.period
+
+    def _exchange(
+        self,
+        step: _Step,
+        local: Mapping[str, torch.Tensor],
+        out: torch.Tensor,
+        received: torch.Tensor,
+        kept: torch.Tensor,
+        lots: Container[int],
+    ) -> list[tuple[dist.Work, int]]:
+        """Start all transfers of a round; a group on NCCL, and on gloo as good as one."""
+        operations, peers = [], []
+        for parcel in step.receives:
+            operations.append(dist.P2POp(dist.irecv, received[parcel.begin : parcel.end], parcel.message.peer))
+            peers.append(parcel.message.peer)
+        for parcel in step.sends:
+            self._pack(parcel, local, out, lots)
+            number = len(parcel.message.direct)
+            for piece, (place, hash_place) in zip(parcel.message.forward, parcel.forwards, strict=True):
+                to, hash_to = parcel.places[number], parcel.hashes + 8 * number
+                out[to : to + piece.nbytes].copy_(kept[place : place + piece.nbytes])
+                out[hash_to : hash_to + 8].copy_(kept[hash_place : hash_place + 8])
+                number += 1
+            operations.append(dist.P2POp(dist.isend, out[parcel.begin : parcel.end], parcel.message.peer))
+            peers.append(parcel.message.peer)
+        if not operations:
+            return []
+        works = dist.batch_isend_irecv(operations)
+        if len(works) == len(peers):
+            return list(zip(works, peers, strict=True))
+        return [(work, peers[0]) for work in works]  # NCCL has one for the group
+
+    def _pack(
+        self, parcel: _Parcel, local: Mapping[str, torch.Tensor], out: torch.Tensor, lots: Container[int]
+    ) -> None:
+        """Copy a parcel's own pieces from this rank's shards, with the hashes of those that are to be verified."""
+        hashes, hash_places = [], []
+        direct = zip(parcel.message.direct, parcel.places, parcel.sources, strict=False)
+        for number, (piece, place, (name, r0, r1, c0, c1, lot)) in enumerate(direct):
+            tensor = local[name]
+            source = (tensor if tensor.dim() == 2 else tensor[:, None])[r0:r1, c0:c1]
+            target = out[place : place + piece.nbytes].view(WIRE[piece.item]).view(source.shape)
+            target.copy_(source)
+            if lot in lots:
+                # Of what is meant to arrive: of the source in the wire's type, not of the buffer that goes on the wire.
+                hashes.append(device_hash(source.to(target.dtype)))
+                hash_places.append(parcel.hashes // 8 + number)
+        if hashes:
+            words = out[: len(out) // 8 * 8].view(torch.int64)
+            words[torch.tensor(hash_places, device=out.device)] = torch.stack(hashes)
+
+    def _source(self, piece: Piece) -> tuple[str, int, int, int, int, int]:
+        box = _place(self.plan.train.held(self.rank, piece.param), piece)
+        return (piece.param.megatron, *box, self._lot(piece))
+
+
+def _place(intervals: Sequence[Held], piece: Piece) -> tuple[int, int, int, int]:
+    """Rows and columns of a piece within a local tensor that is made of these intervals."""
+    for held in intervals:
+        low, high = (piece.rows, piece.columns)[held.dim]
+        if held.source == piece.source and held.start <= low and high <= held.stop:
+            shift = held.offset - held.start
+            rows = [edge + shift * (held.dim == 0) for edge in piece.rows]
+            columns = [edge + shift * (held.dim == 1) for edge in piece.columns]
+            return rows[0], rows[1], columns[0], columns[1]
+    raise AssertionError(f"{name_of(piece.param)} is not here")  # the planner's fault
+
+
+def name_of(param: Param) -> str:
+    return " + ".join(tensor.name for tensor in param.hf)
+
+
+def _parcels(
+    messages: Sequence[Message],
+    begin: int,
+    came: Mapping[Any, tuple[int, int]] | None = None,
+    source: Callable[[Piece], tuple[str, int, int, int, int, int]] | None = None,
+) -> tuple[list[_Parcel], int]:
+    """Lay messages out one after another. came: places of the pieces of the round before, where they are forwarded."""
+    found = []
+    for message in messages:
+        places, hashes = offsets(message.pieces, begin)
+        end = hashes + -(-8 * len(places) // ALIGN) * ALIGN
+        forwards = [came[_key(piece)] for piece in message.forward] if came is not None else []
+        sources = [source(piece) for piece in message.direct] if source is not None else []
+        found.append(_Parcel(message, begin, end, places, hashes, sources, forwards))
+        begin = end
+    return found, begin
+
+
+def _key(piece: Piece) -> tuple[Any, ...]:
+    """What a piece is, without its table row."""
+    return (piece.param.hf[piece.source].name, piece.rows, piece.columns, piece.scale)

@@ -1,0 +1,181 @@
+"""The engine's side of the reshard: `load` runs in SGLang's processes and writes slices straight into their tensors.
+
+SGLang calls it where /update_weights_from_tensor names it as the load format. The rank of the trainer beside an
+engine's rank shares three tensors of bytes with it: "order" (JSON), "answer" (room for JSON) and "bucket" (data; only
+"write" needs it). Nothing is fused, divided or repeated here; the trainer knows where each byte belongs, and the
+engine only checks and copies.
+
+Orders, and what answers them; an order that does not fit is answered by {"error": text} before anything is written:
+
+{"do": "describe"} -> {"tensors": {name: [dtype, shape]}}: what may be written.
+{"do": "write", "version": v, "tensor_dtype": {name: dtype},
+ "slices": [[name, index, r0, r1, c0, c1, offset, hash_offset], ...]} -> {"wrong": [names]}: see `_write`.
+{"do": "finish"} -> {}: SGLang computes what it derives from weights.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megarl.reshard.checksum import device_hash
+
+NAME = f"{__name__}.load"
+"""By which SGLang knows it, as server argument and as load format."""
+
+_LENGTH = struct.Struct("<q")
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Do what "order" says and answer in "answer". Never raises, for that would end SGLang's process.
+
+    On a GPU SGLang moves every tensor to its device before this call; only memory of that device is still shared then.
+    """
+    shared = dict(named_tensors)
+    try:
+        with torch.no_grad():
+            answer = _obey(model, json.loads(_bytes(shared["order"])), shared.get("bucket"))
+            if "bucket" in shared and shared["bucket"].is_cuda:
+                torch.cuda.synchronize()  # a failure of a copy shows here, and the bucket is free once we answer
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    try:
+        _put(shared["answer"], answer)
+    except Exception as error:
+        print(f"the answer {str(answer)[:500]} cannot be given: {error}", flush=True)  # the trainer finds none
+
+
+def _put(buffer: torch.Tensor, content: dict[str, Any]) -> None:
+    """Write JSON into a shared tensor of bytes, after its length as 8 bytes, little-endian."""
+    data = json.dumps(content).encode()
+    if _LENGTH.size + len(data) > buffer.numel():
+        data = json.dumps({"error": f"an answer of {len(data)} bytes for {buffer.numel()} bytes of room"}).encode()
+    packed = torch.frombuffer(bytearray(_LENGTH.pack(len(data)) + data), dtype=torch.uint8)
+    buffer[: len(packed)].copy_(packed)
+
+
+def read(answer: torch.Tensor) -> dict[str, Any]:
+    """What the engine has put into the tensor "answer". Raises ValueError where there is nothing."""
+    length = _LENGTH.unpack(_bytes(answer[: _LENGTH.size]))[0]
+    if not 0 < length <= answer.numel() - _LENGTH.size:
+        raise ValueError(f"the engine has not answered: {length} bytes")
+    return dict(json.loads(_bytes(answer[_LENGTH.size : _LENGTH.size + length])))
+
+
+def clear(answer: torch.Tensor) -> None:
+    """Make `read` fail until the next answer, so that an old one is not taken for it."""
+    answer[: _LENGTH.size].zero_()
+
+
+def _obey(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | None) -> dict[str, Any]:
+    match order["do"]:
+        case "describe":
+            tensors = writable(model)
+            return {"tensors": {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in tensors.items()}}
+        case "write":
+            if bucket is None:
+                raise ValueError("an order to write needs a bucket")
+            return {"wrong": _write(writable(model), order, bucket)}
+        case "finish":
+            from sglang.srt.model_loader.loader import post_load_weights
+
+            post_load_weights(model)
+            return {}
+    raise ValueError(f"unknown order {order['do']!r}")
+
+
+def writable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters and the buffers that a checkpoint has, by name; shared ones once, by their first name."""
+    found = {name: parameter.data for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                found[name] = buffer
+    return found
+
+
+class _Box(NamedTuple):
+    name: str
+    target: torch.Tensor  # [rows, columns], a view of the model's tensor
+    source: torch.Tensor  # the same shape and dtype, a view of the bucket
+    hash: torch.Tensor | None  # [1] int64, what the target must have in the end
+
+
+def _write(tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor) -> list[str]:
+    """Copy slices out of the bucket into the model's tensors; the names of those that then hold other bits.
+
+    A slice [name, index, r0, r1, c0, c1, offset, hash_offset] is the box [r0, r1) x [c0, c1) of a tensor [rows,
+    columns], or [rows] as [rows, 1], or, where `index` is not -1, of that one of a stack of such. Its elements are in
+    the bucket from byte `offset` on, in row-major order, in the tensor's own dtype, which "tensor_dtype" states for
+    each name that is written, so that no bytes are taken for what they are not. Where `hash_offset` is not -1, the
+    bucket has there the hash (int64) that the box must have once everything is written, read back from its place.
+    """
+    for name, dtype in order["tensor_dtype"].items():
+        if name in tensors and _dtype(tensors[name]) != dtype:
+            raise ValueError(f"{name} is {_dtype(tensors[name])} in the engine, not {dtype}")
+    boxes = [
+        _box(tensors, order["tensor_dtype"], bucket, *entry) for entry in order["slices"]
+    ]  # all, before any is written
+    for box in boxes:
+        box.target.copy_(box.source)
+    checked = [(box, box.hash) for box in boxes if box.hash is not None]
+    if not checked:
+        return []
+    held = torch.stack([device_hash(box.target) for box, _ in checked])
+    equal = (held == torch.cat([value for _, value in checked])).tolist()  # the device is waited for only here
+    return list(dict.fromkeys(box.name for (box, _), same in zip(checked, equal, strict=True) if not same))
+
+
+def _box(
+    tensors: dict[str, torch.Tensor],
+    dtypes: dict[str, str],
+    bucket: torch.Tensor,
+    name: str,
+    index: int,
+    r0: int,
+    r1: int,
+    c0: int,
+    c1: int,
+    offset: int,
+    hash_offset: int,
+) -> _Box:
+    """The views that a slice names. Raises ValueError for one that is not there."""
+    if name not in tensors:
+        raise ValueError(f"the engine has no tensor {name}")
+    if name not in dtypes:
+        raise ValueError(f"the order does not state the dtype of {name}")
+    tensor = tensors[name]
+    if tensor.dim() not in ((1, 2) if index == -1 else (3,)) or not -1 <= index < len(tensor):
+        raise ValueError(f"{name} has the shape {list(tensor.shape)}; index {index} does not fit it")
+    whole = tensor if index == -1 else tensor[index]
+    if whole.dim() == 1:
+        whole = whole[:, None]
+    rows, columns = whole.shape
+    if not (0 <= r0 < r1 <= rows and 0 <= c0 < c1 <= columns):
+        raise ValueError(f"rows {r0}:{r1}, columns {c0}:{c1} are not in {name}, which has {rows} and {columns}")
+    target = whole[r0:r1, c0:c1]
+    source = _cut(bucket, offset, target.numel(), target.dtype).view(target.shape)
+    wanted = _cut(bucket, hash_offset, 1, torch.int64) if hash_offset != -1 else None
+    return _Box(name, target, source, wanted)
+
+
+def _cut(bucket: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """[count]: the elements that begin at byte `offset`. Raises ValueError where the bucket does not have them."""
+    stop = offset + count * dtype.itemsize
+    if offset < 0 or stop > bucket.numel():
+        raise ValueError(f"bytes {offset}:{stop} are outside of the bucket, which has {bucket.numel()}")
+    if offset % dtype.itemsize:
+        raise ValueError(f"byte {offset} is no place for {_dtype(bucket.new_empty(0, dtype=dtype))}")
+    return bucket[offset:stop].view(dtype)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()

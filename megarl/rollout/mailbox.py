@@ -1,0 +1,75 @@
+"""The trainer's side of `loader.py`: what one of its ranks shares with the engine's rank beside it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from megarl.parallel import device
+from megarl.rollout import loader
+from megarl.rollout.engine import Collect, Engine, EngineError, packed
+
+ROOM = 1 << 22
+"""Bytes for an answer: the longest lists the tensors of a model, about 100 bytes each."""
+
+
+class Mailbox:
+    """Shared memory for the orders to one rank of an engine, and for its answers. Reusable, for one order at a time.
+
+    Memory can be shared within a machine only, on GPUs within one device, where SGLang would make a copy of anything
+    that lies elsewhere; so everything lies where the tensors of the engine's rank do.
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device.has_cuda() else torch.device("cpu")
+        self._answer = torch.zeros(ROOM, dtype=torch.uint8, device=self._device)
+        self._order = self._answer  # stays alive from one order to the next, for the engine may look that long
+
+    def payload(self, order: dict[str, Any], bucket: torch.Tensor | None = None) -> str:
+        """For `Engine.order`, once: each call of it needs a payload of its own.
+
+        bucket: [n] uint8 for an order to write. It is in shared memory from its first time on, so that the same one
+        filled anew costs nothing more. Neither it nor this object may be used for another order before the answer.
+        """
+        loader.clear(self._answer)
+        self._order = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8).to(self._device)
+        tensors = [("order", self._order), ("answer", self._answer)]
+        return packed(tensors + ([] if bucket is None else [("bucket", bucket)]))
+
+    def answer(self) -> dict[str, Any]:
+        """What the engine's rank answered to the last order. Raises EngineError where it did not, or could not obey."""
+        try:
+            answer = loader.read(self._answer)
+        except ValueError:
+            raise EngineError("an engine's rank has not answered its order") from None
+        if "error" in answer:
+            raise EngineError(f"an engine's rank could not obey its order: {answer['error']}")
+        return answer
+
+
+def ask(
+    mailbox: Mailbox,
+    order: dict[str, Any],
+    collect: Collect,
+    engine: Engine | None,
+    bucket: torch.Tensor | None = None,
+    draft: bool = False,
+) -> dict[str, Any]:
+    """Collective over an engine's ranks: each one's order to the engine's rank beside it, and that rank's answer.
+
+    engine: on the lead rank; None on the others. Between `Engine.begin_update` and `Engine.end_update`. Where the
+    engine refuses, every rank raises EngineError, for none has an answer.
+    """
+    payloads = collect(mailbox.payload(order, bucket))
+    failure: EngineError | None = None
+    if engine is not None:
+        try:
+            engine.order(payloads, draft)
+        except EngineError as error:
+            failure = error
+    collect("")  # the lead rank enters when the engine is done
+    if failure is not None:
+        raise failure
+    return mailbox.answer()

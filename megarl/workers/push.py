@@ -1,0 +1,134 @@
+"""The actor's weights into the engines: the reshard, its checks, and what becomes of an engine when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megarl.config import Config, ConfigError
+from megarl.models.layout import HFConfig, Param
+from megarl.models.memory import stage_layers
+from megarl.models.registry import family_of
+from megarl.parallel import device
+from megarl.parallel.ranks import Ranks, all_gather_objects
+from megarl.reshard.check import digest, digest_problem, engine_problems, shard_problems
+from megarl.reshard.executor import Executor, PushError
+from megarl.reshard.flows import Wire
+from megarl.reshard.layout import EngineLayout, TrainLayout
+from megarl.reshard.planner import Plan
+from megarl.rollout.engine import Collect, Engine
+from megarl.rollout.handoff import HandOff
+
+WIRES: dict[str, Wire] = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def train_layout(hf: HFConfig, config: Config) -> TrainLayout:
+    """Of the ranks that a configuration describes."""
+    parallel = config.parallel
+    stages = stage_layers(int(hf["num_hidden_layers"]), parallel.pp, config.model.megatron)
+    return TrainLayout(parallel.world_size, parallel.tp, parallel.ep, tuple(tuple(layers) for layers in stages))
+
+
+def engine_layout(config: Config) -> EngineLayout:
+    """Of the engines that a configuration describes. Raises ConfigError for what the reshard cannot serve."""
+    settings = config.rollout.sglang
+    if settings.get("pp_size", 1) != 1:
+        raise ConfigError("rollout.sglang.pp_size: weights can be pushed to engines without pipeline parallelism only")
+    if settings.get("ep_num_redundant_experts", 0) or settings.get("enable_eplb"):
+        raise ConfigError("rollout.sglang: redundant experts move while the engine runs; turn enable_eplb off")
+    attention = int(settings.get("dp_size", 1)) if settings.get("enable_dp_attention") else 1
+    tp = config.rollout.tp
+    return EngineLayout(
+        tp,
+        config.rollout.ep,
+        attention,
+        mlp_tp=int(settings.get("moe_dense_tp_size") or 0),
+        head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
+    )
+
+
+class WeightPush:
+    """Pushes weights to all engines of the job. Collective over all ranks.
+
+    engine: this rank's, where it leads one. collect: over the ranks of this rank's engine.
+    """
+
+    def __init__(self, hf: HFConfig, config: Config, ranks: Ranks, engine: Engine | None, collect: Collect) -> None:
+        self.hf, self.config, self.ranks, self.engine = hf, config, ranks, engine
+        self.collect = collect
+        family = family_of(hf)
+        self.num_experts = family.num_experts(hf)
+        self.params: list[Param] = family.params(hf, 1)
+        self.train, self.layout = train_layout(hf, config), engine_layout(config)
+        self.executor: Executor | None = None
+
+    def push(self, local: Mapping[str, torch.Tensor], version: int) -> None:
+        """Replace every engine's weights by the shards `local` (canonical name -> tensor) of all ranks, under a number.
+
+        Raises ConfigError on all ranks, naming tensor and rank, where something does not fit or arrived otherwise than
+        it was sent; no engine generates then.
+        """
+        where = f"the push of version {version}"
+        _raise_first(shard_problems(local, self.params, self.train, self.ranks.rank, self.num_experts), where)
+        _raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
+        hand_over = HandOff(self.engine, self.collect)
+        problems: list[str] = []
+        if self.executor is None:
+            problems = self._prepare(hand_over)
+        errors = _gathered(problems + hand_over.errors)
+        if not errors:
+            assert self.executor is not None
+            try:
+                self.executor.push(local, hand_over, version)
+            except PushError as error:
+                raise ConfigError(str(error)) from error  # a rank is lost: there is nobody to agree with
+            hand_over.settle()
+            hand_over.ask({"do": "finish"})
+            errors = _gathered(hand_over.errors)
+        errors += _gathered(self._on_engine(lambda engine: engine.end_update(None if errors else version)))
+        if errors:
+            raise ConfigError(f"{where}: {errors[0]}")
+
+    def _prepare(self, hand_over: HandOff) -> list[str]:
+        """Compare the engine with the table and make the plan; what does not fit."""
+        held = hand_over.ask({"do": "describe"}).get("tensors", {})
+        position = self.ranks.rank % self.layout.tp
+        wire = WIRES.get(self.config.model.dtype)
+        if wire is None:
+            return [f"model.dtype={self.config.model.dtype}: weights can be pushed in {' or '.join(WIRES)}"]
+        types: set[str] = {self.config.model.dtype, "float32"}
+        problems = engine_problems(held, self.params, self.layout, position, self.num_experts, types) if held else []
+        bucket = self.config.rollout.push_bucket_mb << 20
+        known = digest(dict(self.hf), self.train, self.layout, self.config.parallel.ranks_per_node, wire, bucket)
+        if problem := digest_problem(all_gather_objects(known)):
+            return [problem]
+        try:
+            plan = Plan(self.hf, self.train, self.layout, self.config.parallel.ranks_per_node, bucket, wire)
+        except ConfigError as error:
+            return [str(error)]
+        self.executor = Executor(plan, self.ranks.rank, self.config.rollout.verify_every, _allocate)
+        return problems
+
+    def _on_engine(self, work: Callable[[Engine], None]) -> list[str]:
+        if self.engine is None:
+            return []
+        try:
+            work(self.engine)
+        except RuntimeError as error:
+            return [str(error)]
+        return []
+
+
+def _allocate(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device.device())
+
+
+def _gathered(mine: list[str]) -> list[str]:
+    """The problems of all ranks, in the order of ranks, on all of them."""
+    return [problem for found in all_gather_objects(mine) for problem in found]
+
+
+def _raise_first(mine: list[str], where: str) -> None:
+    if found := _gathered(mine):
+        raise ConfigError(f"{where}: {found[0]}" + (f" ({len(found)} such)" if len(found) > 1 else ""))

@@ -1,0 +1,157 @@
+"""Random pairs of layouts that divide a random tiny model, over everything that the layout algebra has."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from megarl.reshard.layout import EngineLayout, TrainLayout
+
+WORLDS = (1, 2, 2, 3, 4, 4, 4, 6, 8, 8, 8, 8, 12, 16, 16, 16, 24, 32, 64)
+
+
+@dataclass(frozen=True)
+class Case:
+    hf: dict[str, Any]
+    train: TrainLayout
+    engine: EngineLayout
+    ranks_per_node: int
+    bucket_bytes: int
+    wire: str
+    min_piece: int
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of a Plan, in its order."""
+        return self.hf, self.train, self.engine, self.ranks_per_node, self.bucket_bytes, self.wire, self.min_piece
+
+
+def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
+    """The same for the same seed."""
+    rng = random.Random(f"reshard {seed}")
+    wire = rng.choice(("bf16", "bf16", "bf16", "fp32", "fp8"))
+    # Blocks of 128 make every engine's part of a matrix 128 rows at least: few ranks then, or it takes too long.
+    world = rng.choice([w for w in worlds if wire != "fp8" or w <= 8] or worlds)
+    block = 128 if wire == "fp8" else 1
+    family = rng.choice(("qwen2", "qwen3_moe", "deepseek_v3"))
+    layers = rng.randint(1, 4)
+
+    pp = rng.choice([d for d in divisors(world) if d <= layers + 2])
+    stage = world // pp
+    tp = rng.choice([d for d in divisors(stage) if d <= 8])
+    cp = rng.choice([d for d in divisors(stage // tp) if d <= 2])
+    etp = rng.choice([d for d in divisors(stage) if d <= 4])
+    ep = rng.choice([d for d in divisors(stage // etp) if d <= 16])
+    if family == "qwen2":
+        etp = ep = 1
+    train = TrainLayout(world, tp, ep, stages(rng, layers, pp), etp, cp)
+
+    size = rng.choice(divisors(world))
+    dp = rng.choice(divisors(size)) if rng.random() < 0.4 else 1
+    engine_ep = rng.choice([d for d in divisors(size) if d <= 16]) if family != "qwen2" else 1
+    mlp_tp = rng.choice((0, *divisors(size))) if dp > 1 else 0
+    head_tp = rng.choice((0, size // dp)) if dp > 1 else 0
+    moe_tp = size // engine_ep
+
+    experts = lcm(ep, engine_ep) * rng.randint(1, 2)
+    hf: dict[str, Any] = {
+        "vocab_size": rng.choice((5, 64, 100, 129, 200, 257, 300)),
+        "hidden_size": tp * rng.randint(1, 3) if tp > 2 else rng.choice((4, 6)),
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": rng.random() < 0.3,
+        "hidden_act": "silu",
+    }
+    hf["intermediate_size"] = lcm(tp, (mlp_tp or size) * block) * rng.randint(1, 2)
+    moe = lcm(etp, moe_tp * block)
+    if family == "deepseek_v3":
+        shared = rng.randint(0, 2)
+        if shared:
+            moe = lcm(moe, tp, (mlp_tp or size) * block)
+        hf |= deepseek(rng, lcm(tp, size // dp), block) | {"n_shared_experts": shared, "n_routed_experts": experts}
+    else:
+        hf |= grouped(rng, tp, size // dp, block)
+        if family == "qwen2":
+            hf |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+        else:
+            hf |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": experts}
+            hf |= {"num_experts_per_tok": 2, "norm_topk_prob": True}
+    hf["moe_intermediate_size"] = moe
+
+    redundant = {}
+    if family != "qwen2" and rng.random() < 0.5:
+        redundant = {layer: placement(rng, experts, engine_ep) for layer in range(layers) if rng.random() < 0.8}
+    engine = EngineLayout(
+        size,
+        engine_ep,
+        dp,
+        mlp_tp,
+        head_tp,
+        experts=redundant,
+        fuse_shared=hf.get("n_shared_experts") == 1 and rng.random() < 0.5,
+        draft=rng.random() < 0.7,
+    )
+    return Case(
+        hf,
+        train,
+        engine,
+        ranks_per_node=rng.choice([d for d in divisors(world) if d <= 32]),
+        bucket_bytes=rng.choice((1 << 12, 1 << 14, 1 << 16, 1 << 20)),
+        wire=wire,
+        min_piece=rng.choice((0, 64, 1 << 16)),
+    )
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def stages(rng: random.Random, layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
+    """Uneven, interleaved, or any layer on any stage; a stage may have no layer."""
+    kind = rng.choice(("uneven", "interleaved", "custom"))
+    if kind == "uneven":
+        cuts = sorted(rng.randint(0, layers) for _ in range(pp - 1))
+        edges = [0, *cuts, layers]
+        return tuple(tuple(range(a, b)) for a, b in zip(edges, edges[1:], strict=False))
+    home = [layer % pp if kind == "interleaved" else rng.randrange(pp) for layer in range(layers)]
+    return tuple(tuple(layer for layer in range(layers) if home[layer] == stage) for stage in range(pp))
+
+
+def grouped(rng: random.Random, tp: int, engine_tp: int, block: int) -> dict[str, Any]:
+    """Heads of grouped-query attention: an engine of more ranks than groups repeats them."""
+    fits = [g for g in (tp, 2 * tp, 3 * tp) if engine_tp % g == 0 or g % engine_tp == 0]
+    groups = rng.choice(fits or [lcm(tp, engine_tp)])
+    return {
+        "num_key_value_heads": groups,
+        "num_attention_heads": lcm(groups, engine_tp) * rng.randint(1, 2),
+        "head_dim": max(block, rng.randint(1, 4)),
+    }
+
+
+def deepseek(rng: random.Random, heads: int, block: int) -> dict[str, Any]:
+    heads *= rng.randint(1, 2)
+    small = block == 1
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        # In the engine the latent of keys and values follows it, from a whole block on.
+        "q_lora_rank": rng.choice((None, rng.randint(1, 6) if small else 128)),
+        "kv_lora_rank": rng.randint(1, 6),
+        "qk_nope_head_dim": rng.randint(1, 3) if small else 128,
+        "qk_rope_head_dim": 2 if small else 128,
+        "v_head_dim": rng.randint(1, 3) if small else 128,
+        "first_k_dense_replace": rng.randint(0, 2),
+        "num_nextn_predict_layers": rng.randint(0, 1),  # the engine's draft model has one
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+
+
+def placement(rng: random.Random, experts: int, ep: int) -> tuple[int, ...]:
+    """Every expert once, some more often, in any order."""
+    found = list(range(experts)) + [rng.randrange(experts) for _ in range(ep * rng.randint(0, 2))]
+    rng.shuffle(found)
+    return tuple(found)

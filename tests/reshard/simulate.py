@@ -1,0 +1,263 @@
+"""A plan carried out for all ranks in one process, with the number of each element in its place.
+
+Nothing is taken from the planner but the plan: shards and the engine's tensors are made here from the layouts' cuts,
+and what arrives is compared with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megarl.models import blocks
+from megarl.models.layout import PADDING, Cut, HFConfig, Param, cut_pieces
+from megarl.models.registry import family_of
+from megarl.reshard.layout import EngineLayout, Held, TrainLayout, is_quantised
+from megarl.reshard.planner import ALIGN, Message, Piece, Plan, Round
+
+EMPTY = -1  # of the engine's tensors: padding, or not written yet
+BLOCK = 128
+
+Key = tuple[str, int, tuple[int, int], tuple[int, int], bool]
+
+
+class Result(NamedTuple):
+    """Bytes of weights by sender and receiver, without alignment, and the largest share of half a bucket in use."""
+
+    bytes: Counter[tuple[int, int]]
+    fullest: float
+
+
+class Model:
+    """Which element is where, as numbers of elements; blocks' scales are numbered after the weights."""
+
+    def __init__(self, hf: HFConfig, train: TrainLayout, engine: EngineLayout, fp8: bool) -> None:
+        family = family_of(hf)
+        self.train, self.engine, self.fp8 = train, engine, fp8
+        self.experts = family.num_experts(hf)
+        count = int(hf["num_hidden_layers"]) + family.mtp_layers(hf)
+        rows = [row for layer in range(count) for row in family.layer(hf, layer, range(self.experts))]
+        self.params = {row.megatron: row for row in blocks.embedding(hf) + rows + blocks.final(hf)}
+        self.full: dict[str, np.ndarray] = {}
+        self.grid: dict[str, np.ndarray] = {}
+        number = 0
+        for param in self.params.values():
+            for name, shape in param.hf:
+                matrix = (shape + (1,))[:2]
+                self.full[name] = number + np.arange(prod(shape)).reshape(matrix)
+                number += prod(shape)
+        for param in self.params.values():
+            for name, _ in param.hf if fp8 and is_quantised(param) else ():
+                shape = tuple(-(-n // BLOCK) for n in self.full[name].shape)
+                self.grid[name] = number + np.arange(prod(shape)).reshape(shape)
+                number += prod(shape)
+        self.shards: dict[tuple[str, int], np.ndarray] = {}
+        self.packed: dict[tuple[int, Key], np.ndarray] = {}
+        self.places: dict[tuple[int, Key], list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]] = {}
+
+    def assembled(self, param: Param, cut: Cut, size: int, part: int) -> np.ndarray:
+        """A gather and slice: the shard that a cut makes of the whole tensors."""
+        dim, slices = cut_pieces(param, cut, size, part)
+        found = []
+        for source, start, stop in slices:
+            if source == PADDING:
+                shape = list(self.full[param.hf[0].name].shape)
+                shape[dim] = stop - start
+                found.append(np.full(shape, EMPTY))
+            else:
+                found.append(self.full[param.hf[source].name].take(range(start, stop), axis=dim))
+        return np.concatenate(found, axis=dim)
+
+    def pack(self, rank: int, piece: Piece) -> np.ndarray:
+        """Out of the rank's own shard."""
+        part = self.train.part(rank, piece.param.expert is not None)
+        assert self.train.holds(rank, piece.param, self.experts), f"rank {rank} sends what it has not: {piece}"
+        key = part, key_of(piece)
+        if key not in self.packed:
+            held = [h for h in self.train.held(rank, piece.param) if h.source == piece.source]
+            self.packed[key] = self._scales(held, piece) if piece.scale else self._weights(part, held, piece)
+        return self.packed[key]
+
+    def _weights(self, part: int, held: Sequence[Held], piece: Piece) -> np.ndarray:
+        name = piece.param.megatron
+        if (name, part) not in self.shards:
+            size = self.train.cut(piece.param.expert is not None)
+            self.shards[name, part] = self.assembled(piece.param, piece.param.cut, size, part)
+        found = np.full([stop - start for start, stop in box(piece)], EMPTY)
+        for h in held:
+            if common := overlap(h.start, h.stop, h.dim, piece):
+                # In the shard the other dimension is whole, this one begins with the interval at its offset.
+                found[common.inner] = self.shards[name, part][common.moved(h.offset - h.start)]
+        assert (found != EMPTY).all(), f"part {part} has not all of {piece}"
+        return found
+
+    def _scales(self, held: Sequence[Held], piece: Piece) -> np.ndarray:
+        """A rank knows the scale of each block that it has any of."""
+        found = np.full([stop - start for start, stop in box(piece)], EMPTY)
+        grid = self.grid[piece.param.hf[piece.source].name]
+        for h in held:
+            if common := overlap(h.start // BLOCK, -(-h.stop // BLOCK), h.dim, piece):
+                found[common.inner] = grid[common.moved(0)]
+        assert (found != EMPTY).all(), f"no block of some scales: {piece}"
+        return found
+
+    def unpack(self, position: int, tensors: dict[str, np.ndarray], piece: Piece, values: np.ndarray) -> None:
+        """Into an engine rank's tensors; what is written must be needed, and be written once."""
+        key = position, key_of(piece)
+        if key not in self.places:
+            self.places[key] = self._places(position, piece)
+        written = 0
+        for name, target, inner in self.places[key]:
+            assert (tensors[name][target] == EMPTY).all(), f"{name} is written twice by {piece}"
+            tensors[name][target] = values[inner]
+            written += values[inner].size
+        copies = len(self.engine.indices(position, piece.param, self.experts))
+        assert written == copies * values.size > 0, f"engine rank {position} does not need all of {piece}"
+
+    def _places(self, position: int, piece: Piece) -> list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]:
+        slot = self.engine.slot(piece.param)
+        assert slot is not None
+        unit = BLOCK if piece.scale else 1
+        found = []
+        for h in self.engine.held(position, piece.param):
+            assert h.offset % unit == 0 and h.start % unit == 0
+            if h.source != piece.source:
+                continue
+            if common := overlap(h.start // unit, -(-h.stop // unit), h.dim, piece):
+                target = common.moved(h.offset // unit - h.start // unit)
+                for index in self.engine.indices(position, piece.param, self.experts):
+                    name = slot.name + (".scale" if piece.scale else "")
+                    found.append((name, (index, *target), common.inner))
+        return found
+
+    def engine_tensors(self, position: int) -> dict[str, np.ndarray]:
+        """What an engine rank must have in the end; every tensor has a first dimension, of stacked experts or 1."""
+        parts: dict[str, list[tuple[int, int, int, np.ndarray]]] = {}
+        for param in self.params.values():
+            slot = self.engine.slot(param)
+            indices = self.engine.indices(position, param, self.experts)
+            if slot is None or not indices:
+                continue
+            size, part = self.engine.cut(slot.grid), self.engine.part(position, slot.grid)
+            shard = self.assembled(param, slot.cut, size, part)
+            dim = cut_pieces(param, slot.cut, size, part).dim
+            for index in indices:
+                parts.setdefault(slot.name, []).append((index, dim, slot.at, shard))
+            if self.fp8 and is_quantised(param):
+                # By the block that each 128th element is of.
+                scales = np.full([-(-n // BLOCK) for n in shard.shape], EMPTY)
+                for name, _ in param.hf:
+                    inside = np.isin(shard[::BLOCK, ::BLOCK], self.full[name])
+                    place = shard[::BLOCK, ::BLOCK][inside] - self.full[name][0, 0]
+                    row, column = np.divmod(place, self.full[name].shape[1])
+                    scales[inside] = self.grid[name][row // BLOCK, column // BLOCK]
+                for index in indices:
+                    parts.setdefault(slot.name + ".scale", []).append((index, dim, slot.at // BLOCK, scales))
+        found = {}
+        for name, entries in parts.items():
+            shape = [max(e[0] for e in entries) + 1, *entries[0][3].shape]
+            dim = entries[0][1]
+            shape[1 + dim] = max(at + values.shape[dim] for _, _, at, values in entries)
+            found[name] = np.full(shape, EMPTY)
+            for index, dim, at, values in entries:
+                target = found[name][index].swapaxes(0, dim)
+                target[at : at + values.shape[dim]] = values.swapaxes(0, dim)
+        return found
+
+
+class Overlap(NamedTuple):
+    """The part of a piece that an interval has: where in the piece, and where in the tensor."""
+
+    inner: tuple[slice, slice]
+    outer: tuple[tuple[int, int], tuple[int, int]]
+    dim: int
+
+    def moved(self, by: int) -> tuple[slice, slice]:
+        """Of the tensor, `by` further on along the interval's dimension."""
+        rows, columns = (
+            slice(start + by * (dim == self.dim), stop + by * (dim == self.dim))
+            for dim, (start, stop) in enumerate(self.outer)
+        )
+        return rows, columns
+
+
+def overlap(start: int, stop: int, dim: int, piece: Piece) -> Overlap | None:
+    edges = [list(interval) for interval in box(piece)]
+    first = [interval[0] for interval in edges]
+    edges[dim] = [max(start, edges[dim][0]), min(stop, edges[dim][1])]
+    if edges[dim][0] >= edges[dim][1]:
+        return None
+    rows, columns = ((a, b) for a, b in edges)
+    inner = slice(rows[0] - first[0], rows[1] - first[0]), slice(columns[0] - first[1], columns[1] - first[1])
+    return Overlap(inner, (rows, columns), dim)
+
+
+def box(piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
+    return piece.rows, piece.columns
+
+
+def key_of(piece: Piece) -> Key:
+    return piece.param.megatron, piece.source, piece.rows, piece.columns, piece.scale
+
+
+def keys(message: Message) -> tuple[list[Key], list[Key]]:
+    return [key_of(piece) for piece in message.direct], [key_of(piece) for piece in message.forward]
+
+
+def staged(pieces: Iterable[Piece]) -> int:
+    """Bytes of a buffer in which each of them begins at a multiple of `ALIGN`."""
+    return sum(-(-piece.nbytes // ALIGN) * ALIGN for piece in pieces)
+
+
+def simulate(plan: Plan, hf: HFConfig, wire: str, ranks_per_node: int) -> Result:
+    """Raises AssertionError, with what and where, if a rank waits for what nobody sends, sends what it has not, stages
+    too much, or an engine's tensor differs from a gather and slice in the end."""
+    train, engine, world = plan.train, plan.engine, plan.train.world
+    model = Model(hf, train, engine, wire == "fp8")
+    wanted = [model.engine_tensors(position) for position in range(engine.tp)]
+    tensors = [{name: np.full_like(w, EMPTY) for name, w in wanted[rank % engine.tp].items()} for rank in range(world)]
+    ranks = [plan.for_rank(rank) for rank in range(world)]
+    received: list[dict[Key, np.ndarray]] = [{} for _ in range(world)]
+    total: Counter[tuple[int, int]] = Counter()
+    fullest = 0.0
+    for number in range(plan.rounds):
+        rounds: list[Round] = [rank.round(number) for rank in ranks]
+        posted = {(rank, m.peer): m for rank, now in enumerate(rounds) for m in now.sends}
+        assert len(posted) == sum(len(now.sends) for now in rounds), f"round {number}: two messages between two ranks"
+        arrived: list[dict[Key, np.ndarray]] = [{} for _ in range(world)]
+        for rank, now in enumerate(rounds):
+            out = sum(staged(m.pieces) for m in now.sends)
+            into = sum(staged(m.pieces) for m in now.receives) + staged(now.local)
+            fullest = max(fullest, 2 * max(out, into) / plan.bucket_bytes)
+            assert max(out, into) <= plan.bucket_bytes // 2, f"round {number}, rank {rank}: {out} out, {into} in"
+            for message in now.receives:
+                where = f"round {number}, {message.peer} -> {rank}"
+                sent = posted.pop((message.peer, rank), None)
+                assert sent is not None, f"{where}: nobody sends it"
+                assert keys(sent) == keys(message), f"{where}: the ends differ"
+                assert [p.nbytes for p in sent.pieces] == [p.nbytes for p in message.pieces], where
+                assert message.pieces and message.peer != rank, where
+                for piece in message.direct:
+                    key = key_of(piece)
+                    assert key not in arrived[rank], f"{where}: twice in a round: {key}"
+                    arrived[rank][key] = model.pack(message.peer, piece)
+                    model.unpack(rank % engine.tp, tensors[rank], piece, arrived[rank][key])
+                if message.forward:
+                    assert message.peer // ranks_per_node == rank // ranks_per_node, f"{where}: forwarded to a node"
+                for piece in message.forward:
+                    key = key_of(piece)
+                    assert key in received[message.peer], f"{where}: not received the round before: {key}"
+                    model.unpack(rank % engine.tp, tensors[rank], piece, received[message.peer][key])
+                total[message.peer, rank] += sum(piece.nbytes for piece in message.pieces)
+            for piece in now.local:
+                model.unpack(rank % engine.tp, tensors[rank], piece, model.pack(rank, piece))
+        assert not posted, f"round {number}: nobody receives {sorted(posted)}"
+        received = arrived
+    for rank in range(world):
+        for name, want in wanted[rank % engine.tp].items():
+            assert np.array_equal(tensors[rank][name], want), f"rank {rank}: {name} differs from a gather and slice"
+    return Result(total, fullest)
