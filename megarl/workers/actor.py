@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from megarl.checkpoint.gather import gather_hf
 from megarl.checkpoint.hf import save_hf
 from megarl.megatron.model import MegatronModel
-from megarl.reshard.gather import gather_hf
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 from megarl.workers.context import Worker
 

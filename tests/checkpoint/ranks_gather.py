@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from megarl.checkpoint.gather import checksum, gather_hf, owners
 from megarl.config import ParallelConfig
 from megarl.models.layout import Param, shard
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
-from megarl.reshard.gather import checksum, gather_hf, owners
 
 COMMON: dict[str, Any] = {
     "vocab_size": 150,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.checkpoint.gather import Owner, buckets, checksum, owners
 from megarl.config import ConfigError
 from megarl.models.layout import HFTensor, Param, Replicated
-from megarl.reshard.gather import Owner, buckets, checksum, owners
 
-SCRIPT = "tests/reshard/ranks_gather.py"
+SCRIPT = "tests/checkpoint/ranks_gather.py"
 Run = Callable[..., list[dict[str, Any]]]
 
 

@@ -1,0 +1,421 @@
+"""Three ways of bringing a small MoE's weights from a trainer's ranks to engines' shards, side by side in one run:
+
+  reshard   MegaRL's: each rank sends what others need and lack, see megarl/reshard
+  gather    every rank gathers all full tensors and cuts its own shards out of them, as most frameworks do
+  megatron  megatron.core.resharding, which brings weights into another Megatron layout; see `Megatron` below
+
+  python tools/bench_reshard.py [--ranks 4 8] [--nodes 1|2] [--repeats 5] [--hidden 512] [--json FILE]
+
+All ranks are processes of this machine and talk by gloo. With --nodes 2 they are two network namespaces with a wire of
+--gbit between them (needs root and iproute2). Seconds are the median over repeats, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.config import ConfigError, ParallelConfig
+from megarl.models.layout import Param, cut_pieces
+from megarl.models.registry import family_of
+from megarl.parallel import ranks
+from megarl.reshard.executor import Executor
+from megarl.reshard.layout import EngineLayout, Held, TrainLayout, engine_shapes, even_stages
+from megarl.reshard.planner import Plan
+
+Tensors = dict[str, torch.Tensor]
+TIMEOUT_S = 90.0
+LAYOUTS = {2: (2, 1, 2, 2), 4: (2, 2, 2, 4), 8: (2, 2, 4, 4)}
+"""By ranks: tp, pp, ep of the trainer, tp of an engine (and its ep)."""
+
+
+def model(hidden: int) -> dict[str, Any]:
+    """A Qwen3-MoE: of 8 layers and 16 experts, 60 M parameters with a hidden size of 512."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 16384,  # no padding in any layout: Megatron refuses to reshard between different paddings
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 2,
+        "moe_intermediate_size": hidden // 2,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": hidden // 8,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+
+
+class Case:
+    """This rank's shards on the trainer's side, and room for those of its engine."""
+
+    def __init__(self, hf: dict[str, Any], nodes: int) -> None:
+        world = int(os.environ["WORLD_SIZE"])
+        tp, pp, ep, engine = LAYOUTS[world]
+        self.hf, self.here = hf, world // nodes
+        self.ranks = ranks.initialize(
+            ParallelConfig(tp=tp, pp=pp, ep=ep, world_size=world, ranks_per_node=self.here), TIMEOUT_S
+        )
+        self.rank = self.ranks.rank
+        self.train = TrainLayout(world, tp, ep, even_stages(hf["num_hidden_layers"], pp))
+        self.engine = EngineLayout(engine, engine)
+        self.experts = family_of(hf).num_experts(hf)
+        self.params = family_of(hf).params(hf, 1)
+        self.local: Tensors = {}
+        for param in self.params:
+            if self.train.holds(self.rank, param, self.experts):
+                self.local[param.megatron] = self.shard(param, self.train, self.rank)
+        position = self.rank % engine
+        shapes = engine_shapes(self.params, self.engine, position, self.experts)
+        self.held = {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+    def shard(self, param: Param, layout: TrainLayout, rank: int) -> torch.Tensor:
+        """What a rank of Megatron's layout holds of a parameter."""
+        expert = param.expert is not None
+        dim, slices = cut_pieces(param, param.cut, layout.cut(expert), layout.part(rank, expert))
+        shape = list(param.hf[0].shape)
+        shape[dim] = sum(piece.stop - piece.start for piece in slices)
+        return self.fill(torch.zeros(shape), param, layout.held(rank, param))
+
+    def fill(self, target: torch.Tensor, param: Param, intervals: list[Held]) -> torch.Tensor:
+        """Write the right values: those of the full tensor, which any rank can compute."""
+        for source, dim, start, stop, offset in intervals:
+            name, shape = param.hf[source]
+            full = torch.rand(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            target.narrow(dim, offset, stop - start).copy_(full.narrow(dim, start, stop - start))
+        return target
+
+    def wrong(self) -> list[str]:
+        """The tensors of the engine that have other values than they should."""
+        expected = {name: torch.zeros_like(tensor) for name, tensor in self.held.items()}
+        position = self.rank % self.engine.tp
+        for param in self.params:
+            slot = self.engine.slot(param)
+            assert slot is not None
+            for index in self.engine.indices(position, param, self.experts):
+                target = expected[slot.name][index] if slot.grid == "expert" else expected[slot.name]
+                self.fill(target, param, self.engine.held(position, param))
+        return [name for name in expected if not torch.equal(expected[name], self.held[name])]
+
+
+class Reshard:
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        plan = Plan(case.hf, case.train, case.engine, case.here, bucket_bytes=64 << 20, wire="fp32")
+        allocate = lambda size: torch.empty(size, dtype=torch.uint8)  # noqa: E731
+        self.executor = Executor(plan, case.rank, period=1 << 30, allocate=allocate)
+        self.executor.pushes = 1  # the others verify nothing either
+
+    def __call__(self) -> None:
+        self.executor.push(self.case.local, self.write, version=1)
+
+    def wrong(self) -> list[str]:
+        return self.case.wrong()
+
+    def write(self, buffer: torch.Tensor, order: dict[str, Any]) -> None:
+        for name, index, r0, r1, c0, c1, offset, _ in order["slices"]:
+            tensor = self.case.held[name] if index < 0 else self.case.held[name][index]
+            target = (tensor if tensor.dim() == 2 else tensor[:, None])[r0:r1, c0:c1]
+            target.copy_(buffer[offset : offset + target.numel() * 4].view(torch.float32).view(target.shape))
+
+
+class Gather:
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.where: dict[str, list[tuple[torch.Tensor, Any]]] = {}
+        position = case.rank % case.engine.tp
+        for param in case.params:
+            slot = case.engine.slot(param)
+            assert slot is not None
+            for index in case.engine.indices(position, param, case.experts):
+                target = case.held[slot.name][index] if slot.grid == "expert" else case.held[slot.name]
+                for held in case.engine.held(position, param):
+                    self.where.setdefault(param.hf[held.source].name, []).append((target, held))
+
+    def __call__(self) -> None:
+        from megarl.checkpoint.gather import gather_hf
+
+        for name, full in gather_hf(self.case.local, self.case.params, self.case.ranks, bucket_bytes=32 << 20):
+            for target, (_, dim, start, stop, offset) in self.where.get(name, ()):
+                target.narrow(dim, offset, stop - start).copy_(full.narrow(dim, start, stop - start))
+
+    def wrong(self) -> list[str]:
+        return self.case.wrong()
+
+
+class Megatron:
+    """Its planner and its copy service for gloo, on modules with the parameters of the two layouts by Megatron's names
+    and attributes. The target has Megatron's layout, for it knows no other."""
+
+    def __init__(self, case: Case) -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
+        from megatron.core.resharding.refit import swap_model_weights
+
+        source = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "ep", "dp", "expt_tp", "expt_dp"])
+        target = ProcessGroupCollection()
+        alone = [dist.new_group([rank], backend="gloo") for rank in range(case.ranks.world)]
+        size = case.engine.tp
+        engines = [
+            dist.new_group(list(range(first, first + size)), backend="gloo")
+            for first in range(0, case.ranks.world, size)
+        ]
+        across = [
+            dist.new_group(list(range(position, case.ranks.world, size)), backend="gloo") for position in range(size)
+        ]
+        own, peers = engines[case.rank // size], across[case.rank % size]
+        target.tp, target.ep, target.dp, target.expt_dp = own, own, peers, peers
+        target.pp, target.expt_tp = alone[case.rank], alone[case.rank]
+        self.source, _ = self.module(case, case.train, case.rank, source)
+        engine = TrainLayout(size, size, size, even_stages(case.hf["num_hidden_layers"], 1))
+        self.target, self.expected = self.module(case, engine, case.rank % size, target)
+        for parameter in self.target.parameters():
+            parameter.zero_()
+
+        class Service(GlooCopyService):  # type: ignore[misc]
+            def __init__(self) -> None:  # the original makes a CUDA stream
+                self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+                self.gloo_pg = ranks.host_group()
+                self.send_ops: list[Any] = []
+                self.recv_ops: list[Any] = []
+                self._copy_stream = None
+
+        self.service, self.swap = Service(), swap_model_weights
+
+    def wrong(self) -> list[str]:
+        """The parameters of the target that have other values than they should."""
+        return [name for name, tensor in self.target.named_parameters() if not torch.equal(tensor, self.expected[name])]
+
+    def module(self, case: Case, layout: TrainLayout, rank: int, groups: Any) -> tuple[torch.nn.Module, Tensors]:
+        """A module with the right values, and a copy of these by name."""
+        root, values = torch.nn.Module(), {}
+        experts_here = case.experts // layout.ep
+        layers = layout.stages[rank // layout.stage_ranks]
+        for param in case.params:
+            if not layout.holds(rank, param, case.experts):
+                continue
+            expert = param.expert is not None
+            parts = param.megatron.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(layers.index(int(parts[2])))
+            if param.expert is not None:  # as of Transformer Engine's grouped MLP: the only names it knows experts by
+                parts.pop(parts.index("experts") + 1)
+                parts[-1] += str(param.expert % experts_here)
+            node = root
+            for part in parts[:-1]:
+                if not hasattr(node, part):
+                    node.add_module(part, torch.nn.Module())
+                node = getattr(node, part)
+            data = case.shard(param, layout, rank)
+            values[".".join(parts)] = data.clone()
+            tensor = torch.nn.Parameter(data, requires_grad=False)
+            whole = cut_pieces(param, param.cut, 1, 0) == cut_pieces(param, param.cut, layout.cut(expert), 0)
+            tensor.tensor_model_parallel = not whole and not expert  # type: ignore[attr-defined]
+            tensor.partition_dim = cut_pieces(param, param.cut, 1, 0).dim  # type: ignore[attr-defined]
+            tensor.partition_stride = 1  # type: ignore[attr-defined]
+            tensor.allreduce = not expert  # type: ignore[attr-defined]
+            node.register_parameter(parts[-1], tensor)
+        for local, layer in enumerate(layers):
+            getattr(root.decoder.layers, str(local)).layer_number = layer + 1  # type: ignore[union-attr]
+        root.pg_collection = groups
+        root.config = argparse.Namespace(num_moe_experts=case.experts)  # type: ignore[assignment]
+        return root, values
+
+    def __call__(self) -> None:
+        self.swap(self.source, self.target, self.service)
+
+
+WAYS: dict[str, type[Reshard] | type[Gather] | type[Megatron]] = {
+    "reshard": Reshard,
+    "gather": Gather,
+    "megatron": Megatron,
+}
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    case = Case(model(options.hidden), options.nodes)
+    begin = time.perf_counter()
+    way = WAYS[options.way](case)
+    result: dict[str, Any] = {"prepare_s": time.perf_counter() - begin, "seconds": []}
+    for turn in range(options.repeats + 1):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark of memory starts anew
+        before_memory, before_bytes = _memory("VmRSS"), _received(options.interface)
+        dist.barrier(group=ranks.host_group())
+        begin = time.perf_counter()
+        way()
+        seconds = time.perf_counter() - begin
+        seen = ranks.all_gather_objects((seconds, _memory("VmHWM") - before_memory))
+        wire = ranks.all_gather_objects(_received(options.interface) - before_bytes)
+        if turn == 0:
+            result["first_s"] = max(row[0] for row in seen)  # with planning where it is done then, and connections
+            wrong = [name for names in ranks.all_gather_objects(way.wrong()) for name in names]
+            result["wrong"] = f"{len(wrong)} tensors have wrong values, such as {wrong[0]}" if wrong else ""
+            continue
+        result["seconds"].append(max(row[0] for row in seen))
+        result["peak_mib"] = max(row[1] for row in seen) / 2**20
+        result["wire_mib"] = sum(wire[:: case.here]) / 2**20 if options.nodes > 1 else wire[0] / 2**20
+    result["model_mib"] = sum(param.size for param in case.params) * 4 / 2**20
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def _memory(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def _received(interface: str) -> int:
+    """Bytes that have come in by a network interface, protocol and acknowledgements included."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == interface:
+            return int(counts.split()[0])
+    raise RuntimeError(f"there is no network interface {interface}")
+
+
+def start(world: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run all ranks one way; what rank 0 found, or {"problem": text}."""
+    here = world // options.nodes
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = "127.0.0.1" if options.nodes == 1 else "10.77.0.1"
+    processes: list[subprocess.Popen[str]] = []
+    words = [tempfile.TemporaryFile("w+") for _ in range(world)]
+    for rank in range(world):
+        node = rank // here
+        interface = "lo" if options.nodes == 1 else f"megarl{node}"
+        prefix = [] if options.nodes == 1 else ["ip", "netns", "exec", f"megarl{node}"]
+        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank % here), WORLD_SIZE=str(world))
+        environment.update(MASTER_ADDR=address, MASTER_PORT=str(port), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+        environment.update(GLOO_SOCKET_IFNAME=interface)
+        arguments = [
+            "--way",
+            way,
+            "--repeats",
+            str(options.repeats),
+            "--hidden",
+            str(options.hidden),
+            "--nodes",
+            str(options.nodes),
+        ]
+        command = [*prefix, sys.executable, __file__, "--interface", interface, *arguments]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=words[rank], stderr=subprocess.STDOUT, text=True)
+        )
+    deadline = time.monotonic() + 4 * TIMEOUT_S
+    for process in processes:
+        try:
+            process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+    told = []
+    for file in words:
+        file.seek(0)
+        told.append(file.read().strip().splitlines())
+    found = [line for line in told[0] if line.startswith("RESULT ")]
+    if found:
+        return dict(json.loads(found[-1].removeprefix("RESULT ")))
+    failed = [lines[-1] for lines, process in zip(told, processes, strict=True) if process.returncode and lines]
+    return {"problem": failed[0][:150] if failed else f"not done after {4 * TIMEOUT_S:g} s"}
+
+
+def network(gbit: float) -> Callable[[], None]:
+    """Two namespaces with a wire of `gbit` Gbit/s between them; returns what removes them. Raises ConfigError."""
+
+    def command(line: str, check: bool = True) -> None:
+        done = subprocess.run(line.split(), capture_output=True, text=True)
+        if check and done.returncode:
+            raise ConfigError(f"--nodes 2 needs root, iproute2 and a kernel with tbf: {line}: {done.stderr.strip()}")
+
+    def remove() -> None:
+        for node in (0, 1):
+            command(f"ip netns del megarl{node}", check=False)
+
+    if os.getuid():
+        raise ConfigError("--nodes 2 makes network namespaces, which needs root")
+    remove()
+    try:
+        for node in (0, 1):
+            command(f"ip netns add megarl{node}")
+        command("ip link add megarl0 netns megarl0 type veth peer name megarl1 netns megarl1")
+        for node in (0, 1):
+            inside = f"ip netns exec megarl{node}"
+            command(f"{inside} ip addr add 10.77.0.{node + 1}/24 dev megarl{node}")
+            command(f"{inside} ip link set megarl{node} up")
+            command(f"{inside} ip link set lo up")
+            command(f"{inside} tc qdisc add dev megarl{node} root tbf rate {gbit}gbit burst 1mb latency 50ms")
+    except (ConfigError, FileNotFoundError) as error:
+        remove()
+        raise ConfigError(str(error)) from None
+    return remove
+
+
+def show(world: int, found: dict[str, Any], options: argparse.Namespace) -> None:
+    where = "one machine" if options.nodes == 1 else f"two nodes, {options.gbit:g} Gbit/s between them"
+    print(
+        f"\n{world} ranks, {where}, a model of {found['reshard']['model_mib']:.0f} MiB; wire: "
+        + ("bytes over loopback" if options.nodes == 1 else "bytes between the nodes")
+    )
+    print(f"  {'':10}{'seconds':>9}{'ratio':>8}{'wire MiB':>10}{'peak MiB':>10}{'prepare s':>11}{'first s':>9}")
+    ours = found["reshard"]
+    for name, way in found.items():
+        if "problem" in way:
+            print(f"  {name:10}does not run: {way['problem']}")
+            continue
+        seconds, base = statistics.median(way["seconds"]), statistics.median(ours["seconds"])
+        figures = f"{seconds:9.3f}{seconds / base:8.2f}{way['wire_mib']:10.1f}{way['peak_mib']:10.1f}"
+        print(f"  {name:10}{figures}{way['prepare_s']:11.3f}{way['first_s']:9.3f}  {way['wrong']}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], choices=sorted(LAYOUTS))
+    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--gbit", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--json", type=Path)
+    for hidden in ("--interface", "--way"):  # of a rank, which this program starts
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.interface:
+        run_rank(options)
+        return 0
+    remove = None
+    try:
+        remove = network(options.gbit) if options.nodes == 2 else None
+        results = {}
+        for world in options.ranks:
+            results[world] = {way: start(world, way, options) for way in WAYS}
+            if problem := results[world]["reshard"].get("problem"):
+                raise ConfigError(f"the ranks failed: {problem}")
+            show(world, results[world], options)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if remove:
+            remove()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
