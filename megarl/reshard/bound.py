@@ -50,9 +50,11 @@ SHARING_ROUNDS = 200  # of the fractional sharing that suggests busy sets; more 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """All in bytes. `needed`, `local`, `cross`: of each rank; `internode`: of each node; the others: of the busiest
-    rank. `attainable`: for `send`, `nic_send`, `nic_recv` what a sharing of the jobs that was found comes to."""
+    """All in bytes. `model_bytes`: the whole model once; `needed`, `local`, `cross`: of each rank; `internode`: of each
+    node; the others: of the busiest rank. For `send`, `nic_send`, `nic_recv`, `attainable` is what a sharing of the
+    jobs that was found comes to, and `forced_on` the ranks of the set that forces the bound."""
 
+    model_bytes: int
     needed: Ints
     local: Ints
     cross: Ints
@@ -62,6 +64,7 @@ class Bound:
     nic_send: float
     nic_recv: float
     attainable: dict[str, float]
+    forced_on: dict[str, tuple[int, ...]]
 
     @property
     def needed_bytes(self) -> int:
@@ -126,21 +129,23 @@ def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node
         node, atom = np.nonzero((copies > 0) & node_holds)
         send.add(node * here, held[node, :, atom], weight[atom])
         send.add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1))
-    cross = needed - local
     classes = _classes(train, here)
-    (send_bound, sends), (nic_send_bound, nic_sends), (nic_recv_bound, nic_recvs) = (
-        jobs.busiest(world, classes) for jobs in (send, nic_send, nic_recv)
-    )
+    found = {
+        name: jobs.busiest(world, classes)
+        for name, jobs in (("send", send), ("nic_send", nic_send), ("nic_recv", nic_recv))
+    }
     return Bound(
-        needed,
-        local,
-        cross,
-        internode,
-        send_bound,
-        float(cross.max()),
-        nic_send_bound,
-        nic_recv_bound,
-        {"send": sends, "nic_send": nic_sends, "nic_recv": nic_recvs},
+        model_bytes=sum(int(member.columns.weight.sum()) for member in model),
+        needed=needed,
+        local=local,
+        cross=needed - local,
+        internode=internode,
+        send=found["send"].least,
+        recv=float((needed - local).max()),
+        nic_send=found["nic_send"].least,
+        nic_recv=found["nic_recv"].least,
+        attainable={name: busiest.attainable for name, busiest in found.items()},
+        forced_on={name: busiest.forced_on for name, busiest in found.items()},
     )
 
 
@@ -275,6 +280,15 @@ def _classes(train: TrainLayout, ranks_per_node: int) -> list[Ints]:
     ]
 
 
+class Busiest(NamedTuple):
+    """What some rank has to do at least, what the busiest does in a sharing that was found, and the set of ranks that
+    forces the former."""
+
+    least: float
+    attainable: float
+    forced_on: tuple[int, ...]
+
+
 class Jobs:
     """Bytes that have to be moved, by the set of ranks any of which can do it."""
 
@@ -296,10 +310,10 @@ class Jobs:
             at = (begin, width, row[8:].tobytes())
             self.bytes[at] = self.bytes.get(at, 0) + bytes_
 
-    def busiest(self, world: int, classes: Sequence[Ints]) -> tuple[float, float]:
-        """What some rank has to do at least, and what the busiest does in a sharing that was found."""
+    def busiest(self, world: int, classes: Sequence[Ints]) -> Busiest:
+        """`classes`: see `_classes`."""
         if not self.bytes:
-            return 0.0, 0.0
+            return Busiest(0.0, 0.0, ())
         members = [
             begin + np.flatnonzero(np.unpackbits(np.frombuffer(able, np.uint8), count=width))
             for begin, width, able in self.bytes
@@ -307,12 +321,13 @@ class Jobs:
         weight = np.array(list(self.bytes.values()), np.float64)
         sizes = np.array([len(ranks) for ranks in members])
         starts, ranks = np.cumsum(sizes) - sizes, np.concatenate(members)
-        best = 0.0
+        best, forced_on = 0.0, np.zeros(0, np.int64)
         for label in classes:
             low, high = np.minimum.reduceat(label[ranks], starts), np.maximum.reduceat(label[ranks], starts)
             inside = low == high
-            forced = np.bincount(low[inside], weight[inside], minlength=label.max() + 1)
-            best = max(best, float((forced / np.bincount(label)).max()))
+            forced = np.bincount(low[inside], weight[inside], minlength=label.max() + 1) / np.bincount(label)
+            if forced.max() > best:
+                best, forced_on = float(forced.max()), np.flatnonzero(label == forced.argmax())
         share = np.repeat(weight / sizes, sizes)
         found = np.inf
         for number in range(SHARING_ROUNDS):
@@ -322,10 +337,11 @@ class Jobs:
             least = np.minimum.reduceat(load[ranks], starts)
             rising, jobs = np.sort(load), np.argsort(least)
             sums = np.append(np.cumsum(weight[jobs][::-1])[::-1], 0.0)
-            forced = sums[np.searchsorted(least[jobs], rising)]
-            best = max(best, float((forced / (world - np.searchsorted(rising, rising))).max()))
+            forced = sums[np.searchsorted(least[jobs], rising)] / (world - np.searchsorted(rising, rising))
+            if forced.max() > best * (1 + 1e-9):
+                best, forced_on = float(forced.max()), np.flatnonzero(load >= rising[forced.argmax()])
             if found <= best * 1.0005:
                 break
             share = share / load[ranks] ** (1.0 if number % 2 else 0.5)
             share *= np.repeat(weight / np.add.reduceat(share, starts), sizes)
-        return best, found
+        return Busiest(best, found, tuple(forced_on.tolist()))

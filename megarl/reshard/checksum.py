@@ -44,7 +44,7 @@ def device_hash(tensor: torch.Tensor) -> torch.Tensor:
 def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
     """The elements in row-major order, as contiguous tensors [n] of at most `limit`; copies no more at once."""
     if tensor.is_contiguous():
-        yield from tensor.view(-1).split(limit)
+        yield from tensor.as_strided((tensor.numel(),), (1,)).split(limit)  # one element may have any stride
     elif tensor.numel() <= limit:
         yield tensor.reshape(-1).contiguous()
     elif len(tensor) == 1:

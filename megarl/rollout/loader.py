@@ -33,20 +33,26 @@ _LENGTH = struct.Struct("<q")
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Do what "order" says and answer in "answer". Never raises, for that would end SGLang's process.
 
-    On a GPU SGLang moves every tensor to its device before this call; only memory of that device is still shared then.
+    On a GPU SGLang moves every tensor to its device before this call: of what lies elsewhere we are given a copy, and
+    nobody would see what is written there.
     """
     shared = dict(named_tensors)
     try:
         with torch.no_grad():
             answer = _obey(model, json.loads(_bytes(shared["order"])), shared.get("bucket"))
-            if "bucket" in shared and shared["bucket"].is_cuda:
-                torch.cuda.synchronize()  # a failure of a copy shows here, and the bucket is free once we answer
+            _wait_for_device(shared)  # a failure of a copy shows here, and the bucket is free once we answer
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     try:
         _put(shared["answer"], answer)
+        _wait_for_device(shared)
     except Exception as error:
         print(f"the answer {str(answer)[:500]} cannot be given: {error}", flush=True)  # the trainer finds none
+
+
+def _wait_for_device(tensors: dict[str, torch.Tensor]) -> None:
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
 
 
 def _put(buffer: torch.Tensor, content: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from megarl.parallel import device
 from megarl.rollout import loader
-from megarl.rollout.engine import Collect, Engine, EngineError, packed
+from megarl.rollout.engine import EngineError, packed
 
-ROOM = 1 << 22
+ROOM = 1 << 20
 """Bytes for an answer: the longest lists the tensors of a model, about 100 bytes each."""
 
 
@@ -47,29 +47,3 @@ class Mailbox:
         if "error" in answer:
             raise EngineError(f"an engine's rank could not obey its order: {answer['error']}")
         return answer
-
-
-def ask(
-    mailbox: Mailbox,
-    order: dict[str, Any],
-    collect: Collect,
-    engine: Engine | None,
-    bucket: torch.Tensor | None = None,
-    draft: bool = False,
-) -> dict[str, Any]:
-    """Collective over an engine's ranks: each one's order to the engine's rank beside it, and that rank's answer.
-
-    engine: on the lead rank; None on the others. Between `Engine.begin_update` and `Engine.end_update`. Where the
-    engine refuses, every rank raises EngineError, for none has an answer.
-    """
-    payloads = collect(mailbox.payload(order, bucket))
-    failure: EngineError | None = None
-    if engine is not None:
-        try:
-            engine.order(payloads, draft)
-        except EngineError as error:
-            failure = error
-    collect("")  # the lead rank enters when the engine is done
-    if failure is not None:
-        raise failure
-    return mailbox.answer()

@@ -7,7 +7,7 @@ and what arrives is compared with them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -87,12 +87,12 @@ class Model:
         if (name, part) not in self.shards:
             size = self.train.cut(piece.param.expert is not None)
             self.shards[name, part] = self.assembled(piece.param, piece.param.cut, size, part)
-        found = np.full([stop - start for start, stop in box(piece)], EMPTY)
-        for h in held:
-            if common := overlap(h.start, h.stop, h.dim, piece):
-                # In the shard the other dimension is whole, this one begins with the interval at its offset.
-                found[common.inner] = self.shards[name, part][common.moved(h.offset - h.start)]
-        assert (found != EMPTY).all(), f"part {part} has not all of {piece}"
+        common = [(h, both) for h in held if (both := overlap(h.start, h.stop, h.dim, piece))]
+        assert len(common) == 1, f"a piece in {len(common)} intervals of part {part}: {piece}"
+        (h, both), *_ = common
+        # In the shard the other dimension is whole, this one begins with the interval at its offset.
+        found = self.shards[name, part][both.moved(h.offset - h.start)]
+        assert found.shape == tuple(stop - start for start, stop in box(piece)), f"part {part} has not all of {piece}"
         return found
 
     def _scales(self, held: Sequence[Held], piece: Piece) -> np.ndarray:
@@ -116,6 +116,7 @@ class Model:
             tensors[name][target] = values[inner]
             written += values[inner].size
         copies = len(self.engine.indices(position, piece.param, self.experts))
+        assert len(self.places[key]) == copies or piece.scale, f"a piece in several intervals: {piece}"
         assert written == copies * values.size > 0, f"engine rank {position} does not need all of {piece}"
 
     def _places(self, position: int, piece: Piece) -> list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]:
@@ -208,9 +209,9 @@ def keys(message: Message) -> tuple[list[Key], list[Key]]:
     return [key_of(piece) for piece in message.direct], [key_of(piece) for piece in message.forward]
 
 
-def staged(pieces: Iterable[Piece]) -> int:
-    """Bytes of a buffer in which each of them begins at a multiple of `ALIGN`."""
-    return sum(-(-piece.nbytes // ALIGN) * ALIGN for piece in pieces)
+def staged(pieces: Sequence[Piece]) -> int:
+    """Bytes of a message in a buffer: each piece begins at a multiple of `ALIGN`; hashes of 8 bytes each follow."""
+    return sum(-(-nbytes // ALIGN) * ALIGN for nbytes in (*(piece.nbytes for piece in pieces), 8 * len(pieces)))
 
 
 def simulate(plan: Plan, hf: HFConfig, wire: str, ranks_per_node: int) -> Result:

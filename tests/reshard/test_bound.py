@@ -19,6 +19,7 @@ from megarl.models.registry import family_of
 from megarl.reshard.bound import BLOCK, Bound, Jobs, bound
 from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages, is_quantised
 
+Element = tuple[str, int, int]
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 DEEPSEEK = json.loads((MODELS / "deepseek_v3.json").read_text())
 
@@ -54,9 +55,10 @@ def test_by_hand_one_rank_has_all() -> None:
     assert found.cross.tolist() == [last] * 2 + [model - last] * 2
     assert found.internode.tolist() == [last, model - last]
     assert found.recv == model - last
-    # Stage 0 sends its part to node 1 once, half each; there one sends on to the other, half each.
+    # Stage 0 sends its part to node 1 once, half each; there one sends on to the other, half each. The norm comes back
+    # the same way, so that all of the model is sent twice, by four.
     assert found.nic_send == found.nic_recv == (model - last) / 2
-    assert found.send == pytest.approx((model - last) / 2)
+    assert found.send == model / 2
 
 
 def test_by_hand_sharing() -> None:
@@ -64,11 +66,15 @@ def test_by_hand_sharing() -> None:
     able = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]], bool)
     jobs.add(np.zeros(3, np.int64), able, np.array([6, 6, 4]))
     classes = [np.arange(4), np.zeros(4, np.int64)]
-    lowest, found = jobs.busiest(4, classes)
-    assert lowest == 6 and found == pytest.approx(6, rel=1e-3)  # rank 0 alone 6, ranks 0 and 1 together 12, all 16
+    lowest, found, ranks = jobs.busiest(4, classes)
+    assert (
+        ranks == (0,) and lowest == 6 and found == pytest.approx(6, rel=0.01)
+    )  # rank 0 alone 6, ranks 0 and 1 together 12, all 16
     jobs.add(np.array([1]), np.array([[1, 1]], bool), np.array([8]))  # on ranks 1 and 2
-    lowest, found = jobs.busiest(4, classes)
-    assert lowest == pytest.approx(20 / 3) and found == pytest.approx(20 / 3, rel=1e-3)  # ranks 0, 1, 2: no class
+    lowest, found, ranks = jobs.busiest(4, classes)
+    assert (
+        ranks == (0, 1, 2) and lowest == pytest.approx(20 / 3) and found == pytest.approx(20 / 3, rel=0.01)
+    )  # ranks 0, 1, 2: no class
 
 
 def test_fp8_counts_blocks_and_scales() -> None:
@@ -83,11 +89,11 @@ def test_fp8_counts_blocks_and_scales() -> None:
 TABLE = {
     # train world, pp, ep; engine -> needed, local, cross, between nodes, GB per GPU
     "256 TP16": (256, 16, 16, EngineLayout(16, draft=True), (87.5, 0.5, 87.0, 82.7)),
-    "256 TP16 EP16": (256, 16, 16, EngineLayout(16, 16, draft=True), (87.5, 5.4, 82.1, 80.1)),
+    # Published as 5.4 and, below, 2.8 and 42.1, with `eh_proj` whole on every rank of the trainer; Megatron cuts it by
+    # rows, which is 11 MB a GPU less at home: 5.346 for 5.357, 2.739 for 2.750 and 42.155 for 42.144.
+    "256 TP16 EP16": (256, 16, 16, EngineLayout(16, 16, draft=True), (87.5, 5.3, 82.1, 80.1)),
     "256 TP32 EP32": (256, 8, 32, EngineLayout(32, 32, draft=True), (44.9, 5.5, 39.4, 37.5)),
     "512 TP16": (512, 16, 8, EngineLayout(16, draft=True), (87.5, 0.8, 86.7, 80.1)),
-    # Published as 2.8 and 42.1, with `eh_proj` whole on every rank of the trainer; Megatron cuts it by rows, which is
-    # 11 MB a GPU less at home: 2.739 and 42.155 for 2.750 and 42.144.
     "512 TP32 EP32": (512, 16, 32, EngineLayout(32, 32, draft=True), (44.9, 2.7, 42.2, 40.2)),
     # With the dense MLPs, shared experts and the head as the attention: whole on every rank.
     "512 DP": (512, 16, 32, EngineLayout(32, 32, 32, mlp_tp=1, head_tp=1, draft=True), (76.5, 3.0, 73.5, 43.1)),
@@ -127,36 +133,55 @@ def check_tight(found: Bound) -> None:
         assert attainable <= 1.01 * getattr(found, name), name
 
 
-@pytest.mark.parametrize("seed", range(60))
+def whole_table(hf: dict[str, Any]) -> list[Param]:
+    family = family_of(hf)
+    layers = range(hf["num_hidden_layers"] + family.mtp_layers(hf))
+    rows = [row for layer in layers for row in family.layer(hf, layer, range(family.num_experts(hf)))]
+    return blocks.embedding(hf) + rows + blocks.final(hf)
+
+
+def small_case(seed: int) -> Case:
+    return random_case(seed, worlds=(1, 2, 3, 4, 6, 8))
+
+
+def elements_of_all_ranks(case: Case) -> int:
+    return case.train.world * sum(param.size for param in whole_table(case.hf))
+
+
+# Those that can be gone through element by element.
+SEEDS = [seed for seed in range(150) if elements_of_all_ranks(small_case(seed)) < 30_000]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_against_sets_of_elements(seed: int) -> None:
-    case = random_case(seed, worlds=(1, 2, 3, 4, 6, 8))
+    case = small_case(seed)
     found = bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
-    assert brute_force(case, found), f"seed {seed}"
+    brute_force(case, whole_table(case.hf), found)
     check_tight(found)
 
 
-def brute_force(case: Case, found: Bound) -> bool:
+def brute_force(case: Case, table: list[Param], found: Bound) -> None:
     train, engine, here = case.train, case.engine, case.ranks_per_node
     world = train.world
-    family = family_of(case.hf)
-    experts = family.num_experts(case.hf)
-    layers = range(case.hf["num_hidden_layers"] + family.mtp_layers(case.hf))
-    table = [row for layer in layers for row in family.layer(case.hf, layer, range(experts))]
-    size: dict[Any, int] = {}
-    holds: list[set[Any]] = [set() for _ in range(world)]
-    needs: list[set[Any]] = [set() for _ in range(world)]
-    for param in blocks.embedding(case.hf) + table + blocks.final(case.hf):
+    experts = family_of(case.hf).num_experts(case.hf)
+    holds: list[set[Element]] = [set() for _ in range(world)]
+    needs: list[set[Element]] = [set() for _ in range(world)]
+    size: dict[Element, int] = {}
+    for param in table:
         slot = engine.slot(param)
         if slot is None:
             continue
         expert = param.expert is not None
+        ours = [elements(param, param.cut, train.cut(expert), part, case.wire) for part in range(train.cut(expert))]
+        parts = engine.cut(slot.grid)
+        theirs = [elements(param, slot.cut, parts, part, case.wire) for part in range(parts)]
+        for shard in ours:
+            size |= shard
         for rank in range(world):
             if train.holds(rank, param, experts):
-                holds[rank] |= elements(param, param.cut, train.cut(expert), train.part(rank, expert), case.wire, size)
-            position = rank % engine.tp
-            if engine.indices(position, param, experts):
-                cut = engine.cut(slot.grid), engine.part(position, slot.grid)
-                needs[rank] |= elements(param, slot.cut, *cut, case.wire, size)
+                holds[rank].update(ours[train.part(rank, expert)])
+            if engine.indices(rank % engine.tp, param, experts):
+                needs[rank].update(theirs[engine.part(rank % engine.tp, slot.grid)])
     cross = [sum(size[e] for e in needs[rank] - holds[rank]) for rank in range(world)]
     assert found.cross.tolist() == cross
     assert found.needed.tolist() == [sum(size[e] for e in need) for need in needs]
@@ -164,11 +189,14 @@ def brute_force(case: Case, found: Bound) -> bool:
     enter = [set().union(*(needs[r] for r in node)) - set().union(*(holds[r] for r in node)) for node in nodes]
     assert found.internode.tolist() == [sum(size[e] for e in elements_) for elements_ in enter]
 
-    jobs: dict[str, Counter[frozenset[int]]] = {name: Counter() for name in ("send", "nic_send", "nic_recv")}
+    alike: Counter[tuple[tuple[bool, ...], tuple[bool, ...]]] = Counter()
     for element, bytes_ in size.items():
-        owners = frozenset(r for r in range(world) if element in holds[r])
+        alike[tuple(element in h for h in holds), tuple(element in n for n in needs)] += bytes_
+    jobs: dict[str, Counter[frozenset[int]]] = {name: Counter() for name in ("send", "nic_send", "nic_recv")}
+    for (held, needed), bytes_ in alike.items():
+        owners = frozenset(rank for rank in range(world) if held[rank])
         for node in nodes:
-            lack = frozenset(r for r in node if element in needs[r] - holds[r])
+            lack = frozenset(rank for rank in node if needed[rank] and not held[rank])
             near = owners & set(node)
             if not lack:
                 continue
@@ -183,28 +211,25 @@ def brute_force(case: Case, found: Bound) -> bool:
         for count in range(1, world + 1):
             for ranks in itertools.combinations(range(world), count):
                 best = max(best, sum(b for able, b in work.items() if able <= set(ranks)) / count)
-        assert 0.995 * best <= getattr(found, name) <= best * (1 + 1e-9), name
-    return True
+        assert 0.99 * best <= getattr(found, name) <= best * (1 + 1e-9), name
 
 
-def elements(param: Param, cut: Cut, parts: int, part: int, wire: str, size: dict[Any, int]) -> set[Any]:
-    """The elements of a shard, one by one, their bytes into `size`."""
+def elements(param: Param, cut: Cut, parts: int, part: int, wire: str) -> dict[Element, int]:
+    """The elements of a shard, one by one, with their bytes."""
     quantised = wire == "fp8" and is_quantised(param)
-    wide = wire == "fp32" or param.dtype is not None
+    bytes_ = 1 if quantised else 4 if wire == "fp32" or param.dtype is not None else 2
     dim, slices = cut_pieces(param, cut, parts, part)
-    found: set[Any] = set()
+    found: dict[Element, int] = {}
     for source, start, stop in slices:
         if source == PADDING:
             continue
         name, shape = param.hf[source].name, (param.hf[source].shape + (1,))[:2]
         ranges = [range(n) for n in shape]
         ranges[dim] = range(start, stop)
-        for row, column in itertools.product(*ranges):
-            found.add((name, row, column))
-            size[name, row, column] = 1 if quantised else 4 if wide else 2
-            if quantised:
-                found.add((name, "scale", row // BLOCK, column // BLOCK))
-                size[name, "scale", row // BLOCK, column // BLOCK] = 4
+        cells = list(itertools.product(*ranges))
+        found |= dict.fromkeys(((name, row, column) for row, column in cells), bytes_)
+        if quantised:
+            found |= {(name + " scale", row // BLOCK, column // BLOCK): 4 for row, column in cells}
     return found
 
 

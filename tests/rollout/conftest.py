@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ class Running:
     folder: Path
 
 
-def _start(model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[Running]:
+@contextmanager
+def start(model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[Running]:
     path = tiny_models.save(model, folder / "model")
     config = make_config(path, folder / "run", **rollout)
     engine = Engine(config, threads=1)
@@ -60,15 +62,18 @@ def _start(model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[Run
 
 @pytest.fixture(scope="session")
 def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    yield from _start(tiny_models.qwen3_moe(), tmp_path_factory.mktemp("qwen3_moe"))
+    with start(tiny_models.qwen3_moe(), tmp_path_factory.mktemp("qwen3_moe")) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
 def deepseek_v3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    yield from _start(tiny_models.deepseek_v3(), tmp_path_factory.mktemp("deepseek_v3"))
+    with start(tiny_models.deepseek_v3(), tmp_path_factory.mktemp("deepseek_v3")) as running:
+        yield running
 
 
 @pytest.fixture
 def qwen3_moe_split(tmp_path: Path) -> Iterator[Running]:
     """Two tensor parallel ranks, each with half of the experts."""
-    yield from _start(tiny_models.qwen3_moe(), tmp_path, tp=2, ep=2)
+    with start(tiny_models.qwen3_moe(), tmp_path, tp=2, ep=2) as running:
+        yield running

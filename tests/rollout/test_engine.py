@@ -15,42 +15,20 @@ import psutil
 import pytest
 import tiny_models
 import torch
+from compare import assert_equals, generate
 from conftest import Running, make_config
+from orders import check_orders
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from megarl.config import ConfigError
+from megarl.reshard.layout import EngineLayout
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client, Generation
+from megarl.rollout.client import Client
 from megarl.rollout.engine import Engine, EngineError
 from megarl.rollout.multi_turn import generate_rollouts
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt
-
-PROMPTS = [list(range(20, 20 + length)) for length in (3, 17, 40)]
-TOKENS = 8
-
-
-def generate(engine: Engine, temperature: float = 0.0) -> list[Generation]:
-    params = {"temperature": temperature, "max_new_tokens": TOKENS, "ignore_eos": True}
-
-    async def all_of_them() -> list[Generation]:
-        async with Client(engine.url, engine.api_key, 300.0, 16) as client:
-            return list(await asyncio.gather(*(client.generate(prompt, params) for prompt in PROMPTS)))
-
-    return asyncio.run(all_of_them())
-
-
-def assert_equals(engine: Engine, model: PreTrainedModel, version: int) -> None:
-    """Greedy tokens, and the log-probs of greedy and of sampled tokens, are those of transformers."""
-    greedy, sampled = generate(engine), generate(engine, temperature=1.0)
-    for prompt, out in zip(PROMPTS, greedy, strict=True):
-        assert list(out.token_ids) == tiny_models.greedy(model, prompt, TOKENS)
-    for prompt, out in zip(PROMPTS * 2, greedy + sampled, strict=True):
-        assert out.finish == "length" and out.weight_version == version
-        expected = tiny_models.logprobs(model, [*prompt, *out.token_ids])[len(prompt) - 1 : -1]
-        chosen = expected.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
-        assert (torch.tensor(out.logprobs) - chosen).abs().max() < 1e-5
 
 
 def tensors(model: PreTrainedModel, folder: Path) -> list[tuple[str, torch.Tensor]]:
@@ -81,6 +59,7 @@ def test_deepseek_v3_equals_transformers_before_and_after_a_push(deepseek_v3: Ru
 def test_two_ranks_with_half_of_the_experts_each(qwen3_moe_split: Running, tmp_path: Path) -> None:
     assert_equals(qwen3_moe_split.engine, qwen3_moe_split.model, 0)
     check_push(qwen3_moe_split, tiny_models.qwen3_moe(seed=5), tmp_path)
+    check_orders(qwen3_moe_split, EngineLayout(2, ep=2), tiny_models.qwen3_moe(seed=6), tmp_path)
 
 
 def test_a_push_that_does_not_fit_makes_the_engine_unusable_until_a_whole_one(

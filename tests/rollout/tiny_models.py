@@ -20,6 +20,8 @@ from transformers import (  # noqa: E402
     DeepseekV3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -91,12 +93,17 @@ def randomized(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return model.float().eval()
 
 
-def qwen3_moe(seed: int = 0) -> PreTrainedModel:
-    config = Qwen3MoeConfig(**_common(2), head_dim=16, num_experts=8, norm_topk_prob=True, decoder_sparse_step=1)
-    return randomized(Qwen3MoeForCausalLM(config), seed)
+def qwen2(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    settings = {name: value for name, value in _common(2).items() if "expert" not in name and "moe" not in name}
+    return randomized(Qwen2ForCausalLM(Qwen2Config(**(settings | changes))), seed)
 
 
-def deepseek_v3(seed: int = 0, rope: bool = True) -> PreTrainedModel:
+def qwen3_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    settings = _common(2) | {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    return randomized(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes))), seed)
+
+
+def deepseek_v3(seed: int = 0, rope: bool = True, **changes: Any) -> PreTrainedModel:
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -107,21 +114,20 @@ def deepseek_v3(seed: int = 0, rope: bool = True) -> PreTrainedModel:
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
-    config = DeepseekV3Config(
-        **_common(4),
-        n_routed_experts=8,
-        n_shared_experts=1,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-        rope_scaling=yarn if rope else None,
-    )
-    return randomized(DeepseekV3ForCausalLM(config), seed)
+    settings = _common(4) | {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "rope_scaling": yarn if rope else None,
+    }
+    return randomized(DeepseekV3ForCausalLM(DeepseekV3Config(**(settings | changes))), seed)
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:

@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import tiny_models
 import torch
+from compare import assert_equals
+from conftest import Running
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from megarl.models.layout import Param
+from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.checksum import slice_hash
-from megarl.reshard.layout import EngineLayout
+from megarl.reshard.layout import EngineLayout, engine_shapes
+from megarl.rollout.engine import Engine
+from megarl.rollout.mailbox import Mailbox
+
+
+def check_orders(running: Running, layout: EngineLayout, new: PreTrainedModel, folder: Path) -> None:
+    """An engine that was given other weights by orders generates as `transformers` does with these."""
+    overwrite(running.engine, layout, tiny_models.save(new, folder / "ordered"), 7)
+    assert_equals(running.engine, new, 7)
+
+
+def overwrite(engine: Engine, layout: EngineLayout, folder: Path, version: int) -> None:
+    """Replace all of an engine's weights by those of an HF folder. Its tensors are those of the table, no more."""
+    hf, tensors = load_hf_config(folder), load_file(folder / "model.safetensors")
+    family = family_of(hf)
+    params, experts = family.params(hf, 1), family.num_experts(hf)
+    boxes = [Mailbox() for _ in range(layout.tp)]
+    engine.begin_update()
+    engine.order([box.payload({"do": "describe"}) for box in boxes])
+    held = [box.answer()["tensors"] for box in boxes]
+    for position, described in enumerate(held):
+        shapes = {name: tuple(shape) for name, (_, shape) in described.items()}
+        assert shapes == engine_shapes(params, layout, position, experts)
+    writes = [write_order(params, layout, p, tensors, held[p], experts) for p in range(layout.tp)]
+    engine.order([box.payload(*write) for box, write in zip(boxes, writes, strict=True)])
+    assert [box.answer() for box in boxes] == [{"wrong": []}] * layout.tp
+    engine.order([box.payload({"do": "finish"}) for box in boxes])
+    assert [box.answer() for box in boxes] == [{}] * layout.tp
+    engine.end_update(version)
 
 
 def write_order(

@@ -1,0 +1,274 @@
+"""A plan on paper: what it costs and how long it should take, beside the bound, without a process or a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.reshard.bound import Bound
+from megarl.reshard.planner import ALIGN, FORWARD_RECEIVE, FORWARD_SEND, LOCAL, SEND, Plan, RankPlan
+
+Floats = NDArray[np.float64]
+HASH_BYTES = 8  # of each piece, behind the pieces of its message
+
+
+class Messages(NamedTuple):
+    """What one rank sends and receives; arrays, one entry per message. What stays on the rank is a message from itself.
+
+    nbytes: of the pieces; forwarded: of those that are passed on. staged: in the buffer, with alignment and hashes.
+    """
+
+    round: np.ndarray
+    is_send: np.ndarray
+    peer: np.ndarray
+    nbytes: np.ndarray
+    forwarded: np.ndarray
+    staged: np.ndarray
+
+
+@dataclass(frozen=True)
+class Links:
+    """Assumed, not measured: bytes per second and direction that one GPU gets of each kind of link, and the seconds
+    that a round takes besides. Defaults: 400 Gbit/s of network per GPU, NVLink of an H100 or H200."""
+
+    network: float = 50e9
+    inside: float = 450e9
+    round_seconds: float = 100e-6
+
+    def seconds(self, network: Any, inside: Any) -> Any:
+        """The slower of the two, which run side by side."""
+        return np.maximum(network / self.network, inside / self.inside)
+
+
+@dataclass(frozen=True, eq=False)
+class Paper:
+    """A plan with all ranks' messages. Arrays are [rounds, ranks] bytes: sent and received over the network (between
+    nodes) and inside of a node, and staged; `total`: [nodes, nodes] bytes from node to node."""
+
+    plan: Plan
+    plan_seconds: float
+    all_ranks_seconds: float
+    messages: int
+    message_bytes: int
+    network_out: Floats
+    network_in: Floats
+    inside_out: Floats
+    inside_in: Floats
+    staged_out: Floats
+    staged_in: Floats
+    total: Floats
+
+    def round_seconds(self, links: Links) -> Floats:
+        """Of each round, if all ranks went through the rounds in step: what the busiest one of that round takes."""
+        out = links.seconds(self.network_out, self.inside_out)
+        into = links.seconds(self.network_in, self.inside_in)
+        return np.maximum(out, into).max(axis=1) + links.round_seconds
+
+    def busiest_seconds(self, links: Links) -> float:
+        """If no rank waited for another: what the busiest one takes."""
+        out = links.seconds(self.network_out.sum(0), self.inside_out.sum(0))
+        into = links.seconds(self.network_in.sum(0), self.inside_in.sum(0))
+        return float(np.maximum(out, into).max()) + len(self.network_out) * links.round_seconds
+
+
+def messages_of(rank: RankPlan) -> Messages:
+    """Out of the rank's tables, of which there is one for each kind of layer, without an object for every piece."""
+    line = rank.plan.assignment.line
+    width = np.array([(c.c1 - c.c0) * c.item for c in line.cells], dtype=np.int64)
+    small: dict[tuple[int, int], np.ndarray] = {}
+    for number, table in rank.tables.items():
+        size = (table.r1 - table.r0) * width[line.cell[table.cell]]
+        sends, forward = (table.what == SEND) | (table.what == FORWARD_SEND), table.what >= FORWARD_RECEIVE
+        peer = np.where(table.what == LOCAL, rank.rank, table.peer)
+        aligned = -(-size // ALIGN) * ALIGN
+        values = np.stack([size, np.where(forward, size, 0), aligned, np.ones_like(size)])
+        small[number] = _added(np.stack([table.step, sends, peer]), values)
+    first, all_rounds = 0, []
+    for slot in rank.plan.slots:
+        for group, _ in slot.members:
+            moved = small[group, slot.parts].copy()
+            moved[0] += first
+            all_rounds.append(moved)
+        first += slot.rounds
+    together = np.concatenate(all_rounds, axis=1)
+    number, sends, peer, nbytes, forwarded, aligned, pieces = _added(together[:3], together[3:])
+    staged = aligned + -(-HASH_BYTES * pieces // ALIGN) * ALIGN
+    return Messages(number, sends.astype(bool), peer, nbytes, forwarded, staged)
+
+
+def _added(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Columns of keys above the sums of their values."""
+    different, same = np.unique(keys, axis=1, return_inverse=True)
+    total = np.zeros((len(values), different.shape[1]), dtype=np.int64)
+    for row, value in zip(total, values, strict=True):
+        np.add.at(row, same.ravel(), value)
+    return np.concatenate([different, total])
+
+
+def draw_up(make: Callable[[], Plan], ranks: int) -> Paper:
+    """Make the plan of all ranks, as often as is needed to time it, and add up what they do."""
+    seconds = []
+    for rank in sorted({0, ranks // 2, ranks - 1}):
+        begin = time.perf_counter()
+        make().for_rank(rank)
+        seconds.append(time.perf_counter() - begin)
+    begin = time.perf_counter()
+    plan = make()
+    all_seconds = time.perf_counter() - begin
+    world, here = plan.train.world, plan.assignment.ranks_per_node
+    network_out, network_in, inside_out, inside_in, staged_out, staged_in = np.zeros((6, plan.rounds, world))
+    total = np.zeros((world // here, world // here))
+    count = bytes_ = 0
+    for rank in range(world):
+        begin = time.perf_counter()
+        rank_plan = plan.for_rank(rank)
+        all_seconds += time.perf_counter() - begin
+        own = messages_of(rank_plan)
+        far, other = own.peer // here != rank // here, own.peer != rank
+        for sends, network, inside, staged in (
+            (True, network_out, inside_out, staged_out),
+            (False, network_in, inside_in, staged_in),
+        ):
+            chosen = own.is_send == sends
+            for figure, which, value in (
+                (network, chosen & far, own.nbytes),
+                (inside, chosen & other & ~far, own.nbytes),
+                (staged, chosen, own.staged),
+            ):
+                figure[:, rank] = np.bincount(own.round[which], value[which], plan.rounds)
+        received = ~own.is_send & other
+        count += int(received.sum())
+        bytes_ += int(own.nbytes[received].sum())
+        np.add.at(total[:, rank // here], own.peer[received] // here, own.nbytes[received])
+    return Paper(
+        plan=plan,
+        plan_seconds=max(seconds),
+        all_ranks_seconds=all_seconds,
+        messages=count,
+        message_bytes=bytes_,
+        network_out=network_out,
+        network_in=network_in,
+        inside_out=inside_out,
+        inside_in=inside_in,
+        staged_out=staged_out,
+        staged_in=staged_in,
+        total=total,
+    )
+
+
+def figures(paper: Paper, bound: Bound, links: Links) -> dict[str, Any]:
+    """What a program reads: the plan beside the bound; bytes of all ranks together, or of the busiest one."""
+    network_out, network_in = paper.network_out.sum(0), paper.network_in.sum(0)
+    sent, received = network_out + paper.inside_out.sum(0), network_in + paper.inside_in.sum(0)
+    found: dict[str, Any] = {
+        "plan_seconds": round(paper.plan_seconds, 4),
+        "all_ranks_seconds": round(paper.all_ranks_seconds, 3),
+        "model_bytes": bound.model_bytes,
+        "needed_bytes": bound.needed_bytes,
+        "local_bytes": bound.local_bytes,
+        "cross_bytes": int(received.sum()),
+        "cross_bound": bound.cross_bytes,
+        "cross_ratio": _ratio(received.sum(), bound.cross_bytes),
+        "internode_bytes": int(network_in.sum()),
+        "internode_bound": bound.internode_bytes,
+        "internode_ratio": _ratio(network_in.sum(), bound.internode_bytes),
+    }
+    busiest = {"send": sent, "recv": received, "nic_send": network_out, "nic_recv": network_in}
+    for name, of_ranks in busiest.items():
+        least = getattr(bound, name)
+        found[f"{name}_max"] = int(of_ranks.max())
+        found[f"{name}_bound"] = round(least)
+        found[f"{name}_max_over_bound"] = _ratio(of_ranks.max(), least)
+    found |= {
+        # As they are allocated: two halves of the largest round, for each direction.
+        "staging_peak_bytes": int((2 * (paper.staged_out.max(0) + paper.staged_in.max(0))).max()),
+        "bucket_bytes": paper.plan.bucket_bytes,
+        "messages": paper.messages,
+        "mean_message_bytes": round(paper.message_bytes / max(paper.messages, 1)),
+        "rounds": paper.plan.rounds,
+        "modelled_seconds": float(f"{paper.round_seconds(links).sum():.4g}"),
+        "modelled_seconds_if_nobody_waits": float(f"{paper.busiest_seconds(links):.4g}"),
+        "model": {
+            "what": "modelled, not measured: these bandwidths per GPU and direction; packing is taken to be hidden",
+            "nic_bytes_per_second": links.network,
+            "nvlink_bytes_per_second": links.inside,
+            "seconds_per_round": links.round_seconds,
+        },
+    }
+    return found
+
+
+def sentences(paper: Paper, bound: Bound, links: Links) -> list[str]:
+    """What the figures say, for a reader."""
+    train, here = paper.plan.train, paper.plan.assignment.ranks_per_node
+    world, nodes = train.world, train.world // here
+    network_out, network_in = paper.network_out.sum(0), paper.network_in.sum(0)
+    received = network_in + paper.inside_in.sum(0)
+    gathered = world * bound.model_bytes
+    found = [
+        f"Each GPU needs {gigabytes(bound.needed_bytes / world)}, has {gigabytes(bound.local_bytes / world)} of it and "
+        f"receives {gigabytes(received.mean())}; a gather of the whole model would bring it "
+        f"{gigabytes(bound.model_bytes)}"
+        + (f", {gathered / received.sum():.0f} times as much." if received.any() else ".")
+    ]
+    if nodes > 1:
+        found.append(
+            f"{gigabytes(network_in.mean())} of that come over the network, once for each node that needs them, and "
+            f"{gigabytes(received.mean() - network_in.mean())} from GPUs of the same node."
+        )
+        ends = (
+            ("sends", network_out, "nic_send", "who alone have what they send"),
+            ("receives", network_in, "nic_recv", "of what their nodes need and lack"),
+        )
+        for verb, values, name, why in ends:
+            rank, least, forced = int(values.argmax()), getattr(bound, name), bound.forced_on[name]
+            line = (
+                f"GPU {rank} (stage {rank // train.stage_ranks}, node {rank // here}) {verb} most over the network: "
+                f"{gigabytes(values[rank])}, where the mean is {gigabytes(values.mean())}."
+            )
+            if forced:
+                line += (
+                    f" No plan can do with less than {gigabytes(least)}: that is the share of each of "
+                    f"{_set_of_ranks(forced, train.stage_ranks, here)}, {why}."
+                )
+            found.append(line)
+    seconds, busiest = float(paper.round_seconds(links).sum()), paper.busiest_seconds(links)
+    found.append(
+        f"It goes in {paper.plan.rounds} rounds through staging of two buckets of {paper.plan.bucket_bytes >> 20} MiB. "
+        f"Modelled, not measured, at {links.network / 1e9:g} GB/s of network and {links.inside / 1e9:g} GB/s inside of "
+        f"a node per GPU and direction and {1e6 * links.round_seconds:g} us per round: {seconds:.3g} s if all go "
+        f"through the rounds in step, {busiest:.3g} s if nobody waited for another."
+    )
+    return found
+
+
+def gigabytes(value: float) -> str:
+    """Three or four digits, in the unit that fits."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= size:
+            digits = max(0, 3 - len(f"{value / size:.0f}"))
+            return f"{value / size:,.{digits}f} {unit}"
+    return f"{value:.0f} B"
+
+
+def _set_of_ranks(ranks: tuple[int, ...], stage_ranks: int, here: int) -> str:
+    if len(ranks) == 1:
+        return f"one GPU, {ranks[0]}"
+    first = ranks[0]
+    for size, name in ((stage_ranks, "stage"), (here, "node")):
+        if ranks == tuple(range(first // size * size, (first // size + 1) * size)):
+            return f"the {size} GPUs of {name} {first // size}"
+    inside = {rank // stage_ranks for rank in ranks}
+    return f"{len(ranks)} GPUs" + (f" of stage {first // stage_ranks}" if len(inside) == 1 else " together")
+
+
+def _ratio(value: float, least: float) -> float:
+    """1 where there is nothing to do and nothing is done."""
+    if not least:
+        return 1.0 if not value else float("inf")
+    return round(float(value) / least, 6)

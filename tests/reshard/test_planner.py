@@ -1,0 +1,211 @@
+"""Plans: every byte where a gather and slice would put it, at the bound, in rounds that nobody waits in for ever."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from random_layouts import Case, random_case
+from simulate import simulate, staged
+
+from megarl.config import ConfigError
+from megarl.reshard.bound import Bound, bound
+from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
+from megarl.reshard.paper import Messages, messages_of
+from megarl.reshard.planner import Plan
+
+MODELS = Path(__file__).resolve().parents[2] / "configs/models"
+DEEPSEEK = json.loads((MODELS / "deepseek_v3.json").read_text())
+QWEN = json.loads((MODELS / "qwen3_235b.json").read_text())
+SEEDS = 520
+
+
+def plan_of(case: Case) -> Plan:
+    """With twice the bucket as often as the plan says that it is too small."""
+    arguments = list(case.arguments)
+    while True:
+        try:
+            return Plan(*arguments)
+        except ConfigError as error:
+            assert "too small" in str(error)
+            arguments[4] *= 2
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_every_byte_arrives_once_where_it_belongs(seed: int) -> None:
+    """To repeat one: `random_case(seed)` of random_layouts.py."""
+    case = random_case(seed)
+    plan = plan_of(case)
+    result = simulate(plan, case.hf, case.wire, case.ranks_per_node)
+    transfers = plan.transfers()
+    planned: Counter[tuple[int, int]] = Counter()
+    for src, dst, nbytes in zip(*(column.tolist() for column in transfers), strict=True):
+        planned[src, dst] += nbytes
+    assert +planned == +result.bytes, f"seed {seed}"
+    least = bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
+    check_bytes_and_bounds(plan, least, f"seed {seed}: ")
+
+
+def check_bytes_and_bounds(plan: Plan, least: Bound, where: str) -> dict[str, float]:
+    """Bytes as few as can be, and a bound that holds; returns how far each busiest rank is from it."""
+    sent, here = plan.transfers(), plan.assignment.ranks_per_node
+    far = sent.src // here != sent.dst // here
+    assert sent.nbytes.sum() == least.cross_bytes, where
+    assert sent.nbytes[far].sum() == least.internode_bytes, where
+    found = {}
+    for name, ranks, chosen in (
+        ("send", sent.src, far | True),
+        ("recv", sent.dst, far | True),
+        ("nic_send", sent.src, far),
+        ("nic_recv", sent.dst, far),
+    ):
+        busiest = float(np.bincount(ranks[chosen], sent.nbytes[chosen], 1).max())
+        assert busiest >= getattr(least, name) * (1 - 1e-9), f"{where}{name} is less than its bound"
+        found[name] = busiest / max(getattr(least, name), 1.0)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(0, SEEDS, 13))
+def test_a_plan_is_the_same_each_time_and_adds_up(seed: int) -> None:
+    case = random_case(seed)
+    plan, again = plan_of(case), plan_of(case)
+    for rank in {0, case.train.world // 2, case.train.world - 1}:
+        mine, other = plan.for_rank(rank), again.for_rank(rank)
+        rounds = [mine.round(number) for number in range(plan.rounds)]
+        assert rounds == [other.round(number) for number in range(again.rounds)], f"seed {seed}"
+        expected = set()
+        for number, now in enumerate(rounds):
+            for is_send, messages in ((True, now.sends), (False, now.receives)):
+                for m in messages:
+                    size = sum(piece.nbytes for piece in m.pieces)
+                    forwarded = sum(piece.nbytes for piece in m.forward)
+                    expected.add((number, is_send, m.peer, size, forwarded, staged(m.pieces)))
+            if now.local:
+                size = sum(piece.nbytes for piece in now.local)
+                expected.add((number, False, rank, size, 0, staged(now.local)))
+        found = messages_of(mine)
+        assert set(zip(*(column.tolist() for column in found), strict=True)) == expected, f"seed {seed}"
+
+
+def deepseek(world: int, ep: int, bucket_bytes: int = 1 << 30) -> tuple[Any, ...]:
+    train = TrainLayout(world, 8, ep, even_stages(61, 16))
+    return DEEPSEEK, train, EngineLayout(32, 32, draft=True), 8, bucket_bytes
+
+
+@pytest.fixture(scope="module")
+def all_ranks() -> tuple[Plan, list[Messages]]:
+    """DeepSeek-V3 on 512 GPUs."""
+    plan = Plan(*deepseek(512, 32))
+    return plan, [messages_of(plan.for_rank(rank)) for rank in range(512)]
+
+
+def test_the_ends_of_all_messages_agree_and_fit_the_buckets(all_ranks: tuple[Plan, list[Messages]]) -> None:
+    plan, ranks = all_ranks
+    ends: dict[bool, list[np.ndarray]] = {True: [], False: []}
+    for rank, own in enumerate(ranks):
+        other = own.peer != rank
+        for sends in (True, False):
+            chosen = own.is_send == sends
+            room = np.bincount(own.round[chosen], own.staged[chosen], plan.rounds)
+            assert room.max() <= plan.bucket_bytes // 2, f"rank {rank}"
+            chosen &= other
+            pair = [np.full(int(chosen.sum()), rank), own.peer[chosen]]
+            src, dst = pair if sends else pair[::-1]
+            columns = (own.round[chosen], src, dst, own.nbytes[chosen], own.forwarded[chosen], own.staged[chosen])
+            ends[sends].append(np.stack(columns))
+    sent, received = (np.concatenate(ends[sends], axis=1) for sends in (True, False))
+    sent, received = (end[:, np.lexsort(end[:3][::-1])] for end in (sent, received))
+    assert sent.shape[1] > 1_000_000
+    assert np.array_equal(sent, received)
+    same_pair = (np.diff(sent[:3], axis=1) == 0).all(0)
+    assert not same_pair.any()  # one message for a pair and round
+    # What is forwarded stays in the node, and came in the round before.
+    number, src, dst, nbytes, forwarded, _ = sent
+    assert (src[forwarded > 0] // 8 == dst[forwarded > 0] // 8).all()
+    came, passed = np.zeros((2, plan.rounds, 512))
+    np.add.at(came, (number, dst), nbytes - forwarded)
+    np.add.at(passed, (number, src), forwarded)
+    assert (passed[0] == 0).all()
+    assert (passed[1:] <= 7 * came[:-1]).all()
+
+
+def test_nobody_waits_for_ever(all_ranks: tuple[Plan, list[Messages]]) -> None:
+    """Each rank starts all of a round at once, and the next when its peers of the round have started theirs, and the
+    ranks of its engine, who hand over together."""
+    plan, ranks = all_ranks
+    peers = []
+    for rank, own in enumerate(ranks):
+        mates = set(range(rank // 32 * 32, rank // 32 * 32 + 32))
+        edges = np.searchsorted(own.round, np.arange(plan.rounds + 1))
+        peers.append([mates | set(own.peer[a:b].tolist()) for a, b in zip(edges, edges[1:], strict=False)])
+    started = [0] * 512  # the round that each is in
+    waiting: dict[int, list[int]] = {}  # for this rank to go on
+    able = list(range(512))[::-1]
+    while able:
+        rank = able.pop()
+        number = started[rank]
+        if number == plan.rounds:
+            continue
+        late = next((peer for peer in peers[rank][number] if started[peer] < number), None)
+        if late is None:
+            started[rank] += 1
+            able += [rank, *waiting.pop(rank, [])]
+        else:
+            waiting.setdefault(late, []).append(rank)
+    stuck = {rank: number for rank, number in enumerate(started) if number < plan.rounds}
+    assert not stuck, f"these ranks wait for ever in these rounds: {stuck}"
+
+
+BALANCE = {
+    "DeepSeek-V3 256 TP16": (DEEPSEEK, TrainLayout(256, 8, 16, even_stages(61, 16)), EngineLayout(16, draft=True)),
+    "DeepSeek-V3 256 TP32 EP32": (DEEPSEEK, TrainLayout(256, 8, 32, even_stages(61, 8)), EngineLayout(32, 32)),
+    "DeepSeek-V3 512 TP16": (DEEPSEEK, TrainLayout(512, 8, 8, even_stages(61, 16)), EngineLayout(16, draft=True)),
+    "DeepSeek-V3 512 TP32 EP32": deepseek(512, 32)[:3],
+    "DeepSeek-V3 512 DP32": (*deepseek(512, 32)[:2], EngineLayout(32, 32, 32, mlp_tp=1, head_tp=1, draft=True)),
+    "DeepSeek-V3 2048 TP32 EP32": deepseek(2048, 64)[:3],
+    "DeepSeek-V3 512 EP8 TP32 EP32": deepseek(512, 8)[:3],
+    "Qwen3-235B 64 EP8": (QWEN, TrainLayout(64, 4, 8, even_stages(94, 4)), EngineLayout(8, 8)),
+    "Qwen3-235B 128 DP8": (QWEN, TrainLayout(128, 4, 8, even_stages(94, 8)), EngineLayout(8, 8, 8)),
+}
+
+
+# By linear programming all four could be at most 1.005 and 1.034 times their bounds at once.
+UNEVEN = {
+    "DeepSeek-V3 2048 TP32 EP32": "forwards fall to the ranks that receive least over the network: send 1.061",
+    "DeepSeek-V3 512 EP8 TP32 EP32": "what a rank must send inside of its node is not weighed over the network: 1.185",
+}
+MISSES = {row: pytest.mark.xfail(strict=True, reason=reason) for row, reason in UNEVEN.items()}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=MISSES.get(row, ())) for row in BALANCE])
+def test_bytes_and_balance_of_real_models(row: str) -> None:
+    hf, train, engine = BALANCE[row]
+    ratios = check_bytes_and_bounds(Plan(hf, train, engine, 8), bound(hf, train, engine, 8), "")
+    assert max(ratios.values()) <= 1.05, ratios
+
+
+def test_fp8_halves_the_bytes() -> None:
+    train, engine = TrainLayout(512, 8, 8, even_stages(61, 16)), EngineLayout(16, draft=True)
+    half, whole = (Plan(DEEPSEEK, train, engine, 8, wire=wire).transfers() for wire in ("fp8", "bf16"))
+    assert half.nbytes.sum() == bound(DEEPSEEK, train, engine, 8, "fp8").cross_bytes
+    assert half.nbytes.sum() / whole.nbytes.sum() == pytest.approx(0.5, abs=0.01)
+
+
+def test_what_cannot_be_planned_is_said_in_one_line() -> None:
+    hf, train, engine, here, _ = deepseek(512, 32)
+    for arguments, message in (
+        ((hf, train, EngineLayout(48), here), "tp=48"),
+        ((hf, train, engine, 7), "512 ranks"),
+        ((hf, train, engine, here, 4096), "bucket"),
+        ((hf, TrainLayout(576, 1, 36, even_stages(61, 16)), engine, 8), "36"),
+        # 18432 rows of a dense MLP over 32 ranks are 576, four and a half blocks
+        ((hf, train, engine, here, 1 << 30, "fp8"), "mlp.*FP8"),
+        ((hf, TrainLayout(512, 8, 32, even_stages(60, 16)), engine, here), "layer 60"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            Plan(*arguments)
+        assert "\n" not in str(caught.value)

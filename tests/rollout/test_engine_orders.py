@@ -1,0 +1,126 @@
+"""Orders to the loader in the real SGLang: what it holds is what the tables of `models` say, in every layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny_models
+import torch
+from compare import assert_equals, generate
+from conftest import Running, start
+from orders import check_orders, overwrite
+from transformers import PreTrainedModel
+
+from megarl.reshard.layout import EngineLayout
+from megarl.rollout.engine import Engine, EngineError
+from megarl.rollout.mailbox import Mailbox
+
+
+def test_qwen3_moe_on_one_rank(qwen3_moe: Running, tmp_path: Path) -> None:
+    check_orders(qwen3_moe, EngineLayout(1), tiny_models.qwen3_moe(seed=6), tmp_path)
+
+
+def test_deepseek_v3_on_one_rank(deepseek_v3: Running, tmp_path: Path) -> None:
+    check_orders(deepseek_v3, EngineLayout(1), tiny_models.deepseek_v3(seed=6), tmp_path)
+
+
+def qwen2_tied(seed: int) -> PreTrainedModel:
+    """The vocabulary is no multiple of 64."""
+    return tiny_models.qwen2(seed, tie_word_embeddings=True, vocab_size=500)
+
+
+def qwen3_moe_one_key_head(seed: int) -> PreTrainedModel:
+    """Two ranks have the same key-value head; the vocabulary is no multiple of 64."""
+    return tiny_models.qwen3_moe(seed, num_key_value_heads=1, vocab_size=500)
+
+
+def deepseek_v3_whole_query(seed: int) -> PreTrainedModel:
+    """The query has no latent, so nothing is fused with kv_a_proj."""
+    return tiny_models.deepseek_v3(seed, q_lora_rank=None)
+
+
+@pytest.mark.parametrize(
+    ("build", "layout"),
+    [
+        (qwen2_tied, EngineLayout(2)),
+        (qwen3_moe_one_key_head, EngineLayout(2)),
+        (deepseek_v3_whole_query, EngineLayout(2)),
+        (tiny_models.deepseek_v3, EngineLayout(2, ep=2)),
+    ],
+    ids=["qwen2-tp2", "qwen3_moe-tp2", "deepseek_v3-tp2", "deepseek_v3-tp2-ep2"],
+)
+def test_two_ranks(build: Callable[[int], PreTrainedModel], layout: EngineLayout, tmp_path: Path) -> None:
+    with start(build(0), tmp_path, tp=layout.tp, ep=layout.ep) as running:
+        assert_equals(running.engine, running.model, 0)
+        check_orders(running, layout, build(6), tmp_path)
+
+
+def test_replicated_attention_redundant_experts_and_a_fused_shared_one(tmp_path: Path) -> None:
+    """Written over and back, each tensor has the bytes that SGLang's own loader gave it, by SGLang's own checksums:
+    on a CPU its attention cannot generate with replicas."""
+    experts = {1: (0, 1, 2, 3, 4, 5, 6, 7, 0, 1)}
+    layout = EngineLayout(2, ep=2, dp=2, experts=experts, fuse_shared=True)
+    settings = {"attn_dp_size": 2, "ep_num_redundant_experts": 2, "enforce_shared_experts_fusion": True}
+    new = tiny_models.save(tiny_models.deepseek_v3(seed=6), tmp_path / "new")
+    with start(tiny_models.deepseek_v3(), tmp_path, tp=2, ep=2, sglang=settings) as running:
+        before = checksums(running.engine)
+        overwrite(running.engine, layout, new, 1)
+        changed = checksums(running.engine)
+        assert all(there.items().isdisjoint(here.items()) for there, here in zip(before, changed, strict=True))
+        overwrite(running.engine, layout, running.folder, 2)
+        assert checksums(running.engine) == before
+
+
+def checksums(engine: Engine) -> list[dict[str, str]]:
+    return [rank["checksums"] for rank in engine._call("/weights_checker", {"action": "checksum"})["ranks"]]
+
+
+def test_an_order_that_does_not_fit_harms_nothing_but_the_engine_waits_for_a_whole_set(qwen3_moe: Running) -> None:
+    engine, box = qwen3_moe.engine, Mailbox()
+    before = [out.token_ids for out in generate(engine)]
+    engine.begin_update()
+    order = {"do": "write", "version": 1, "tensor_dtype": {}, "slices": [["no.such.tensor", -1, 0, 1, 0, 1, 0, -1]]}
+    engine.order([box.payload(order, torch.zeros(16, dtype=torch.uint8))])
+    with pytest.raises(EngineError, match="the engine has no tensor no.such.tensor"):
+        box.answer()
+    engine.end_update(None)
+    with pytest.raises(EngineError, match="no whole set of weights"):
+        engine.check_alive()
+    engine.begin_update()
+    engine.end_update(3)
+    engine.check_alive()
+    assert [out.token_ids for out in generate(engine)] == before
+
+
+def test_orders_belong_into_an_update(qwen3_moe: Running) -> None:
+    with pytest.raises(EngineError, match="must run between"):
+        qwen3_moe.engine.order([Mailbox().payload({"do": "describe"})])
+
+
+def test_orders_leave_nothing_behind(qwen3_moe: Running) -> None:
+    """Neither files in shared memory nor mappings in the engine's processes."""
+    engine, box, bucket = qwen3_moe.engine, Mailbox(), torch.zeros(1 << 20, dtype=torch.uint8)
+    order = {"do": "write", "version": 1, "tensor_dtype": {}, "slices": []}
+
+    def give(times: int) -> tuple[int, int]:
+        for _ in range(times):
+            engine.order([box.payload(order, bucket)])
+            assert box.answer() == {"wrong": []}
+        return shared(engine)
+
+    engine.begin_update()
+    after_one, after_many = give(1), give(10)
+    engine.end_update(4)
+    assert after_many == after_one
+
+
+def shared(engine: Engine) -> tuple[int, int]:
+    """Files in shared memory that torch made in this process, and how often the engine's processes have mapped one."""
+    assert engine._process is not None
+    files = len(list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")))
+    processes = psutil.Process(engine._process.pid).children(recursive=True)
+    return files, sum(Path(f"/proc/{process.pid}/maps").read_text().count("/dev/shm/torch_") for process in processes)

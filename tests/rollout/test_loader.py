@@ -1,0 +1,196 @@
+"""`load` on a plain module, and the mailbox through which it is called: no SGLang, but the same shared memory."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import re
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.reshard.checksum import slice_hash
+from megarl.rollout import loader
+from megarl.rollout.engine import EngineError
+from megarl.rollout.mailbox import Mailbox
+
+
+class Model(torch.nn.Module):
+    """A stack of 3 experts [4, 6], a matrix [4, 6] in bf16, a vector [5], buffers, and a second name for the matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.zeros(3, 4, 6))
+        self.matrix = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.bfloat16))
+        self.vector = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.again = self.matrix
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("computed", torch.zeros(2), persistent=False)
+
+
+DTYPES = {"experts": "float32", "matrix": "bfloat16", "vector": "float32"}
+
+
+def obey(model: torch.nn.Module, order: Any, bucket: torch.Tensor | None = None, room: int = 1 << 20) -> dict[str, Any]:
+    answer = torch.zeros(room, dtype=torch.uint8)
+    text = order if isinstance(order, bytes) else json.dumps(order).encode()
+    tensors = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8)), ("answer", answer)]
+    loader.load(model, tensors + ([] if bucket is None else [("bucket", bucket)]))
+    return loader.read(answer)
+
+
+def write(*slices: list[Any], **changes: Any) -> dict[str, Any]:
+    return {"do": "write", "version": 1, "tensor_dtype": DTYPES, "slices": list(slices), **changes}
+
+
+def bucket_of(*tensors: torch.Tensor) -> torch.Tensor:
+    """The tensors one after another, each at a multiple of 16 bytes."""
+    parts = []
+    for tensor in tensors:
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        parts += [data, data.new_zeros(-len(data) % 16)]
+    return torch.cat(parts)
+
+
+def test_describe_lists_what_a_checkpoint_has() -> None:
+    assert obey(Model(), {"do": "describe"}) == {
+        "tensors": {
+            "experts": ["float32", [3, 4, 6]],
+            "matrix": ["bfloat16", [4, 6]],
+            "vector": ["float32", [5]],
+            "kept": ["float32", [2]],
+        }
+    }
+
+
+def test_boxes_are_written_and_nothing_else() -> None:
+    model = Model()
+    a, b, c = torch.randn(2, 3), torch.randn(3, 2).bfloat16(), torch.randn(3)
+    hashes = torch.tensor([slice_hash(a), slice_hash(b), slice_hash(c)])
+    bucket = bucket_of(a, b, c, hashes)  # at 0, 32, 48, 64
+    order = write(
+        ["experts", 2, 1, 3, 2, 5, 0, 64],
+        ["matrix", -1, 1, 4, 4, 6, 32, 72],
+        ["vector", -1, 2, 5, 0, 1, 48, 80],
+        ["experts", 0, 0, 2, 0, 3, 0, -1],
+    )
+    assert obey(model, order, bucket) == {"wrong": []}
+    expected = Model()
+    with torch.no_grad():
+        expected.experts[2, 1:3, 2:5] = a
+        expected.experts[0, 0:2, 0:3] = a
+        expected.matrix[1:4, 4:6] = b
+        expected.vector[2:5] = c
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_a_flipped_bit_is_found_where_it_is_asked_for() -> None:
+    matrix, vector = torch.randn(4, 6).bfloat16(), torch.randn(5)
+    bucket = bucket_of(matrix, vector, torch.tensor([slice_hash(matrix), slice_hash(vector)]))  # at 0, 48, 80
+    checked = write(["matrix", -1, 0, 4, 0, 6, 0, 80], ["vector", -1, 0, 5, 0, 1, 48, 88])
+    assert obey(Model(), checked, bucket) == {"wrong": []}
+    bucket[11] ^= 4
+    assert obey(Model(), checked, bucket) == {"wrong": ["matrix"]}
+    unchecked = write(["matrix", -1, 0, 4, 0, 6, 0, -1], ["vector", -1, 0, 5, 0, 1, 48, 88])
+    assert obey(Model(), unchecked, bucket) == {"wrong": []}
+
+
+def test_what_is_written_over_afterwards_is_found() -> None:
+    """The hash is of the tensor in the end, not of the copy."""
+    one, two = torch.ones(5), torch.full((5,), 2.0)
+    bucket = bucket_of(one, two, torch.tensor([slice_hash(one), slice_hash(two)]))  # at 0, 32, 64
+    order = write(["vector", -1, 0, 5, 0, 1, 0, 64], ["vector", -1, 0, 5, 0, 1, 32, 72])
+    assert obey(Model(), order, bucket) == {"wrong": ["vector"]}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (["nonsense", -1, 0, 1, 0, 1, 0, -1], "the engine has no tensor nonsense"),
+        (["kept", -1, 0, 1, 0, 1, 0, -1], "does not state the dtype of kept"),
+        (["matrix", -1, 0, 5, 0, 6, 0, -1], "rows 0:5, columns 0:6 are not in matrix, which has 4 and 6"),
+        (["matrix", -1, 0, 4, -1, 6, 0, -1], "rows 0:4, columns -1:6 are not in matrix"),
+        (["matrix", -1, 2, 2, 0, 6, 0, -1], "rows 2:2"),
+        (["vector", -1, 0, 5, 0, 2, 0, -1], "which has 5 and 1"),
+        (["matrix", 0, 0, 4, 0, 6, 0, -1], r"matrix has the shape \[4, 6\]; index 0 does not fit it"),
+        (["experts", -1, 0, 4, 0, 6, 0, -1], r"experts has the shape \[3, 4, 6\]; index -1 does not fit it"),
+        (["experts", 3, 0, 4, 0, 6, 0, -1], "index 3 does not fit it"),
+        (["experts", -2, 0, 4, 0, 6, 0, -1], "index -2 does not fit it"),
+        (["experts", 0, 0, 4, 0, 6, 0, -1], "bytes 0:96 are outside of the bucket, which has 64"),
+        (["matrix", -1, 0, 4, 0, 6, -2, -1], "bytes -2:46 are outside of the bucket"),
+        (["matrix", -1, 0, 4, 0, 6, 1, -1], "byte 1 is no place for bfloat16"),
+        (["matrix", -1, 0, 4, 0, 6, 0, 60], "bytes 60:68 are outside of the bucket"),
+        (["matrix", -1, 0, 4], "TypeError"),
+    ],
+    ids=str,
+)
+def test_a_slice_that_does_not_fit_is_an_error_and_nothing_is_written(entry: list[Any], message: str) -> None:
+    model = Model()
+    answer = obey(model, write(["vector", -1, 0, 5, 0, 1, 0, -1], entry), torch.ones(64, dtype=torch.uint8))
+    assert answer.keys() == {"error"} and re.search(message, answer["error"]), answer
+    assert not any(tensor.any() for tensor in model.state_dict().values())
+
+
+def test_another_dtype_is_an_error() -> None:
+    order = write(["matrix", -1, 0, 4, 0, 6, 0, -1], tensor_dtype={"matrix": "float32"})
+    error = obey(Model(), order, torch.ones(256, dtype=torch.uint8))["error"]
+    assert error == "ValueError: matrix is bfloat16 in the engine, not float32"
+
+
+@pytest.mark.parametrize("order", [b"no JSON", b"[]", {}, {"do": "sing"}, {"do": "write"}, write()], ids=str)
+def test_an_order_that_is_none_is_an_error(order: Any) -> None:
+    assert obey(Model(), order).keys() == {"error"}
+
+
+def test_an_answer_that_is_too_long_says_so() -> None:
+    assert "bytes of room" in obey(Model(), {"do": "describe"}, room=100)["error"]
+
+
+def test_it_does_not_raise_even_where_it_cannot_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    loader.load(Model(), [])
+    assert "cannot be given" in capfd.readouterr().out
+
+
+def test_finish_has_sglang_compute_what_it_derives(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[torch.nn.Module] = []
+    stand_in = ModuleType("sglang.srt.model_loader.loader")
+    stand_in.post_load_weights = done.append  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    model = Model()
+    assert obey(model, {"do": "finish"}) == {}
+    assert done == [model]
+
+
+def unpacked(payload: str) -> list[tuple[str, torch.Tensor]]:
+    return pickle.loads(base64.b64decode(payload))
+
+
+def test_a_mailbox_carries_orders_there_and_answers_back() -> None:
+    model, box = Model(), Mailbox()
+    bucket = bucket_of(torch.arange(5.0))
+    for shift in range(3):  # the bucket stays where it is from its first use on
+        bucket[:20].view(torch.float32)[:] = torch.arange(5.0) + shift
+        loader.load(model, unpacked(box.payload(write(["vector", -1, 0, 5, 0, 1, 0, -1]), bucket)))
+        assert box.answer() == {"wrong": []}
+        assert model.vector.tolist() == [shift, shift + 1, shift + 2, shift + 3, shift + 4]
+    loader.load(model, unpacked(box.payload({"do": "describe"})))
+    assert box.answer()["tensors"]["vector"] == ["float32", [5]]
+
+
+def test_an_old_answer_is_not_taken_for_a_new_one() -> None:
+    box = Mailbox()
+    loader.load(Model(), unpacked(box.payload({"do": "describe"})))
+    box.answer()
+    box.payload({"do": "describe"})  # nobody obeys
+    with pytest.raises(EngineError, match="has not answered"):
+        box.answer()
+    loader.load(Model(), unpacked(box.payload({"do": "sing"})))
+    with pytest.raises(EngineError, match="could not obey its order: ValueError: unknown order 'sing'"):
+        box.answer()

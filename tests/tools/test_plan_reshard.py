@@ -1,0 +1,156 @@
+"""The push on paper: figures for a program, a table and a picture for a person, mistakes in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.models.registry import load_hf_config
+from megarl.reshard.advice import better_split, resplit
+from megarl.reshard.bound import bound
+from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
+from megarl.reshard.paper import gigabytes
+
+ROOT = Path(__file__).resolve().parents[2]
+DEEPSEEK = load_hf_config(ROOT / "configs/models/deepseek_v3.json")
+QWEN = ("--model", "qwen3-235b", "--train", "tp=4,pp=4,ep=8,world=64", "--engine", "tp=8,ep=8")
+KEYS = """plan_seconds all_ranks_seconds cross_bytes cross_bound cross_ratio internode_bytes internode_bound
+    internode_ratio send_bound recv_bound nic_send_bound nic_recv_bound send_max_over_bound recv_max_over_bound
+    nic_send_max_over_bound nic_recv_max_over_bound staging_peak_bytes messages mean_message_bytes rounds
+    modelled_seconds"""
+
+
+@pytest.fixture(scope="module")
+def main() -> Callable[[list[str]], int]:
+    spec = importlib.util.spec_from_file_location("plan_reshard", ROOT / "tools/plan_reshard.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The figures of 64 GPUs, and the page."""
+    page = tmp_path_factory.mktemp("page") / "plan.html"
+    command = [sys.executable, str(ROOT / "tools/plan_reshard.py"), *QWEN, "--json", "--html", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), page.read_text()
+
+
+def test_figures(figures: tuple[dict[str, Any], str]) -> None:
+    found, _ = figures
+    assert set(KEYS.split()) <= found.keys()
+    assert found["cross_bytes"] == found["cross_bound"] and found["cross_ratio"] == 1.0
+    assert found["internode_ratio"] == 1.0
+    for name in ("send", "recv", "nic_send", "nic_recv"):
+        assert 1.0 <= found[f"{name}_max_over_bound"] <= 1.05
+    assert 0 < found["staging_peak_bytes"] <= 2 * found["bucket_bytes"]
+    assert found["messages"] * found["mean_message_bytes"] == pytest.approx(found["cross_bytes"], rel=1e-3)
+    assert found["modelled_seconds"] >= found["modelled_seconds_if_nobody_waits"]
+    assert found["modelled_seconds_if_nobody_waits"] >= found["nic_send_max"] / found["model"]["nic_bytes_per_second"]
+    assert "not measured" in found["model"]["what"]
+
+
+class Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.cells += tag == "rect"
+        assert not {"src", "href", "xlink:href"} & {name for name, _ in attrs}, "something from outside"
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open[-1] != tag:
+            assert self.open.pop() in ("meta", "html")
+        self.open.pop()
+
+
+def test_page(figures: tuple[dict[str, Any], str]) -> None:
+    _, text = figures
+    page = Page()
+    page.feed(text)
+    assert page.cells == 8 * 8  # a node to a node
+    assert "node 0 to node 7: " in text and "inside of node 3: " in text
+    assert "sends most over the network" in text and "A model, not a measurement" in text
+    assert "stage 3" in text and "http" not in text
+
+
+def test_table_and_advice(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QWEN, "--pp-layers", "30,20,20,24", "--bucket-mb", "256", "--nic-gbs", "25"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "qwen3-235b, 64 GPUs: TP4 PP4 EP8 -> TP8 EP8, bf16 on the wire" in text
+    assert "sent over the network, busiest GPU" in text
+    assert "--pp-layers 23,24,24,23" in text
+    assert "25 GB/s of network" in text
+
+
+def test_better_split() -> None:
+    train, engine = TrainLayout(512, 8, 32, even_stages(61, 16)), EngineLayout(32, 32, draft=True)
+    advice = better_split(DEEPSEEK, train, engine, 8)
+    # The three dense layers weigh next to nothing, and the last stage has the layer of MTP and the head besides.
+    assert sum(advice.better) == 61 and advice.better[-1] == 2 and max(advice.better) == 4
+    before, after = (bound(DEEPSEEK, layout, engine, 8) for layout in (train, resplit(train, advice.better)))
+    assert before.nic_send == pytest.approx(advice.bytes_now)
+    assert after.nic_send == pytest.approx(advice.bytes_better)
+    assert advice.gain == pytest.approx(0.028, abs=1e-3)
+    again = better_split(DEEPSEEK, resplit(train, advice.better), engine, 8)
+    assert again.better == advice.better and again.gain == 0
+
+
+def test_better_split_against_all_splits() -> None:
+    hf = DEEPSEEK | {"num_hidden_layers": 7, "n_routed_experts": 8, "first_k_dense_replace": 2}
+    engine = EngineLayout(2, 2, draft=True)
+    train = TrainLayout(12, 2, 2, even_stages(7, 3))
+    advice = better_split(hf, train, engine, 2)
+    splits = [(a, b, 7 - a - b) for a in range(1, 6) for b in range(1, 7 - a)]
+    least = min(bound(hf, resplit(train, split), engine, 2).nic_send for split in splits)
+    assert advice.bytes_better == pytest.approx(least, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--train", "tp=8,world=64,zp=3"), "--train has no 'zp'; it is made of world, tp, pp, ep, etp, cp"),
+        (("--train", "tp=8"), "--train needs world="),
+        (("--engine", "tp=x"), "--engine tp must be a positive number, not 'x'"),
+        (("--train", "tp=3,world=64"), "tp x cp x pp = 3 x 1 does not divide the 64 ranks"),
+        (("--train", "world=64,ep=16,pp=4", "--pp-layers", "4,4"), "[4, 4] are not the layers of 4 stages"),
+        (("--pp-layers", "a,b"), "--pp-layers must be numbers"),
+        (("--model", "nowhere"), "there is no model folder or config.json at nowhere"),
+        (("--gpus-per-node", "7"), "64 ranks"),
+        (("--bucket-mb", "0"), "--bucket-mb must be positive"),
+        (("--wire", "fp8", "--engine", "tp=8"), "cannot be sent as FP8"),
+    ],
+)
+def test_mistakes(
+    change: tuple[str, ...], message: str, main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*QWEN, *change]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and message in error
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_gigabytes() -> None:
+    assert [gigabytes(value) for value in (1365.3e9, 44.6e9, 1.95e9, 0.5e9, 12.2e6, 7e3, 3)] == [
+        "1,365 GB",
+        "44.6 GB",
+        "1.95 GB",
+        "500 MB",
+        "12.2 MB",
+        "7.00 kB",
+        "3 B",
+    ]

@@ -1,0 +1,177 @@
+"""How a model's weights would go from Megatron's ranks to SGLang's, on paper: no GPU, no weights, no process.
+
+    python tools/plan_reshard.py --model deepseek-v3 --train tp=8,pp=16,ep=32,world=512 --engine tp=32,ep=32
+
+Plans the push of every rank and prints bytes, balance, rounds and staging beside the bound that ownership sets, which
+is computed apart from the planner; the time it should take; and the split of the layers over the stages that would be
+better. Rank r is on node r // gpus-per-node and in engine instance r // tp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config import ConfigError
+from megarl.models.family import HFConfig
+from megarl.models.registry import family_of, load_hf_config
+from megarl.reshard.advice import Advice, better_split
+from megarl.reshard.bound import Bound, bound
+from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
+from megarl.reshard.paper import Links, draw_up, figures, gigabytes, sentences
+from megarl.reshard.picture import page
+from megarl.reshard.planner import Plan
+
+FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
+MODELS = {"deepseek-v3": "deepseek_v3.json", "qwen3-235b": "qwen3_235b.json", "qwen2.5-0.5b": "qwen2.5_0.5b.json"}
+TRAIN = {"world": 0, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "cp": 1}
+ENGINE = {"tp": 0, "ep": 1, "dp": 1, "mlp_tp": 0, "head_tp": 0}
+LEAST_GAIN = 0.002  # of another split, to be worth a line
+
+
+def sizes(text: str, known: Mapping[str, int], option: str) -> dict[str, int]:
+    """`tp=8,pp=16` as numbers. Raises ConfigError; a key whose default is 0 and that comes first is required."""
+    found = dict(known)
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if key not in known:
+            raise ConfigError(f"{option} has no {key!r}; it is made of {', '.join(known)}, as in tp=8,ep=8")
+        if not value.isdecimal() or not int(value):
+            raise ConfigError(f"{option} {key} must be a positive number, not {value!r}")
+        found[key] = int(value)
+    required = next(iter(known))
+    if not found[required]:
+        raise ConfigError(f"{option} needs {required}=...")
+    return found
+
+
+def layouts(options: argparse.Namespace, hf: HFConfig) -> tuple[TrainLayout, EngineLayout]:
+    family = family_of(hf)
+    family.check(hf)
+    train, engine = sizes(options.train, TRAIN, "--train"), sizes(options.engine, ENGINE, "--engine")
+    try:
+        counts = [int(count) for count in options.pp_layers.split(",")] if options.pp_layers else []
+    except ValueError:
+        raise ConfigError(f"--pp-layers must be numbers such as 4,4,3, not {options.pp_layers!r}") from None
+    stages = even_stages(int(hf["num_hidden_layers"]), train.pop("pp"), counts)
+    tp, ep, dp, mlp_tp, head_tp = (engine[name] for name in ENGINE)
+    draft = family.mtp_layers(hf) > 0
+    return TrainLayout(stages=stages, **train), EngineLayout(tp, ep, dp, mlp_tp, head_tp, draft=draft)
+
+
+def title(options: argparse.Namespace, train: TrainLayout, engine: EngineLayout) -> str:
+    ours = {"TP": train.tp, "CP": train.cp, "PP": train.pp, "EP": train.ep, "ETP": train.etp}
+    theirs = {"TP": engine.tp, "EP": engine.ep, "DP": engine.dp}
+
+    def text(values: dict[str, int]) -> str:
+        return " ".join(f"{name}{value}" for name, value in values.items() if value > 1) or "TP1"
+
+    return f"{Path(options.model).name}, {train.world} GPUs: {text(ours)} -> {text(theirs)}, {options.wire} on the wire"
+
+
+def table(found: dict[str, Any], world: int) -> Table:
+    """The figures that have a bound, per GPU."""
+    grid = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    for name in ("", "plan", "bound", "ratio"):
+        grid.add_column(name, justify="right" if name else "left")
+    for name, what in (("cross", "received"), ("internode", "received over the network")):
+        values = (found[f"{name}_bytes"] / world, found[f"{name}_bound"] / world)
+        grid.add_row(f"{what}, mean GPU", *map(gigabytes, values), f"{found[f'{name}_ratio']:.4f}")
+    for name, what in (
+        ("send", "sent"),
+        ("recv", "received"),
+        ("nic_send", "sent over the network"),
+        ("nic_recv", "received over the network"),
+    ):
+        values = (found[f"{name}_max"], found[f"{name}_bound"])
+        grid.add_row(f"{what}, busiest GPU", *map(gigabytes, values), f"{found[f'{name}_max_over_bound']:.4f}")
+    staging, buckets = found["staging_peak_bytes"], 2 * found["bucket_bytes"]
+    grid.add_row("staging, two buckets", gigabytes(staging), gigabytes(buckets), f"{staging / buckets:.4f}")
+    return grid
+
+
+def advice_line(advice: Advice) -> str:
+    if advice.gain < LEAST_GAIN:
+        return "No split of the layers over the stages gives the busiest stage noticeably less to send."
+    return (
+        f"A better split: --pp-layers {','.join(map(str, advice.better))} gives the GPUs of the busiest stage "
+        f"{gigabytes(advice.bytes_better)} to send for {gigabytes(advice.bytes_now)}, {advice.gain:.1%} less "
+        "(bytes of a push only: see whether the stages then compute equally long)."
+    )
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder")
+    parser.add_argument("--train", required=True, metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,etp=,cp=]")
+    parser.add_argument("--engine", required=True, metavar="SIZES", help="tp=32,ep=32[,dp=,mlp_tp=,head_tp=]")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--wire", choices=("bf16", "fp8", "fp32"), default="bf16")
+    parser.add_argument("--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: even)")
+    parser.add_argument("--bucket-mb", type=int, default=1024, help="MiB staged for sending, and for receiving")
+    parser.add_argument("--json", action="store_true", help="figures for a program, instead of the table")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a picture: who sends how much to whom")
+    links = parser.add_argument_group("assumed by the modelled seconds, per GPU and direction")
+    links.add_argument(
+        "--nic-gbs", type=float, default=Links.network / 1e9, help="GB/s of network (default %(default)g)"
+    )
+    links.add_argument(
+        "--nvlink-gbs", type=float, default=Links.inside / 1e9, help="GB/s in a node (default %(default)g)"
+    )
+    links.add_argument(
+        "--round-us", type=float, default=Links.round_seconds * 1e6, help="of a round (default %(default)g)"
+    )
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    for name in ("gpus_per_node", "bucket_mb", "nic_gbs", "nvlink_gbs"):
+        if getattr(options, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be positive")
+    links = Links(options.nic_gbs * 1e9, options.nvlink_gbs * 1e9, options.round_us / 1e6)
+    hf = load_hf_config(FOLDER / MODELS[options.model] if options.model in MODELS else options.model)
+    train, engine = layouts(options, hf)
+    node, wire = options.gpus_per_node, options.wire
+    paper = draw_up(lambda: Plan(hf, train, engine, node, options.bucket_mb << 20, wire), train.world)
+    least: Bound = bound(hf, train, engine, node, wire)
+    found = figures(paper, least, links)
+    advice = better_split(hf, train, engine, node, wire)
+    found["better_pp_layers"] = list(advice.better) if advice.gain >= LEAST_GAIN else None
+    found["better_pp_gain"] = round(advice.gain, 4)
+    lines = [*sentences(paper, least, links), advice_line(advice)]
+    if options.html:
+        options.html.write_text(page(title(options, train, engine), paper, least, links, lines), encoding="utf-8")
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    console.print(title(options, train, engine), style="bold")
+    console.print(table(found, train.world))
+    console.print(
+        f"Planned in {found['plan_seconds']:.3f} s for one rank, {found['all_ranks_seconds']:.1f} s for all; "
+        f"{found['messages']:,} messages of {gigabytes(found['mean_message_bytes'])} in {found['rounds']} rounds.\n"
+    )
+    for line in lines:
+        console.print(line)
+    if options.html:
+        print(f"Picture: {options.html}")
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        run(parse(arguments), Console(highlight=False))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
