@@ -1,10 +1,9 @@
-"""Every rank gets every full HF tensor, one bounded bucket at a time: TP all-gather, EP and PP broadcast."""
+"""For the export: every rank gets every full HF tensor, one bounded bucket at a time."""
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -121,47 +120,6 @@ def gather_hf(
             shards = [row[at : at + size].view(local_shape(param, tp, r)) for r, row in enumerate(buffer)]
             at += size
             yield from unshard(param, shards).items()
-
-
-def buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Group a stream of HF tensors into lists of at most `max_bytes`, never parting the tensors of one module.
-
-    SGLang fuses tensors of a module on arrival (q_a_proj with kv_a_proj_with_mqa of an attention), and only those of
-    one call. A module that is larger than `max_bytes` makes a list of its own.
-    """
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for module in _modules(tensors):
-        bytes_ = sum(tensor.numel() * tensor.element_size() for _, tensor in module)
-        if bucket and size + bytes_ > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket += module
-        size += bytes_
-    if bucket:
-        yield bucket
-
-
-def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """One hash of names, types, shapes and bits of all tensors, whatever their order; for comparing two sides."""
-    total = 0
-    for name, tensor in tensors:
-        digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        total += int.from_bytes(digest.digest(), "big")
-    return f"{total % (1 << 256):064x}"
-
-
-def _modules(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive tensors of one module: `model.layers.3.self_attn.q_proj.weight` is of `model.layers.3.self_attn`."""
-    module: list[tuple[str, torch.Tensor]] = []
-    for name, tensor in tensors:
-        if module and module[-1][0].split(".")[:-2] != name.split(".")[:-2]:
-            yield module
-            module = []
-        module.append((name, tensor))
-    if module:
-        yield module
 
 
 def _problems(

@@ -155,22 +155,24 @@ class Assignment:
         units = _Units(self.line, self.line.flow_start[flow], self.line.flow_start[flow + 1], times[group_of])
 
         # Entries: the ranks of a node that need it share what comes in.
-        origin, dst = np.arange(len(flow)), np.empty(len(flow), dtype=np.int64)
-        received = {False: np.zeros(world, dtype=np.int64), True: np.zeros(world, dtype=np.int64)}
+        received = {False: self._headroom(units, node, takers, near == 0), True: np.zeros(world, dtype=np.int64)}
         keys = np.stack([_ones(takers), near > 0, node, takers], axis=1)
         units, origin, dst = _share(
             units, keys, lambda key: int(key[2]) * here + _set_bits(int(key[3])), lambda key: received[bool(key[1])]
         )
-        # Senders: of the ranks of the same node that have it, else of all that have it.
+        # Senders: of the ranks of the same node that have it, else of all that have it. What a rank sends inside of its
+        # node, forwards and then these, counts in what it sends over the network as far as it is more than others do.
         near, pattern, group_of = near[origin], pattern[origin], group_of[origin]
         stage = np.array([group.stage for group in self.groups])[group_of]
         count = np.array([len(ranks_) for ranks_ in members])[pattern]
-        sent = {False: np.zeros(world, dtype=np.int64), True: np.zeros(world, dtype=np.int64)}
+        forwards = units.weight * (_ones(takers[origin]) - 1)
+        sent_near = np.bincount(dst, forwards, world).astype(np.int64)
+        sent_far: list[np.ndarray] = []
         local = near > 0
         keys = np.stack(
             [
+                ~local,
                 np.where(local, _ones(near), count),
-                local,
                 np.where(local, dst // here, stage),
                 np.where(local, near, pattern),
             ],
@@ -178,15 +180,36 @@ class Assignment:
         )
 
         def senders(key: np.ndarray) -> np.ndarray:
-            if key[1]:
+            if not key[0]:
                 return int(key[2]) * here + _set_bits(int(key[3]))
             return int(key[2]) * ranks + members[int(key[3])]
 
-        units, again, src = _share(units, keys, senders, lambda key: sent[bool(key[1])])
+        def load(key: np.ndarray) -> np.ndarray:
+            if not key[0]:
+                return sent_near
+            if not sent_far:
+                sent_far.append(np.maximum(sent_near - int(sent_near.mean()), 0))
+            return sent_far[0]
+
+        units, again, src = _share(units, keys, senders, load)
         origin, dst = origin[again], dst[again]
         order = np.lexsort((units.lo, src, dst, group_of[again]))
         found = Entries(units.lo, units.hi, src, dst, group_of[again], takers[origin])
         return Entries(*(column[order] for column in found))
+
+    def _headroom(self, units: _Units, node: np.ndarray, takers: np.ndarray, far: np.ndarray) -> np.ndarray:
+        """[world] bytes to begin with when a node's ranks share what enters over the network.
+
+        To level what each of them receives would be to no purpose below the level that the busiest node cannot avoid,
+        and whoever gets more of what is shared forwards more. So all are taken to have what brings them to that level.
+        """
+        here, world = self.ranks_per_node, self.train.world
+        single = far & (_ones(takers) == 1)
+        rank = node * here + np.round(np.log2(np.maximum(takers, 1))).astype(np.int64)
+        forced = np.bincount(rank[single], units.weight[single], world).astype(np.int64)
+        shared = np.bincount(node[far & ~single], units.weight[far & ~single], world // here).astype(np.int64)
+        level = max(int(forced.max()), int((forced.reshape(-1, here).sum(axis=1) + shared).max()) // here)
+        return np.maximum(np.repeat(level - shared // here, here) - forced, 0)
 
     def transfers(self) -> Transfers:
         """Every transfer of a whole push, entries and forwards, all layers together."""
@@ -225,8 +248,8 @@ def _share(
 ) -> tuple[_Units, np.ndarray, np.ndarray]:
     """Deal out units among ranks, those with equal keys among the same ones, so that the busiest is as idle as can be.
 
-    keys [N, K]: handled in rising order, the first column being the number of ranks that may take them: the fewer, the
-    earlier, for they have the least choice. ranks_of(key): these ranks. load_of(key): [world] bytes that each rank has
+    keys [N, K]: handled in rising order, so that those which fewer ranks may take should come earlier, for they have
+    the least choice. ranks_of(key): these ranks. load_of(key): [world] bytes that each rank has
     so far; counts up. Units at the border of two shares are cut.
     Returns the units, which of the given ones each was, and its rank.
     """

@@ -82,6 +82,10 @@ def kinds_of(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire,
         kinds[_signature(params, None), ()] = Kind(params, [(stage, None)], [])
     num_layers, experts = int(hf["num_hidden_layers"]), family.num_experts(hf)
     extra = family.mtp_layers(hf) if engine.draft else 0
+    if extra > 1:
+        raise ConfigError(f"{extra} layers of multi-token prediction: an engine's draft model has one")
+    if engine.fuse_shared and int(hf.get("n_shared_experts") or 0) > 1:
+        raise ConfigError(f"an engine that fuses the shared expert has one, the model {hf['n_shared_experts']}")
     if experts % train.ep:
         raise ConfigError(f"parallel.ep={train.ep} does not divide the model's {experts} experts")
     for layer in range(num_layers + extra):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import base64
-import contextlib
 import json
 import os
 import re
@@ -19,16 +18,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megarl.config import Config
 from megarl.parallel import device
-from megarl.rollout import engine_cpu, engine_cuda, loader, server_args, weights
-from megarl.rollout.weights import NamedTensors
+from megarl.rollout import engine_cpu, engine_cuda, loader, server_args
+from megarl.rollout.engine_cpu import NamedTensors
 
 _LOG_LINES = 20
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.I)
@@ -49,17 +46,6 @@ def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 Collect = Callable[[str], list[str]]
 """Collective over an engine's ranks: this rank's payload in; on the lead rank all payloads, in rank order, out."""
-
-
-def contribute(buckets: Iterable[NamedTensors], collect: Collect) -> None:
-    """What the engine's other ranks do while the lead rank pushes: each packs its own copy, for its own neighbour.
-
-    Memory can be handed over within a machine only, and on a GPU within the device, so every tensor parallel rank of
-    the engine is served by the trainer's rank beside it.
-    """
-    for bucket in weights.with_partners(buckets):
-        flat = weights.flatten(bucket)  # lives until the next collect, which the lead rank enters when it has been read
-        collect(packed(flat))
 
 
 def packed(tensors: NamedTensors) -> str:
@@ -195,8 +181,6 @@ class Engine:
             time.sleep(0.2)
         facts = json.loads(self._facts.read_text())
         self.tool_call_marker = facts["tool_call_marker"]
-        self._checkpoint = weights.checkpoint_shapes(self.config.model.path)
-        self._num_layers = json.loads(Path(self.config.model.path, "config.json").read_text())["num_hidden_layers"]
         self.usable = True
 
     def _answers(self) -> bool:
@@ -213,78 +197,6 @@ class Engine:
             raise EngineError(f"engine {self.index} is not running; {self._last_lines()}")
         if not self.usable:
             raise EngineError(f"engine {self.index} has no whole set of weights; push them first")
-
-    def push(self, buckets: Iterable[NamedTensors], version: int, collect: Collect | None = None) -> None:
-        """Replace the engine's weights by those of `buckets`, lists of (HF name, full tensor), and number them.
-
-        collect: brings together what each of the engine's ranks has packed, see `contribute`; without it this rank's
-        tensors serve all of them. Any failure leaves the engine unusable until a push succeeds, and raises
-        EngineError: the engine refuses, a tensor of the model's folder is missing or one is unknown, or the engine
-        holds other bytes than were sent. The buckets are read to their end in any case, for others may read along.
-        """
-        self.usable = False
-        probes: dict[str, str] = {}
-        names: list[str] = []
-        failure: EngineError | None = None
-        begun = False
-        try:
-            for bucket in weights.with_partners(buckets):
-                flat = weights.flatten(bucket)
-                if collect is None:
-                    payload = [packed(flat) for _ in range(self.config.rollout.tp)]
-                else:
-                    payload = collect(packed(flat))
-                if failure is not None:
-                    continue
-                try:
-                    if not begun:
-                        self._call("/begin_weight_update")
-                        begun = True
-                    self._refuse(weights.misfit(flat, self._checkpoint), version)
-                    self._call(
-                        "/update_weights_from_tensor",
-                        {"serialized_named_tensors": payload, "flush_cache": False, "weight_version": str(version)},
-                    )
-                except EngineError as error:
-                    failure = error
-                names += [name for name, _ in flat]
-                probes.update({name: weights.checksum(tensor) for name, tensor in flat if self._is_probe(name, tensor)})
-        finally:
-            if begun:
-                with contextlib.suppress(EngineError):  # the first failure is the one to tell; _verify sees to the rest
-                    self._call("/end_weight_update")
-        if failure is not None:
-            raise failure
-        self._call("/flush_cache")
-        self._refuse(weights.missing(names, self._checkpoint, self._num_layers), version)
-        self._verify(probes, version)
-        self.usable = True
-
-    def _refuse(self, reason: str, version: int) -> None:
-        if reason:
-            raise EngineError(f"the push of version {version} to engine {self.index} does not fit the model: {reason}")
-
-    def _verify(self, probes: dict[str, str], version: int) -> None:
-        """Compare the engine's own checksums of the norms, which it keeps whole and as they came, with what was sent.
-
-        Fused and sharded tensors have other bytes in the engine. That they arrived is what the trainer's comparison
-        of log-probs in each step shows.
-        """
-        if device.has_cuda():  # SGLang's GPU checksum is another function; the log-probs serve alone
-            return
-        answer = self._call("/weights_checker", {"action": "checksum"})
-        for rank in answer["ranks"]:
-            held = rank["checksums"]
-            wrong = [name for name, value in probes.items() if name in held and held[name] != value]
-            if wrong or (probes and not probes.keys() & held.keys()):
-                raise EngineError(f"engine {self.index} holds other weights than were pushed, such as {wrong[:3]}")
-        told = self._call("/model_info", post=False)["weight_version"]
-        if told != str(version):
-            raise EngineError(f"engine {self.index} says weight version {told} after the push of {version}")
-
-    def _is_probe(self, name: str, tensor: torch.Tensor) -> bool:
-        held_as_sent = tensor.dtype == getattr(torch, self.config.model.dtype)
-        return tensor.dim() == 1 and "norm" in name and held_as_sent
 
     def begin_update(self) -> None:
         """Open the session in which `order` may be called. The engine is unusable until `end_update` with a version."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 
 from megarl.config import Config
-from megarl.rollout.weights import NamedTensors
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 START_METHOD = "fork"
 """How SGLang starts its processes: each import of it takes 10 seconds of a core, and forked ones have it already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config import Config
-from megarl.rollout.weights import NamedTensors
+from megarl.rollout.engine_cpu import NamedTensors
 
 START_METHOD = ""
 """As SGLang does it: a process that has used CUDA cannot be forked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -37,7 +38,9 @@ def engine_layout(config: Config) -> EngineLayout:
         raise ConfigError("rollout.sglang.pp_size: weights can be pushed to engines without pipeline parallelism only")
     if settings.get("ep_num_redundant_experts", 0) or settings.get("enable_eplb"):
         raise ConfigError("rollout.sglang: redundant experts move while the engine runs; turn enable_eplb off")
-    attention = int(settings.get("dp_size", 1)) if settings.get("enable_dp_attention") else 1
+    attention = int(settings.get("attn_dp_size") or settings.get("dp_size") or 1)
+    if attention > 1 and not (settings.get("attn_dp_size") or settings.get("enable_dp_attention")):
+        raise ConfigError("rollout.sglang.dp_size: more engines come by themselves; set rollout.tp, or attn_dp_size")
     tp = config.rollout.tp
     return EngineLayout(
         tp,
@@ -94,6 +97,9 @@ class WeightPush:
         """Compare the engine with the table and make the plan; what does not fit."""
         held = hand_over.ask({"do": "describe"}).get("tensors", {})
         position = self.ranks.rank % self.layout.tp
+        shared = any(param.slot and ".shared_experts." in param.slot.name for param in self.params)
+        if shared and held and not any(".shared_experts." in name for name in held):
+            self.layout = replace(self.layout, fuse_shared=True)  # as SGLang has decided
         wire = WIRES.get(self.config.model.dtype)
         if wire is None:
             return [f"model.dtype={self.config.model.dtype}: weights can be pushed in {' or '.join(WIRES)}"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from megarl.checkpoint.gather import checksum, gather_hf, owners
+from megarl.checkpoint.gather import gather_hf, owners
 from megarl.config import ParallelConfig
 from megarl.models.layout import Param, shard
 from megarl.models.registry import family_of
@@ -47,6 +49,16 @@ FAULTS = ("missing", "misshapen", "dtype", "unknown")
 FAULTY = "decoder.layers.2.mlp.experts.3.linear_fc2.weight"  # on the last EP rank of the last stage
 
 Tensors = dict[str, torch.Tensor]
+
+
+def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """One hash of names, types, shapes and bits of all tensors, whatever their order; for comparing two sides."""
+    total = 0
+    for name, tensor in tensors:
+        digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        total += int.from_bytes(digest.digest(), "big")
+    return f"{total % (1 << 256):064x}"
 
 
 def random_weights(params: list[Param]) -> Tensors:

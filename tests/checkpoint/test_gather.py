@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from megarl.checkpoint.gather import Owner, buckets, checksum, owners
+from megarl.checkpoint.gather import Owner, owners
 from megarl.config import ConfigError
 from megarl.models.layout import HFTensor, Param, Replicated
 
@@ -66,45 +65,3 @@ def test_layouts_that_own_nothing_twice_or_not_at_all() -> None:
         owners(TABLE, [[0], []], ep=1)
     with pytest.raises(ConfigError, match="layer 0 is on the pipeline stages 0 and 1"):
         owners(TABLE, [[0], [0, 1]], ep=1)
-
-
-def test_buckets_are_bounded_but_keep_a_module_together() -> None:
-    attention = [(f"model.layers.0.self_attn.{x}.weight", torch.zeros(10)) for x in ("q_a_proj", "kv_a_proj_with_mqa")]
-    experts = [(f"model.layers.0.mlp.experts.{e}.up_proj.weight", torch.zeros(10)) for e in range(5)]
-    stream = [("model.embed_tokens.weight", torch.zeros(10)), *attention, *experts]
-    names = [[name for name, _ in bucket] for bucket in buckets(stream, 80)]  # two tensors of 40 bytes
-    assert names == [
-        ["model.embed_tokens.weight"],
-        [name for name, _ in attention],
-        [name for name, _ in experts[:2]],
-        [name for name, _ in experts[2:4]],
-        [experts[4][0]],
-    ]
-    assert [len(bucket) for bucket in buckets(stream, 40)] == [1, 2, 1, 1, 1, 1, 1]  # the attention is over the limit
-    assert list(buckets([], 80)) == []
-
-
-def test_buckets_are_lazy() -> None:
-    read = []
-
-    def stream():  # type: ignore[no-untyped-def]
-        for i in range(10):
-            read.append(i)
-            yield f"layer.{i}.weight.x", torch.zeros(10)
-
-    next(buckets(stream(), 80))
-    assert len(read) <= 4
-
-
-def test_checksum_sees_names_types_shapes_and_bits_but_not_order() -> None:
-    one, two = ("a", torch.tensor([0.0, 1.0])), ("b", torch.tensor([2.0]))
-    assert checksum([one, two]) == checksum([two, one])
-    base = checksum([one])
-    for other in (
-        [("b", one[1])],
-        [("a", torch.tensor([-0.0, 1.0]))],
-        [("a", torch.tensor([[0.0, 1.0]]))],
-        [("a", one[1].view(torch.int32))],
-        [one, one],
-    ):
-        assert checksum(other) != base

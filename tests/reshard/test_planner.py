@@ -173,15 +173,7 @@ BALANCE = {
 }
 
 
-# By linear programming all four could be at most 1.005 and 1.034 times their bounds at once.
-UNEVEN = {
-    "DeepSeek-V3 2048 TP32 EP32": "forwards fall to the ranks that receive least over the network: send 1.061",
-    "DeepSeek-V3 512 EP8 TP32 EP32": "what a rank must send inside of its node is not weighed over the network: 1.185",
-}
-MISSES = {row: pytest.mark.xfail(strict=True, reason=reason) for row, reason in UNEVEN.items()}
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, marks=MISSES.get(row, ())) for row in BALANCE])
+@pytest.mark.parametrize("row", BALANCE)
 def test_bytes_and_balance_of_real_models(row: str) -> None:
     hf, train, engine = BALANCE[row]
     ratios = check_bytes_and_bounds(Plan(hf, train, engine, 8), bound(hf, train, engine, 8), "")

@@ -14,76 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_models
-import torch
-from compare import assert_equals, generate
+from compare import generate
 from conftest import Running, make_config
-from orders import check_orders
-from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from megarl.config import ConfigError
-from megarl.reshard.layout import EngineLayout
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
 from megarl.rollout.engine import Engine, EngineError
 from megarl.rollout.multi_turn import generate_rollouts
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt
-
-
-def tensors(model: PreTrainedModel, folder: Path) -> list[tuple[str, torch.Tensor]]:
-    """As HF folders name them: transformers' own names in memory differ for experts."""
-    return sorted(load_file(tiny_models.save(model, folder) / "model.safetensors").items())
-
-
-def buckets(named: list[tuple[str, torch.Tensor]], size: int = 7) -> list[list[tuple[str, torch.Tensor]]]:
-    return [named[i : i + size] for i in range(0, len(named), size)]
-
-
-def check_push(running: Running, new: PreTrainedModel, folder: Path) -> None:
-    running.engine.push(buckets(tensors(running.model, folder / "same")), 1)
-    assert_equals(running.engine, running.model, 1)
-    running.engine.push(buckets(tensors(new, folder / "new")), 2)
-    assert_equals(running.engine, new, 2)
-
-
-def test_qwen3_moe_equals_transformers_before_and_after_a_push(qwen3_moe: Running, tmp_path: Path) -> None:
-    check_push(qwen3_moe, tiny_models.qwen3_moe(seed=5), tmp_path)
-
-
-def test_deepseek_v3_equals_transformers_before_and_after_a_push(deepseek_v3: Running, tmp_path: Path) -> None:
-    """The buckets separate q_a_proj and kv_a_proj of a layer, and attention uses matrices derived from kv_b_proj."""
-    check_push(deepseek_v3, tiny_models.deepseek_v3(seed=5), tmp_path)
-
-
-def test_two_ranks_with_half_of_the_experts_each(qwen3_moe_split: Running, tmp_path: Path) -> None:
-    assert_equals(qwen3_moe_split.engine, qwen3_moe_split.model, 0)
-    check_push(qwen3_moe_split, tiny_models.qwen3_moe(seed=5), tmp_path)
-    check_orders(qwen3_moe_split, EngineLayout(2, ep=2), tiny_models.qwen3_moe(seed=6), tmp_path)
-
-
-def test_a_push_that_does_not_fit_makes_the_engine_unusable_until_a_whole_one(
-    qwen3_moe: Running, tmp_path: Path
-) -> None:
-    engine, named = qwen3_moe.engine, tensors(qwen3_moe.model, tmp_path / "m")
-    missing = [(name, tensor) for name, tensor in named if name != "model.layers.1.mlp.experts.3.up_proj.weight"]
-    with pytest.raises(EngineError, match="1 tensors are missing, such as model.layers.1.mlp.experts.3.up_proj.weight"):
-        engine.push(buckets(missing), 8)
-    with pytest.raises(EngineError, match="no whole set of weights"):
-        engine.check_alive()
-    misshapen = [(name, tensor[:-1] if name == "model.norm.weight" else tensor) for name, tensor in named]
-    with pytest.raises(EngineError, match=r"model.norm.weight has the shape \(63,\), not \(64,\)"):
-        engine.push(buckets(misshapen), 9)
-    with pytest.raises(RuntimeError, match="generator failed"):
-        engine.push(_failing(named), 9)
-    engine.push(buckets(named), 10)
-    engine.check_alive()
-    assert_equals(engine, qwen3_moe.model, 10)
-
-
-def _failing(named: list[tuple[str, torch.Tensor]]):  # type: ignore[no-untyped-def]
-    yield named[:7]
-    raise RuntimeError("generator failed")
 
 
 def test_sleep_and_wake(qwen3_moe: Running) -> None:

@@ -20,6 +20,11 @@ from megarl.rollout.engine import Engine, EngineError
 from megarl.rollout.mailbox import Mailbox
 
 
+def test_two_ranks_with_half_of_the_experts_each(qwen3_moe_split: Running, tmp_path: Path) -> None:
+    assert_equals(qwen3_moe_split.engine, qwen3_moe_split.model, 0)
+    check_orders(qwen3_moe_split, EngineLayout(2, ep=2), tiny_models.qwen3_moe(seed=6), tmp_path)
+
+
 def test_qwen3_moe_on_one_rank(qwen3_moe: Running, tmp_path: Path) -> None:
     check_orders(qwen3_moe, EngineLayout(1), tiny_models.qwen3_moe(seed=6), tmp_path)
 

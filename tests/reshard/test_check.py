@@ -1,0 +1,86 @@
+"""What is refused before anything moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.models.registry import family_of
+from megarl.reshard.check import digest, digest_problem, engine_problems, shard_problems
+from megarl.reshard.layout import EngineLayout, TrainLayout, engine_shapes
+
+HF: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 4,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+}
+PARAMS = family_of(HF).params(HF, 1)
+TRAIN = TrainLayout(4, 2, 2, ((0,), (1,)))
+EXPERT = "decoder.layers.1.mlp.experts.3.linear_fc2.weight"
+
+
+@pytest.fixture
+def local() -> dict[str, torch.Tensor]:
+    """The shards of the last rank: second half of the vocabulary, second stage, experts 2 and 3."""
+    found = {}
+    for param in PARAMS:
+        if TRAIN.holds(3, param, 4):
+            held = TRAIN.held(3, param)
+            shape = list(param.hf[0].shape)
+            shape[held[0].dim if held else 0] = max((h.offset + h.stop - h.start for h in held), default=0)
+            found[param.megatron] = torch.zeros(shape)
+    found["output_layer.weight"] = torch.zeros(128, 8)  # with padding
+    return found
+
+
+def test_whole_shards_are_fine(local: dict[str, torch.Tensor]) -> None:
+    assert "decoder.layers.1.mlp.experts.2.linear_fc1.weight" in local
+    assert "decoder.layers.0.input_layernorm.weight" not in local
+    assert shard_problems(local, PARAMS, TRAIN, 3, 4) == []
+
+
+def test_each_fault_names_tensor_and_rank(local: dict[str, torch.Tensor]) -> None:
+    def problems(**changed: Any) -> list[str]:
+        return shard_problems({**local, **changed}, PARAMS, TRAIN, 3, 4)
+
+    assert problems(**{EXPERT: torch.zeros(2, 4)}) == [f"{EXPERT} on rank 3 has shape (2, 4), not (8, 4)"]
+    assert problems(value_head=torch.zeros(1)) == ["rank 3 has value_head, which the table does not know"]
+    for value in (float("nan"), float("inf")):
+        broken = local[EXPERT].clone()
+        broken[1, 2] = value
+        assert problems(**{EXPERT: broken}) == [f"{EXPERT} on rank 3 is not finite"]
+    assert problems(**{EXPERT: torch.full((8, 4), 3e38)}) == []  # whose sum is not finite
+    del local[EXPERT]
+    assert shard_problems(local, PARAMS, TRAIN, 3, 4) == [f"rank 3 lacks {EXPERT}"]
+
+
+def test_an_engine_of_another_model_is_found_out() -> None:
+    engine = EngineLayout(2, ep=2)
+    held: dict[str, Any] = {n: ("float32", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
+    w2 = "model.layers.0.mlp.experts.w2_weight"
+    assert held[w2] == ("float32", (2, 8, 4))
+    assert engine_problems(held, PARAMS, engine, 1, 4, {"float32"}) == []
+    shape = engine_problems({**held, w2: ("float32", (4, 8, 4))}, PARAMS, engine, 1, 4, {"float32"})
+    assert shape == [f"{w2} has shape (4, 8, 4) in the engine, not (2, 8, 4)"]
+    kind = engine_problems({**held, w2: ("int8", (2, 8, 4))}, PARAMS, engine, 1, 4, {"float32"})
+    assert kind == [f"{w2} is int8 in the engine, which weights are not sent as"]
+    del held[w2]
+    assert engine_problems(held, PARAMS, engine, 1, 4, {"float32"}) == [f"the engine has no tensor {w2}"]
+
+
+def test_ranks_with_another_configuration_are_named() -> None:
+    same, other = digest(HF, TRAIN, 8), digest({**HF, "num_experts": 8}, TRAIN, 8)
+    assert same != other != digest(HF, TrainLayout(4, 2, 2, ((1,), (0,))), 8)
+    assert digest_problem([same] * 4) == ""
+    assert "rank(s) 2, 3 have another model or layout than rank 0" in digest_problem([same, same, other, other])
