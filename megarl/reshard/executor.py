@@ -3,6 +3,9 @@
 The data of a message are its pieces, each at a multiple of `ALIGN` bytes, and then 8 bytes for each of them: the hash
 of the piece at its owner, where it is to be verified. A forwarder passes the hash on with the piece, so whoever changes
 a bit on the way, the engine finds another hash in its own tensor.
+
+On an FP8 wire matrices are quantised at their owner: before the first round the ranks that have parts of a block agree
+on its scale, and what is packed then is FP8, or a box of the grid of scales.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megarl.config import ConfigError
 from megarl.models.layout import Param
 from megarl.models.registry import family_of
+from megarl.reshard import copies
 from megarl.reshard.checksum import device_hash
-from megarl.reshard.layout import Held
+from megarl.reshard.flows import BLOCK
+from megarl.reshard.layout import Held, is_quantised
 from megarl.reshard.planner import ALIGN, Message, Piece, Plan, Round, offsets
+from megarl.reshard.quantise import FP8, Grids, quantise, scale_grids
 
 Slice = list[Any]
 """[name, index, r0, r1, c0, c1, offset, hash_offset]: a box of an engine's tensor and its place, see rollout.loader."""
@@ -27,7 +34,7 @@ HandOver = Callable[[torch.Tensor, dict[str, Any]], None]
 """Gives a buffer and the order to write it to the engine process beside this rank. It may return before that has
 written, but not before it has done so with the buffer of the call before. Collective over the ranks of an engine."""
 
-WIRE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
+WIRE = {1: FP8, 2: torch.bfloat16, 4: torch.float32}
 """Types by bytes of an element."""
 
 
@@ -38,8 +45,8 @@ class PushError(RuntimeError):
 class _Parcel(NamedTuple):
     """A message, or what is kept here, with places in this rank's buffer: of the pieces, of their hashes.
 
-    sources: of the pieces of own shards, the shard's name, rows and columns, and the lot (see `_lot`). forwards: the
-    places in the buffer of the round before of the pieces to forward, and of their hashes.
+    sources: of the pieces of own shards, the shard's name, rows and columns (of scales: in the grid), and the lot (see
+    `_lot`). forwards: the places in the buffer of the round before of the pieces to forward, and of their hashes.
     """
 
     message: Message
@@ -72,6 +79,7 @@ class Executor:
         self.num_experts = family_of(plan.hf).num_experts(plan.hf)
         self.allocate = allocate
         self.pushes = 0
+        self.quantised = self._quantised()
         mine = plan.for_rank(rank)
         self.steps: list[_Step] = []
         for number in range(plan.rounds):
@@ -105,7 +113,8 @@ class Executor:
         engine, position = self.plan.engine, self.rank % self.plan.engine.tp
         slot = engine.slot(piece.param)
         assert slot is not None
-        box = _place(engine.held(position, piece.param), piece)
+        held = engine.held(position, piece.param)
+        box = _place(_of_scales(held, piece) if piece.scale else held, piece)
         stacked = slot.grid == "expert"
         indices = engine.indices(position, piece.param, self.num_experts) if stacked else [-1]
         return slot.name + ("_scale_inv" if piece.scale else ""), [(index, *box) for index in indices]
@@ -118,20 +127,15 @@ class Executor:
         self.pushes += 1
         # The first push and every `period`-th are verified in full.
         lots = range(self.period) if self.pushes % self.period == 1 % self.period else [self.pushes % self.period]
+        grids = scale_grids(local, self.quantised, self.plan.train, self.rank, self._maximum)
         received = [self.allocate(self.receive_bytes) for _ in range(2)]
         out = [torch.empty(self.send_bytes, dtype=torch.uint8, device=received[0].device) for _ in range(2)]
         for number, step in enumerate(self.steps):
             half = number % 2
-            requests = self._exchange(step, local, out[half], received[half], received[1 - half], lots)
-            self._pack(step.local, local, received[half], lots)
-            for request, peer in requests:
-                try:
-                    request.wait()
-                except RuntimeError as error:
-                    raise PushError(
-                        f"the push of version {version} broke off in round {number} of {len(self.steps)} between the "
-                        f"ranks {self.rank} and {peer}: {error}"
-                    ) from error
+            self._pack(step.sends, local, grids, out[half], received[1 - half], lots)
+            requests = self._exchange(step, out[half], received[half])
+            self._pack([step.local], local, grids, received[half], received[1 - half], lots)
+            _wait(requests, f"the push of version {version}, round {number} of {len(self.steps)}", self.rank)
             slices = [entry if lot in lots else [*entry[:-1], -1] for lot, entry in step.slices]
             order = {"do": "write", "version": version, "tensor_dtype": step.dtypes, "slices": slices}
             hand_over(received[half], order)
@@ -140,59 +144,125 @@ class Executor:
         """In which of `period` pushes a piece is verified; the same on all ranks."""
         return zlib.crc32(repr(_key(piece)).encode()) % self.period
 
-    def _exchange(
-        self,
-        step: _Step,
-        local: Mapping[str, torch.Tensor],
-        out: torch.Tensor,
-        received: torch.Tensor,
-        kept: torch.Tensor,
-        lots: Container[int],
-    ) -> list[tuple[dist.Work, int]]:
-        """Start all transfers of a round; a group on NCCL, and on gloo as good as one."""
-        operations, peers = [], []
-        for parcel in step.receives:
-            operations.append(dist.P2POp(dist.irecv, received[parcel.begin : parcel.end], parcel.message.peer))
-            peers.append(parcel.message.peer)
-        for parcel in step.sends:
-            self._pack(parcel, local, out, lots)
-            number = len(parcel.message.direct)
-            for piece, (place, hash_place) in zip(parcel.message.forward, parcel.forwards, strict=True):
-                to, hash_to = parcel.places[number], parcel.hashes + 8 * number
-                out[to : to + piece.nbytes].copy_(kept[place : place + piece.nbytes])
-                out[hash_to : hash_to + 8].copy_(kept[hash_place : hash_place + 8])
-                number += 1
-            operations.append(dist.P2POp(dist.isend, out[parcel.begin : parcel.end], parcel.message.peer))
-            peers.append(parcel.message.peer)
-        if not operations:
-            return []
-        works = dist.batch_isend_irecv(operations)
-        if len(works) == len(peers):
-            return list(zip(works, peers, strict=True))
-        return [(work, peers[0]) for work in works]  # NCCL has one for the group
+    def _exchange(self, step: _Step, out: torch.Tensor, received: torch.Tensor) -> list[tuple[dist.Work, int]]:
+        """Start all transfers of a round."""
+        takes = [(parcel.message.peer, received[parcel.begin : parcel.end]) for parcel in step.receives]
+        gives = [(parcel.message.peer, out[parcel.begin : parcel.end]) for parcel in step.sends]
+        return _transfer(takes, gives)
 
     def _pack(
-        self, parcel: _Parcel, local: Mapping[str, torch.Tensor], out: torch.Tensor, lots: Container[int]
+        self,
+        parcels: Sequence[_Parcel],
+        local: Mapping[str, torch.Tensor],
+        grids: Grids,
+        out: torch.Tensor,
+        kept: torch.Tensor,
+        lots: Container[int],
     ) -> None:
-        """Copy a parcel's own pieces from this rank's shards, with the hashes of those that are to be verified."""
+        """Fill parcels: with pieces of this rank's shards and, of those that are to be verified, their hashes; with
+        pieces to forward and their hashes, from `kept`, the buffer of the round before."""
+        boxes: list[copies.Box] = []
+        shards: list[copies.Box] = []  # to quantise
+        scaled: list[copies.Scaled] = []
         hashes, hash_places = [], []
-        direct = zip(parcel.message.direct, parcel.places, parcel.sources, strict=False)
-        for number, (piece, place, (name, r0, r1, c0, c1, lot)) in enumerate(direct):
-            tensor = local[name]
-            source = (tensor if tensor.dim() == 2 else tensor[:, None])[r0:r1, c0:c1]
-            target = out[place : place + piece.nbytes].view(WIRE[piece.item]).view(source.shape)
-            target.copy_(source)
-            if lot in lots:
-                # Of what is meant to arrive: of the source in the wire's type, not of the buffer that goes on the wire.
-                hashes.append(device_hash(source.to(target.dtype)))
-                hash_places.append(parcel.hashes // 8 + number)
+        for parcel in parcels:
+            direct = zip(parcel.message.direct, parcel.places, parcel.sources, strict=False)
+            for number, (piece, place, (name, r0, r1, c0, c1, lot)) in enumerate(direct):
+                whole = grids[name, piece.source] if piece.scale else local[name]
+                box = (whole if whole.dim() == 2 else whole[:, None])[r0:r1, c0:c1]
+                at = (piece.rows[0], piece.columns[0])
+                if WIRE[piece.item] == FP8:
+                    shards.append((box, place))
+                    scaled.append(copies.Scaled(grids[name, piece.source], *at))
+                else:
+                    box = box.to(WIRE[piece.item])
+                    boxes.append((box, place))
+                if lot in lots:
+                    # Of what is meant to arrive, not of the buffer that goes on the wire.
+                    meant = quantise(box, scaled[-1].grid, *at) if WIRE[piece.item] == FP8 else box
+                    hashes.append(device_hash(meant))
+                    hash_places.append(parcel.hashes // 8 + number)
+            to_forward = zip(parcel.message.forward, parcel.forwards, strict=True)
+            for number, (piece, (place, hash_place)) in enumerate(to_forward, len(parcel.message.direct)):
+                boxes.append((kept[None, place : place + piece.nbytes], parcel.places[number]))
+                boxes.append((kept[None, hash_place : hash_place + 8], parcel.hashes + 8 * number))
+        copies.pack(boxes, out)
+        copies.pack_fp8(shards, scaled, out)
         if hashes:
             words = out[: len(out) // 8 * 8].view(torch.int64)
             words[torch.tensor(hash_places, device=out.device)] = torch.stack(hashes)
 
+    def _quantised(self) -> list[Param]:
+        """The parameters of which this rank has parts that the engines are sent in FP8."""
+        plan = self.plan
+        hf, train, family = plan.hf, plan.train, family_of(plan.hf)
+        if plan.assignment.wire != "fp8":
+            return []
+        share = self.num_experts // train.ep
+        first = train.ep_rank(self.rank) * share
+        layers = int(hf["num_hidden_layers"]) + (family.mtp_layers(hf) if plan.engine.draft else 0)
+        table = [param for layer in range(layers) for param in family.layer(hf, layer, range(first, first + share))]
+        return [
+            param
+            for param in table
+            if is_quantised(param)
+            and plan.engine.slot(param) is not None
+            and train.holds(self.rank, param, self.num_experts)
+        ]
+
+    def _maximum(self, tensors: list[torch.Tensor], ranks: Sequence[int]) -> list[torch.Tensor]:
+        """See quantise.Combine. Not by a reduction of the transport, for NCCL's maximum may lose a NaN."""
+        mine = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        theirs = {rank: torch.empty_like(mine) for rank in ranks if rank != self.rank}
+        requests = _transfer(list(theirs.items()), [(rank, mine) for rank in theirs])
+        _wait(requests, "the exchange of scales", self.rank)
+        for other in theirs.values():
+            mine = torch.maximum(mine, other)
+        parts = mine.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
     def _source(self, piece: Piece) -> tuple[str, int, int, int, int, int]:
+        if piece.scale:  # each rank has the whole grid
+            return (piece.param.megatron, *piece.rows, *piece.columns, self._lot(piece))
         box = _place(self.plan.train.held(self.rank, piece.param), piece)
         return (piece.param.megatron, *box, self._lot(piece))
+
+
+def _transfer(
+    takes: Sequence[tuple[int, torch.Tensor]], gives: Sequence[tuple[int, torch.Tensor]]
+) -> list[tuple[dist.Work, int]]:
+    """Start receiving from and sending to these ranks, a group on NCCL and on gloo as good as one; with each a rank."""
+    operations = [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in takes]
+    operations += [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in gives]
+    if not operations:
+        return []
+    peers = [operation.peer for operation in operations]
+    works = dist.batch_isend_irecv(operations)
+    if len(works) == len(peers):
+        return list(zip(works, peers, strict=True))
+    return [(work, peers[0]) for work in works]  # NCCL has one for the group
+
+
+def _wait(requests: Sequence[tuple[dist.Work, int]], what: str, rank: int) -> None:
+    for request, peer in requests:
+        try:
+            request.wait()
+        except RuntimeError as error:
+            raise PushError(f"{what} broke off between the ranks {rank} and {peer}: {error}") from error
+
+
+def _of_scales(intervals: Sequence[Held], piece: Piece) -> list[Held]:
+    """The same in the engine's grid of scales, which it cuts as it does the tensor."""
+    found = []
+    for held in intervals:
+        if held.offset % BLOCK:
+            raise ConfigError(
+                f"{name_of(piece.param)} cannot be sent as FP8: in the engine's tensor a part begins at {held.offset}, "
+                f"within a block of {BLOCK}; use the wire bf16"
+            )
+        start, stop = held.start // BLOCK, -(-held.stop // BLOCK)
+        found.append(held._replace(start=start, stop=stop, offset=held.offset // BLOCK))
+    return found
 
 
 def _place(intervals: Sequence[Held], piece: Piece) -> tuple[int, int, int, int]:

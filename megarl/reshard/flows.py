@@ -192,6 +192,11 @@ def _boxes(
                 f"{name} cannot be sent as FP8: the engine cuts it at {held.start} and {held.stop}, through a block of "
                 f"{BLOCK}; choose another tensor or expert parallel size for the engine, or the wire bf16"
             )
+        if exact and scale and held.offset % BLOCK:
+            raise ConfigError(
+                f"{name} cannot be sent as FP8: in the engine's tensor it begins at {held.offset}, within a block of "
+                f"{BLOCK}; take the wire bf16"
+            )
         if scale:
             box = [box[0] // BLOCK, -(-box[1] // BLOCK), box[2] // BLOCK, -(-box[3] // BLOCK)]
         found.append((box[0], box[1], box[2], box[3]))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.reshard.checksum import device_hash
+from megarl.reshard.copies import unpack
 
 NAME = f"{__name__}.load"
 """By which SGLang knows it, as server argument and as load format."""
@@ -107,7 +108,7 @@ def writable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 class _Box(NamedTuple):
     name: str
     target: torch.Tensor  # [rows, columns], a view of the model's tensor
-    source: torch.Tensor  # the same shape and dtype, a view of the bucket
+    offset: int  # in the bucket
     hash: torch.Tensor | None  # [1] int64, what the target must have in the end
 
 
@@ -126,8 +127,12 @@ def _write(tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torc
     boxes = [
         _box(tensors, order["tensor_dtype"], bucket, *entry) for entry in order["slices"]
     ]  # all, before any is written
-    for box in boxes:
-        box.target.copy_(box.source)
+    dense = [box.target.shape[1] == 1 or box.target.stride(1) == 1 for box in boxes]
+    unpack(bucket, [(box.target, box.offset) for box, is_dense in zip(boxes, dense, strict=True) if is_dense])
+    for box, is_dense in zip(boxes, dense, strict=True):
+        if not is_dense:  # a tensor that the engine keeps transposed
+            source = _cut(bucket, box.offset, box.target.numel(), box.target.dtype)
+            box.target.copy_(source.view(box.target.shape))
     checked = [(box, box.hash) for box in boxes if box.hash is not None]
     if not checked:
         return []
@@ -164,9 +169,9 @@ def _box(
     if not (0 <= r0 < r1 <= rows and 0 <= c0 < c1 <= columns):
         raise ValueError(f"rows {r0}:{r1}, columns {c0}:{c1} are not in {name}, which has {rows} and {columns}")
     target = whole[r0:r1, c0:c1]
-    source = _cut(bucket, offset, target.numel(), target.dtype).view(target.shape)
+    _cut(bucket, offset, target.numel(), target.dtype)  # whether it is there
     wanted = _cut(bucket, hash_offset, 1, torch.int64) if hash_offset != -1 else None
-    return _Box(name, target, source, wanted)
+    return _Box(name, target, offset, wanted)
 
 
 def _cut(bucket: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -111,9 +111,9 @@ class WeightPush:
             return [problem]
         try:
             plan = Plan(self.hf, self.train, self.layout, self.config.parallel.ranks_per_node, bucket, wire)
+            self.executor = Executor(plan, self.ranks.rank, self.config.rollout.verify_every, _allocate)
         except ConfigError as error:
             return [str(error)]
-        self.executor = Executor(plan, self.ranks.rank, self.config.rollout.verify_every, _allocate)
         return problems
 
     def _on_engine(self, work: Callable[[Engine], None]) -> list[str]:

@@ -16,8 +16,10 @@ from megarl.models import blocks
 from megarl.models.layout import Param
 from megarl.models.registry import family_of
 from megarl.reshard.executor import Executor, PushError
-from megarl.reshard.layout import engine_shapes
+from megarl.reshard.flows import BLOCK
+from megarl.reshard.layout import Held, engine_shapes, is_quantised
 from megarl.reshard.planner import Plan
+from megarl.reshard.quantise import straddles
 from megarl.rollout import loader
 
 Tensors = dict[str, torch.Tensor]
@@ -51,9 +53,10 @@ def full_weights(params: list[Param], dtype: torch.dtype, seed: int) -> Tensors:
     }
 
 
-def fill(target: torch.Tensor, param: Param, held: list[Any], full: Tensors) -> None:
+def fill(target: torch.Tensor, param: Param, held: list[Held], full: Tensors, of: str = "") -> None:
     for source, dim, start, stop, offset in held:
-        target.narrow(dim, offset, stop - start).copy_(full[param.hf[source].name].narrow(dim, start, stop - start))
+        whole = full[param.hf[source].name + of]
+        target.narrow(dim, offset, stop - start).copy_(whole.narrow(dim, start, stop - start))
 
 
 def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
@@ -72,6 +75,47 @@ def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
     return found
 
 
+def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A whole matrix in FP8, and its scales; written apart from megarl.reshard.quantise."""
+    grid = torch.empty(-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK))
+    quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for row in range(grid.shape[0]):
+        for column in range(grid.shape[1]):
+            place = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
+            grid[row, column] = weight[place].float().abs().max().clamp(min=1e-4) / 448.0
+            quantised[place] = (weight[place].float() * (1.0 / grid[row, column])).to(torch.float8_e4m3fn)
+    return quantised, grid
+
+
+def in_fp8(params: list[Param], full: Tensors) -> Tensors:
+    """All weights as the engine must hold them: some in FP8, with their scales under a name of their own."""
+    found = dict(full)
+    for param in params:
+        if is_quantised(param):
+            for tensor in param.hf:
+                found[tensor.name], found[tensor.name + " scales"] = reference(full[tensor.name])
+    return found
+
+
+def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int) -> Tensors:
+    """An engine rank's tensors before the first push."""
+    experts = family_of(case.hf).num_experts(case.hf)
+    shapes = engine_shapes(params, case.engine, rank % case.engine.tp, experts)
+    slots = [(slot, param) for param in params if (slot := case.engine.slot(param))]
+    kept = {slot.name: param.dtype for slot, param in slots if param.dtype}
+    found = {name: torch.full(shape, -5.0, dtype=kept.get(name) or dtype) for name, shape in sorted(shapes.items())}
+    for name in {slot.name for slot, param in slots if case.wire == "fp8" and is_quantised(param)}:
+        *stack, rows, columns = shapes[name]
+        found[name] = found[name].to(torch.float8_e4m3fn)
+        found[name + "_scale_inv"] = torch.full((*stack, -(-rows // BLOCK), -(-columns // BLOCK)), -5.0)
+    return found
+
+
+def of_scales(held: list[Held]) -> list[Held]:
+    edges = ((h, h.start // BLOCK, -(-h.stop // BLOCK), h.offset // BLOCK) for h in held)
+    return [h._replace(start=start, stop=stop, offset=offset) for h, start, stop, offset in edges]
+
+
 def wanted(case: Any, params: list[Param], full: Tensors, rank: int, empty: Tensors) -> Tensors:
     """What the engine's rank must hold in the end."""
     experts = family_of(case.hf).num_experts(case.hf)
@@ -83,8 +127,16 @@ def wanted(case: Any, params: list[Param], full: Tensors, rank: int, empty: Tens
             continue
         for index in case.engine.indices(position, param, experts):
             target = result[slot.name][index] if slot.grid == "expert" else result[slot.name]
-            fill(target, param, case.engine.held(position, param), full)
+            held = case.engine.held(position, param)
+            fill(target, param, held, full)
+            if case.wire == "fp8" and is_quantised(param):
+                grid = result[slot.name + "_scale_inv"]
+                fill(grid[index] if slot.grid == "expert" else grid, param, of_scales(held), full, " scales")
     return result
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def smallest_plan(case: Any) -> Plan:
@@ -98,52 +150,72 @@ def smallest_plan(case: Any) -> Plan:
             bucket *= 2
 
 
+class Run:
+    """A case: four pushes, each compared with what the engine must hold."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self.seed, self.rank = seed, rank
+        self.case = random_case(seed, worlds=(dist.get_world_size(),))
+        self.dtype = torch.float32 if self.case.wire == "fp32" else torch.bfloat16
+        self.params = table(self.case)
+        self.empty = engine_tensors(self.case, self.params, self.dtype, rank)
+        self.held = {name: tensor.clone() for name, tensor in self.empty.items()}
+        self.stand = Stand(self.held)
+        self.orders: list[dict[str, Any]] = []
+        self.answers: list[dict[str, Any]] = []
+        self.executor = Executor(
+            smallest_plan(self.case), rank, period=3, allocate=lambda size: torch.empty(size, dtype=torch.uint8)
+        )
+
+    def hand_over(self, buffer: torch.Tensor, order: dict[str, Any]) -> None:
+        self.orders.append(order)
+        if os.environ.get("FLIP") and self.rank == 0 and order["slices"]:
+            buffer[order["slices"][0][6]] ^= 1
+        self.answers.append(loader._obey(self.stand, order, buffer))
+
+    def push(self, number: int) -> Tensors:
+        """The weights that were pushed."""
+        full = full_weights(self.params, self.dtype, self.seed + number)
+        self.executor.push(shards(self.case, self.params, full, self.rank), self.hand_over, number)
+        return full
+
+    def result(self) -> dict[str, Any]:
+        equal, verified = [], []
+        for number in range(4):
+            first = len(self.orders)
+            full = self.push(number)
+            meant = in_fp8(self.params, full) if self.case.wire == "fp8" else full
+            expected = wanted(self.case, self.params, meant, self.rank, self.empty)
+            equal.append(all(same(self.held[name], expected[name]) for name in expected))
+            slices = [entry for order in self.orders[first:] for entry in order["slices"]]
+            verified.append([sum(entry[7] >= 0 for entry in slices), len(slices)])
+        return {
+            "equal": equal,
+            "verified": verified,
+            "wrong": [name for answer in self.answers for name in answer.get("wrong", ["no answer"])],
+            "rounds": self.executor.plan.rounds,
+            "wire": self.case.wire,
+            "straddling": sum(straddles(param, self.case.train) for param in self.executor.quantised),
+        }
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, results = dist.get_rank(), {}
     for seed in map(int, sys.argv[1:]):
-        case = random_case(seed, worlds=(dist.get_world_size(),))
-        if case.wire == "fp8":
-            case = type(case)(**{**vars(case), "wire": "bf16"})
-        dtype = torch.float32 if case.wire == "fp32" else torch.bfloat16
-        params, experts = table(case), family_of(case.hf).num_experts(case.hf)
-        shapes = engine_shapes(params, case.engine, rank % case.engine.tp, experts)
-        kept = {slot.name: p.dtype for p in params if p.dtype and (slot := case.engine.slot(p))}
-        empty = {name: torch.full(shape, -5.0, dtype=kept.get(name) or dtype) for name, shape in sorted(shapes.items())}
-        held = {name: tensor.clone() for name, tensor in empty.items()}
-        stand, orders, answers = Stand(held), [], []
-        flip = os.environ.get("FLIP")
-
-        def hand_over(buffer: torch.Tensor, order: dict[str, Any]) -> None:
-            orders.append(order)
-            if flip and rank == 0 and order["slices"]:
-                buffer[order["slices"][0][6]] ^= 1
-            answers.append(loader._obey(stand, order, buffer))
-
-        executor = Executor(
-            smallest_plan(case), rank, period=3, allocate=lambda size: torch.empty(size, dtype=torch.uint8)
-        )
-        equal, verified = [], []
-        for push in range(4):
-            full = full_weights(params, dtype, seed + push)
-            first = len(orders)
-            executor.push(shards(case, params, full, rank), hand_over, push)
-            expected = wanted(case, params, full, rank, empty)
-            equal.append(all(torch.equal(held[name], expected[name]) for name in expected))
-            slices = [entry for order in orders[first:] for entry in order["slices"]]
-            verified.append([sum(entry[7] >= 0 for entry in slices), len(slices)])
-        wrong = [name for answer in answers for name in answer.get("wrong", ["no answer"])]
-        results[seed] = {"equal": equal, "verified": verified, "wrong": wrong, "rounds": executor.plan.rounds}
-    if os.environ.get("DIE"):
-        if rank == 1:
-            os._exit(0)
-        try:
-            executor.push(shards(case, params, full, rank), hand_over, 9)
-        except PushError as error:
-            results["died"] = str(error)
-    print("RESULT " + json.dumps(results), flush=True)
+        run = Run(seed, rank)
+        results[str(seed)] = run.result()
     if not os.environ.get("DIE"):
+        print("RESULT " + json.dumps(results), flush=True)
         dist.destroy_process_group()
+        return
+    try:
+        if rank != 1:
+            run.push(9)
+    except PushError as error:
+        results["died"] = str(error)
+    print("RESULT " + json.dumps(results), flush=True)
+    os._exit(0)  # the group cannot be left in order
 
 
 if __name__ == "__main__":

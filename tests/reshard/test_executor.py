@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-SEEDS = tuple(str(seed) for seed in range(20))
+SEEDS = (*(str(seed) for seed in range(20)), "40", "43", "50", "58")
+"""The last ones are FP8: blocks on several ranks, of dense weights and of experts; experts; DeepSeek."""
 SCRIPT = "tests/reshard/ranks_executor.py"
 
 
@@ -36,3 +37,28 @@ def test_the_first_push_and_every_third_are_verified_in_full_and_the_others_in_p
 
 def test_several_rounds_were_needed(results: list[dict[str, Any]]) -> None:
     assert max(results[0][seed]["rounds"] for seed in SEEDS) > 10
+
+
+def test_fp8_was_sent_with_and_without_blocks_on_several_ranks(results: list[dict[str, Any]]) -> None:
+    straddling = [results[0][seed]["straddling"] for seed in SEEDS if results[0][seed]["wire"] == "fp8"]
+    assert len(straddling) >= 8
+    assert min(straddling) == 0 and sum(number > 0 for number in straddling) >= 2
+
+
+@pytest.mark.parametrize("seed", ("2", "58"))
+def test_a_flipped_bit_is_found(
+    seed: str, run_ranks: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLIP", "1")
+    results = run_ranks(4, SCRIPT, seed)
+    assert results[0][seed]["wrong"]  # and perhaps where it is forwarded to
+
+
+@pytest.mark.parametrize("seed", ("2", "58"))
+def test_a_rank_that_dies_ends_the_push_with_the_ranks_names(
+    seed: str, run_ranks: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIE", "1")
+    results = run_ranks(4, SCRIPT, seed)
+    died = [result["died"] for result in results if "died" in result]
+    assert any("and 1:" in message for message in died)

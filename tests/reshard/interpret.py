@@ -1,0 +1,92 @@
+"""The kernels under Triton's interpreter, against the loops. argv: how many random cases of each."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import torch
+from boxes import noise, random_boxes, random_fp8
+
+from megarl.reshard import copies, kernels
+from megarl.reshard.copies import Scaled
+from megarl.reshard.quantise import FP8
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def check_copies(seed: int) -> None:
+    rng = random.Random(f"copies {seed}")
+    boxes, size = random_boxes(rng)
+    before = noise(rng, size)
+    expected, found = before.clone(), before.clone()
+    copies.pack(boxes, expected)
+    kernels.pack(boxes, found)
+    assert same(found, expected), f"pack, seed {seed}"
+    wholes = [view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0) for view, _ in boxes]
+    held = [whole.clone() for whole in wholes]
+    kernels.unpack(before, boxes)
+    unpacked = [whole.clone() for whole in wholes]
+    for whole, kept in zip(wholes, held, strict=True):
+        whole.copy_(kept)
+    copies.unpack(before, boxes)
+    assert all(same(one, other) for one, other in zip(unpacked, wholes, strict=True)), f"unpack, seed {seed}"
+
+
+def check_fp8(seed: int) -> None:
+    rng = random.Random(f"fp8 {seed}")
+    boxes, scaled, size = random_fp8(rng)
+    before = noise(rng, size)
+    expected, found = before.clone(), before.clone()
+    ours = [Scaled(at.grid.clone(), *at[1:]) for at in scaled]
+    copies.pack_fp8(boxes, scaled, expected)
+    kernels.pack_fp8(boxes, ours, found)
+    assert same(found, expected), f"pack_fp8, seed {seed}"
+    for one, other in zip(ours, scaled, strict=True):
+        assert same(one.grid, other.grid), f"scales, seed {seed}"
+
+
+def check_no_numbers() -> None:
+    """Blocks with NaN and infinities: the same elements are no numbers, of either sign."""
+    weight = torch.randn(128, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[3, 5], weight[7, 130], weight[9, 300] = torch.nan, torch.inf, -torch.inf
+    grids = torch.zeros(1, 4), torch.zeros(1, 4)
+    buffers = torch.empty(weight.numel(), dtype=torch.uint8), torch.empty(weight.numel(), dtype=torch.uint8)
+    copies.pack_fp8([(weight, 0)], [Scaled(grids[0], 0, 0, True)], buffers[0])
+    kernels.pack_fp8([(weight, 0)], [Scaled(grids[1], 0, 0, True)], buffers[1])
+    assert torch.equal(grids[0].nan_to_num(-1), grids[1].nan_to_num(-1))
+    expected, found = (buffer.view(FP8).float() for buffer in buffers)
+    assert torch.equal(expected.isnan(), found.isnan())
+    assert same(expected.nan_to_num(0), found.nan_to_num(0))
+    assert expected.isnan().sum() == 128 * 128 + 2
+
+
+def check_every_rounding() -> None:
+    """All codes, what lies half-way between them and beside it, and what is too large."""
+    codes = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    values = torch.cat([codes, middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])])
+    values = torch.cat([values, torch.tensor([449.0, 463.9, 464.0, 464.1, 480.0, 1e9])])
+    values = torch.cat([values, -values])[None]
+    grid = torch.ones(1, -(-values.numel() // 128))
+    buffers = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(values.numel(), dtype=torch.uint8)
+    copies.pack_fp8([(values, 0)], [Scaled(grid, 0, 0)], buffers[0])
+    kernels.pack_fp8([(values, 0)], [Scaled(grid, 0, 0)], buffers[1])
+    expected, found = (buffer.view(FP8).float() for buffer in buffers)
+    assert torch.equal(expected.isnan(), found.isnan())
+    assert same(expected.nan_to_num(0), found.nan_to_num(0))
+
+
+def main() -> None:
+    for seed in range(int(sys.argv[1])):
+        check_copies(seed)
+        check_fp8(seed)
+    check_no_numbers()
+    check_every_rounding()
+    print("equal")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Boxes into buffers and out: the loops against plain indexing, the kernels against the loops, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from boxes import noise, random_boxes, random_fp8, weights
+
+from megarl.reshard.copies import Scaled, pack, pack_fp8, unpack
+from megarl.reshard.quantise import block_amax, grid_shape, quantise, scales
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def data(view: torch.Tensor) -> bytes:
+    return bytes(view.contiguous().view(torch.uint8).flatten().cpu().numpy().tobytes())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bytes_are_where_they_belong_and_come_back(seed: int) -> None:
+    rng = random.Random(f"boxes {seed}")
+    boxes, size = random_boxes(rng)
+    buffer = noise(rng, size)
+    expected = bytearray(data(buffer))
+    for view, offset in boxes:
+        expected[offset : offset + view.numel() * view.element_size()] = data(view)
+    pack(boxes, buffer)
+    assert data(buffer) == bytes(expected)
+    for view, _ in boxes:
+        view.untyped_storage().fill_(0)
+    unpack(buffer, boxes)
+    for view, offset in boxes:
+        size = view.numel() * view.element_size()
+        assert data(view) == bytes(expected[offset : offset + size])
+        whole = view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0)
+        assert bytes(size) != data(view) or not size or not any(data(view))
+        assert sum(map(bool, data(whole))) == sum(map(bool, data(view)))  # nothing beside the box
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_quantised_boxes_are_parts_of_the_quantised_tensor(seed: int) -> None:
+    rng = random.Random(f"fp8 boxes {seed}")
+    boxes, scaled, size = random_fp8(rng)
+    buffer = noise(rng, size)
+    expected = bytearray(data(buffer))
+    pack_fp8(boxes, scaled, buffer)
+    for (view, offset), at in zip(boxes, scaled, strict=True):
+        assert not at.grid.isnan().any()
+        expected[offset : offset + view.numel()] = data(quantise(view, at.grid, at.r0, at.c0))
+    assert data(buffer) == bytes(expected)
+
+
+def test_scales_that_are_made_are_the_whole_tensors() -> None:
+    weight = weights(random.Random(1), 300, 200)
+    grid = torch.full((3, 2), torch.nan)
+    buffer = torch.empty(300 * 200, dtype=torch.uint8)
+    pack_fp8([(weight[:256], 0), (weight[256:], 256 * 200)], [Scaled(grid, r0, 0, True) for r0 in (0, 256)], buffer)
+    assert torch.equal(grid, scales(block_amax(weight, 0, 0, grid_shape(weight.shape))))
+    assert data(buffer) == data(quantise(weight, grid, 0, 0))
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    fits = (torch.ones(4, dtype=torch.uint8)[None], 0)
+    for box, message in (
+        ((torch.ones(1, 9), 32), "bytes 32:68 of a buffer of 64"),
+        ((torch.ones(1, 2), 2), "no place for torch.float32"),
+        ((torch.ones(3, 2).T, 0), "adjacent"),
+        ((torch.ones(1, 2), -4), "bytes -4:4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack([fits, box], buffer)
+        with pytest.raises(ValueError, match=message):
+            unpack(buffer, [fits, box])
+    weight = torch.ones(4, 4)
+    for at, message in (
+        (Scaled(torch.ones(1, 1), 125, 0), "outside of the grid"),
+        (Scaled(torch.ones(2, 1), 1, 0, True), "cuts a block"),
+        (Scaled(torch.ones(2, 1), 0, 0, True), "cuts a block"),
+        (Scaled(torch.ones(1), 0, 0), "scales are FP32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack_fp8([(weight, 0)], [at], buffer)
+    with pytest.raises(ValueError, match="BF16 or FP32"):
+        pack_fp8([(weight.half(), 0)], [Scaled(torch.ones(1, 1), 0, 0)], buffer)
+    assert not buffer.any()
+
+
+def test_triton_is_not_imported_without_a_gpu() -> None:
+    code = "import sys, megarl.reshard.executor; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_interpreted_kernels_do_what_the_loops_do() -> None:
+    """In a process of its own: Triton reads the variable when it is imported."""
+    pytest.importorskip("triton")
+    env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/reshard/interpret.py"), "60"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and done.stdout.endswith("equal\n"), done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_kernels_do_what_the_loops_do(seed: int) -> None:
+    rng = random.Random(f"gpu {seed}")
+    boxes, size = random_boxes(rng)
+    before = noise(rng, size)
+    expected, found = before.clone(), before.cuda()
+    theirs = [(_on_gpu(view), offset) for view, offset in boxes]
+    pack(boxes, expected)
+    pack(theirs, found)
+    assert data(found) == data(expected)
+    unpack(before, boxes)
+    unpack(before.cuda(), theirs)
+    for (view, _), (other, _) in zip(boxes, theirs, strict=True):
+        whole, others = (
+            v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0) for v in (view, other)
+        )
+        assert data(whole) == data(others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_the_kernel_quantises_as_the_loop_does(seed: int) -> None:
+    rng = random.Random(f"gpu fp8 {seed}")
+    boxes, scaled, size = random_fp8(rng)
+    buffer = noise(rng, size)
+    found = buffer.cuda()
+    theirs = [(_on_gpu(view), offset) for view, offset in boxes]
+    grids = [Scaled(at.grid.cuda(), *at[1:]) for at in scaled]
+    pack_fp8(theirs, grids, found)
+    pack_fp8(boxes, scaled, buffer)
+    assert data(found) == data(buffer)
+    assert all(data(one.grid) == data(other.grid) for one, other in zip(grids, scaled, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_definition_gives_the_same_bits_on_a_gpu() -> None:
+    weight = weights(random.Random(2), 1000, 1000)
+    amax = block_amax(weight, 0, 0, grid_shape(weight.shape))
+    assert data(block_amax(weight.cuda(), 0, 0, grid_shape(weight.shape))) == data(amax)
+    assert data(scales(amax.cuda())) == data(scales(amax))
+    expected = quantise(weight, scales(amax), 0, 0)
+    assert data(quantise(weight.cuda(), scales(amax).cuda(), 0, 0)) == data(expected)
+
+
+def _on_gpu(view: torch.Tensor) -> torch.Tensor:
+    """The same box of a copy of the whole tensor, so that its rows are as far apart."""
+    size = view.untyped_storage().nbytes() // view.element_size()
+    whole = view.as_strided((size,), (1,), 0).cuda()
+    return whole.as_strided(view.shape, view.stride(), view.storage_offset())

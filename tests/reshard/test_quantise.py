@@ -1,0 +1,216 @@
+"""FP8 in blocks: the bits of SGLang's and DeepGEMM's function; shards that cut blocks give the whole tensor's bits."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from boxes import weights
+
+from megarl.config import ConfigError
+from megarl.models.registry import family_of
+from megarl.reshard.layout import TrainLayout, is_quantised
+from megarl.reshard.quantise import (
+    FP8,
+    block_amax,
+    check_format,
+    dequantise,
+    grid_shape,
+    quantise,
+    scale_grids,
+    scales,
+    straddles,
+)
+
+SHAPES = ((128, 128), (1, 1), (127, 129), (256, 384), (300, 200), (576, 130), (64, 1000))
+
+
+def theirs(*names: str) -> SimpleNamespace:
+    """Functions of SGLang's, without importing the module, which wants a GPU's libraries. Scales are not rounded up to
+    powers of two: its `per_block_cast_to_fp8` is then DeepGEMM's with use_ue8m0=False."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "srt/layers/quantization/fp8_utils.py").read_text()
+    wanted = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name in names]
+    assert len(wanted) == len(names)
+    space: dict[str, Any] = {
+        "torch": torch,
+        "Tuple": tuple,
+        "List": list,
+        "ceil_to_ue8m0": lambda x: x,
+        "ceil_align": lambda x, y: -(-x // y) * y,
+    }
+    exec(compile(ast.Module(wanted, []), "fp8_utils", "exec"), space)
+    return SimpleNamespace(**{name: space[name] for name in names})
+
+
+SGLANG = theirs("per_block_cast_to_fp8", "block_quant_dequant")
+
+
+def whole(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    grid = scales(block_amax(weight, 0, 0, grid_shape(weight.shape)))
+    return quantise(weight, grid, 0, 0), grid
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_are_those_of_sglang(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for seed in range(5):
+        weight = weights(random.Random(f"{seed} {shape}"), *shape, dtype)
+        quantised, grid = whole(weight)
+        expected, expected_grid = SGLANG.per_block_cast_to_fp8(weight)
+        assert same(grid, expected_grid)
+        assert same(quantised, expected)
+        back = SGLANG.block_quant_dequant(quantised, grid, [128, 128], torch.bfloat16)
+        assert same(dequantise(quantised, grid), back)
+
+
+def test_zeros_and_the_least_scale() -> None:
+    weight = torch.zeros(128, 256, dtype=torch.bfloat16)
+    weight[0, 128] = 1e-6
+    quantised, grid = whole(weight)
+    expected, expected_grid = SGLANG.per_block_cast_to_fp8(weight)
+    assert same(quantised, expected) and same(grid, expected_grid)
+    assert grid[0, 0] == grid[0, 1] == torch.tensor(1e-4) / 448
+    assert not quantised[:, :128].float().any()
+
+
+def test_what_is_no_number_is_where_sglang_has_it() -> None:
+    weight = torch.ones(128, 512, dtype=torch.bfloat16)
+    weight[3, 5], weight[7, 130], weight[9, 300] = torch.nan, torch.inf, -torch.inf
+    quantised, grid = whole(weight)
+    expected, expected_grid = SGLANG.per_block_cast_to_fp8(weight)
+    assert torch.equal(grid.nan_to_num(-1), expected_grid.nan_to_num(-1))
+    assert torch.equal(quantised.float().isnan(), expected.float().isnan())
+    assert torch.equal(quantised.float().nan_to_num(0), expected.float().nan_to_num(0))
+
+
+def test_the_error_is_that_of_three_bits() -> None:
+    weight = weights(random.Random(0), 300, 500)
+    weight[weight.abs() < 1e-5] = 0
+    error = (dequantise(*whole(weight), dtype=torch.float32) - weight.float()).abs()
+    least = whole(weight)[1].repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :500]
+    # Half of the last place: 2^-4 of a number, or of the smallest that is not rounded to fewer bits, 2^-6.
+    assert (error <= 1.001 * torch.maximum(weight.float().abs() / 16, least * 2**-10)).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_cut_of_a_tensor_gives_the_whole_tensors_bits(seed: int) -> None:
+    rng = random.Random(f"cut {seed}")
+    rows, columns = rng.randint(1, 400), rng.randint(1, 400)
+    weight = weights(rng, rows, columns, rng.choice((torch.bfloat16, torch.float32)))
+    expected, grid = whole(weight)
+    cuts = [sorted({0, size, *(rng.randint(0, size) for _ in range(3))}) for size in (rows, columns)]
+    boxes = [
+        (r0, r1, c0, c1)
+        for r0, r1 in zip(cuts[0], cuts[0][1:], strict=False)
+        for c0, c1 in zip(cuts[1], cuts[1][1:], strict=False)
+    ]
+    amax = torch.zeros(grid.shape)
+    for r0, r1, c0, c1 in boxes:
+        amax = torch.maximum(amax, block_amax(weight[r0:r1, c0:c1], r0, c0, grid.shape))
+    assert same(scales(amax), grid)
+    for r0, r1, c0, c1 in boxes:
+        assert same(quantise(weight[r0:r1, c0:c1], grid, r0, c0), expected[r0:r1, c0:c1].contiguous())
+        back = dequantise(expected[r0:r1, c0:c1], grid, r0, c0)
+        assert same(back, dequantise(expected, grid)[r0:r1, c0:c1].contiguous())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    grid = torch.ones(1, 2)
+    with pytest.raises(ValueError, match="need 2 x 1 blocks, the grid has 1 x 2"):
+        quantise(torch.zeros(2, 2), grid, 127, 0)
+    with pytest.raises(ValueError, match="need 1 x 3"):
+        block_amax(torch.zeros(2, 200), 0, 100, (1, 2))
+    with pytest.raises(ValueError, match="BF16 or FP32"):
+        quantise(torch.zeros(2, 2, dtype=torch.float16), grid, 0, 0)
+    with pytest.raises(ConfigError, match="scale_fmt=ue8m0"):
+        check_format("ue8m0")
+    check_format(None)
+
+
+MODEL = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 192,
+    "num_hidden_layers": 1,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 192,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 64,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
+@pytest.mark.parametrize("tp,etp", ((1, 1), (4, 1), (4, 2), (2, 4)))
+def test_ranks_agree_on_the_scales_of_blocks_that_they_share(tp: int, etp: int) -> None:
+    train = TrainLayout(4, tp, 1, ((0,),), etp)
+    params = [p for p in family_of(MODEL).layer(MODEL, 0, range(2)) if is_quantised(p)]
+    rng = random.Random(0)
+    full = {tensor.name: weights(rng, *tensor.shape) for param in params for tensor in param.hf}
+
+    def shards(rank: int) -> dict[str, torch.Tensor]:
+        found = {}
+        for param in params:
+            parts = []
+            for held in sorted(train.held(rank, param), key=lambda held: held.offset):
+                parts.append(full[param.hf[held.source].name].narrow(held.dim, held.start, held.stop - held.start))
+            found[param.megatron] = torch.cat(parts, dim=held.dim)
+        return found
+
+    asked: dict[int, list[tuple[tuple[int, ...], list[torch.Tensor]]]] = {}
+    for rank in range(4):
+        asked[rank] = []
+
+        def note(tensors: list[torch.Tensor], ranks: Any, rank: int = rank) -> list[torch.Tensor]:
+            asked[rank].append((tuple(ranks), tensors))
+            return tensors
+
+        scale_grids(shards(rank), params, train, rank, note)
+    assert len({len(calls) for calls in asked.values()}) == 1
+    assert bool(asked[0]) == any(straddles(param, train) for param in params) == (tp > 1 or etp > 1)
+    for rank in range(4):
+        calls = iter(range(2))
+
+        def maximum(tensors: list[torch.Tensor], ranks: Any, calls: Any = calls) -> list[torch.Tensor]:
+            call = next(calls)
+            return [torch.stack(every).amax(0) for every in zip(*(asked[r][call][1] for r in ranks), strict=True)]
+
+        grids = scale_grids(shards(rank), params, train, rank, maximum)
+        for param in params:
+            for held in train.held(rank, param):
+                grid = grids[param.megatron, held.source]
+                weight = full[param.hf[held.source].name]
+                shard = shards(rank)[param.megatron].narrow(held.dim, held.offset, held.stop - held.start)
+                at = (held.start, 0) if held.dim == 0 else (0, held.start)
+                expected = whole(weight)[0].narrow(held.dim, held.start, held.stop - held.start)
+                assert same(quantise(shard, grid, *at), expected.contiguous())
+                assert quantise(shard, grid, *at).dtype == FP8
+
+
+def test_what_every_rank_has_whole_is_not_exchanged() -> None:
+    """DeepSeek's down projections: each tensor parallel rank has all of them."""
+    hf = dict(MODEL, architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", q_lora_rank=128)
+    hf |= dict(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=1)
+    hf |= dict(n_routed_experts=2, n_shared_experts=1, num_nextn_predict_layers=0)
+    train = TrainLayout(4, 4, 1, ((0,),))
+    named = {p.megatron: straddles(p, train) for p in family_of(hf).layer(hf, 0, range(2)) if is_quantised(p)}
+    down = {name for name in named if "_down_proj" in name}
+    assert down and not any(named[name] for name in down)
+    assert any(named.values())

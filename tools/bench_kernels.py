@@ -1,0 +1,120 @@
+"""How fast the reshard's kernels are on a GPU, beside torch's copy of the same bytes in the same run.
+
+    python tools/bench_kernels.py [--gib 2] [--repeats 20] [--json]
+
+Ratios of bytes moved (read and written) per second to those of a copy; needs an NVIDIA GPU, and exits with 2 without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from megarl.reshard.copies import Box, Scaled, pack, pack_fp8, unpack
+from megarl.reshard.flows import BLOCK
+from megarl.reshard.quantise import grid_shape
+
+ROWS, COLUMNS = 7168, 2048  # DeepSeek-V3's w2 of one expert
+GOALS = {
+    "contiguous pack": 0.9,
+    "contiguous unpack": None,
+    "pack of rows of 128 B": 0.7,
+    "pack of rows of 256 B": 0.7,
+    "unpack of rows of 128 B": None,
+    "unpack of rows of 256 B": None,
+    "BF16 to FP8, scales made": 0.8,
+    "BF16 to FP8, scales given": None,
+    "BF16 to FP8, boxes across blocks": None,
+}
+"""What is measured, and of some the ratio to reach on an H200."""
+
+
+def seconds(work: Callable[[], Any], repeats: int) -> float:
+    """Of one call, the median of five times `repeats` calls in a row, so that the host is ahead of the device."""
+    work()
+    found = []
+    for _ in range(5):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            work()
+        stop.record()
+        stop.synchronize()
+        found.append(start.elapsed_time(stop) / 1000 / repeats)
+    return sorted(found)[2]
+
+
+def strips(matrices: list[torch.Tensor], width: int) -> list[Box]:
+    """All columns of some matrices in boxes of so many, one behind another in the buffer."""
+    boxes: list[Box] = []
+    for matrix in matrices:
+        for strip in matrix.split(width, dim=1):
+            boxes.append((strip, len(boxes) * len(matrix) * width * matrix.element_size()))
+    return boxes
+
+
+def measure(gib: float, repeats: int) -> dict[str, float]:
+    """Bytes per second by name; "copy" is torch's."""
+    count = max(1, int(gib * 2**30) // (ROWS * COLUMNS * 2))
+    whole = torch.randn(count, ROWS, COLUMNS, device="cuda", dtype=torch.bfloat16)
+    matrices = list(whole)
+    bytes_ = whole.numel() * 2
+    buffer = torch.empty(bytes_, dtype=torch.uint8, device="cuda")
+    flat = whole.view(-1).view(torch.uint8)
+    found = {"copy": 2 * bytes_ / seconds(partial(buffer.copy_, flat), repeats)}
+
+    boxes = [(matrix, number * ROWS * COLUMNS * 2) for number, matrix in enumerate(matrices)]
+    found["contiguous pack"] = 2 * bytes_ / seconds(partial(pack, boxes, buffer), repeats)
+    found["contiguous unpack"] = 2 * bytes_ / seconds(partial(unpack, buffer, boxes), repeats)
+    for width in (128, 256):
+        # Every eighth strip only: neighbours would find each other's bytes in the cache.
+        cut = [box for number, box in enumerate(strips(matrices, width // 2)) if number % 8 == 0]
+        cut = [(view, number * ROWS * width) for number, (view, _) in enumerate(cut)]
+        moved = 2 * len(cut) * ROWS * width
+        found[f"pack of rows of {width} B"] = moved / seconds(partial(pack, cut, buffer), repeats)
+        found[f"unpack of rows of {width} B"] = moved / seconds(partial(unpack, buffer, cut), repeats)
+
+    grids = [torch.ones(*grid_shape(matrix.shape), device="cuda") for matrix in matrices]
+    halves = [(matrix, number * ROWS * COLUMNS) for number, matrix in enumerate(matrices)]
+    moved = 3 * whole.numel()
+    for name, make in (("made", True), ("given", False)):
+        scaled = [Scaled(grid, 0, 0, make) for grid in grids]
+        taken = seconds(partial(pack_fp8, halves, scaled, buffer), repeats)
+        found[f"BF16 to FP8, scales {name}"] = moved / taken
+    shift = BLOCK // 2
+    halves = [(matrix[shift:-shift], place) for matrix, place in halves]
+    scaled = [Scaled(grid, shift, 0) for grid in grids]
+    moved = 3 * sum(view.numel() for view, _ in halves)
+    found["BF16 to FP8, boxes across blocks"] = moved / seconds(partial(pack_fp8, halves, scaled, buffer), repeats)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2.0, help="GiB that are copied at a time")
+    parser.add_argument("--repeats", type=int, default=20, help="calls in a row")
+    parser.add_argument("--json", action="store_true", help="one object: bytes per second by name")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_kernels.py measures kernels on an NVIDIA GPU; torch sees none here", file=sys.stderr)
+        return 2
+    found = measure(arguments.gib, arguments.repeats)
+    if arguments.json:
+        print(json.dumps({"device": torch.cuda.get_device_name(), **found}))
+        return 0
+    copy = found["copy"]
+    print(f"{torch.cuda.get_device_name()}, torch copy {copy / 1e12:.2f} TB/s (read and written)")
+    for name, goal in GOALS.items():
+        wanted = f"  goal {goal}" if goal else ""
+        print(f"{name:34} {found[name] / 1e12:6.2f} TB/s  {found[name] / copy:5.2f} of copy{wanted}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
