@@ -20,6 +20,7 @@ from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory, stage_layers
 from megarl.models.registry import family_of, param_count
 from megarl.parallel.ranks import check_layout
+from megarl.reshard.configured import engine_layout, push_plan
 
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
 
@@ -85,6 +86,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     if config.algorithm != "sft":
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)
+        divides = divides and passes(lambda: push_plan(hf, config, engine_layout(config)))
     if not divides:
         return Report(errors, warnings, {}, [])
     return Report(errors, warnings, _facts(hf, critic_hf, config), plan_memory(hf, config, critic_hf))
@@ -120,6 +122,15 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
     if config.algorithm != "sft":
         nodes = -(-rollout.tp // here)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
+        plan = push_plan(hf, config, engine_layout(config))
+        transfers, world = plan.transfers(), parallel.world_size
+        far = transfers.src // here != transfers.dst // here
+        received, over = transfers.nbytes.sum() / world, transfers.nbytes[far].sum() / world
+        network = f", {_bytes(int(over))} of it over the network" if world > here else ""
+        facts["push"] = [
+            ("each rank receives", f"{_bytes(int(received))} on average{network}"),
+            ("rounds", f"{plan.rounds}, staging at most 2 x {rollout.push_bucket_mb} MiB"),
+        ]
         facts["engines"] = [
             ("SGLang engines", f"{parallel.world_size // rollout.tp} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),

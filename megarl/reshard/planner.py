@@ -147,8 +147,8 @@ class Plan:
             room = capacity - cut
             if room.min() <= 0:
                 raise ConfigError(
-                    f"a bucket of {self.bucket_bytes} bytes is too small to move this model in rounds: at least "
-                    f"{2 * int(cut.max()) + 2 * ALIGN} are needed"
+                    f"a bucket of {self.bucket_bytes} bytes (rollout.push_bucket_mb) is too small to move this model "
+                    f"in rounds: at least {2 * int(cut.max()) + 2 * ALIGN} are needed"
                 )
             parts = int(np.ceil(size / room).max())
             slots.append(Slot(parts, parts + int(any(forwards[group] for group in index)), tuple(present)))

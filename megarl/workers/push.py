@@ -9,46 +9,14 @@ import torch
 
 from megarl.config import Config, ConfigError
 from megarl.models.layout import HFConfig, Param
-from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects
 from megarl.reshard.check import digest, digest_problem, engine_problems, shard_problems
+from megarl.reshard.configured import engine_layout, push_plan
 from megarl.reshard.executor import Executor, PushError
-from megarl.reshard.flows import Wire
-from megarl.reshard.layout import EngineLayout, TrainLayout
-from megarl.reshard.planner import Plan
 from megarl.rollout.engine import Collect, Engine
 from megarl.rollout.handoff import HandOff
-
-WIRES: dict[str, Wire] = {"bfloat16": "bf16", "float32": "fp32"}
-
-
-def train_layout(hf: HFConfig, config: Config) -> TrainLayout:
-    """Of the ranks that a configuration describes."""
-    parallel = config.parallel
-    stages = stage_layers(int(hf["num_hidden_layers"]), parallel.pp, config.model.megatron)
-    return TrainLayout(parallel.world_size, parallel.tp, parallel.ep, tuple(tuple(layers) for layers in stages))
-
-
-def engine_layout(config: Config) -> EngineLayout:
-    """Of the engines that a configuration describes. Raises ConfigError for what the reshard cannot serve."""
-    settings = config.rollout.sglang
-    if settings.get("pp_size", 1) != 1:
-        raise ConfigError("rollout.sglang.pp_size: weights can be pushed to engines without pipeline parallelism only")
-    if settings.get("ep_num_redundant_experts", 0) or settings.get("enable_eplb"):
-        raise ConfigError("rollout.sglang: redundant experts move while the engine runs; turn enable_eplb off")
-    attention = int(settings.get("attn_dp_size") or settings.get("dp_size") or 1)
-    if attention > 1 and not (settings.get("attn_dp_size") or settings.get("enable_dp_attention")):
-        raise ConfigError("rollout.sglang.dp_size: more engines come by themselves; set rollout.tp, or attn_dp_size")
-    tp = config.rollout.tp
-    return EngineLayout(
-        tp,
-        config.rollout.ep,
-        attention,
-        mlp_tp=int(settings.get("moe_dense_tp_size") or 0),
-        head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
-    )
 
 
 class WeightPush:
@@ -63,8 +31,13 @@ class WeightPush:
         family = family_of(hf)
         self.num_experts = family.num_experts(hf)
         self.params: list[Param] = family.params(hf, 1)
-        self.train, self.layout = train_layout(hf, config), engine_layout(config)
+        self.plan = push_plan(hf, config, engine_layout(config))
         self.executor: Executor | None = None
+        known = digest(
+            dict(hf), self.plan.train, self.plan.engine, config.parallel.ranks_per_node, self.plan.bucket_bytes
+        )
+        if problem := digest_problem(all_gather_objects(known)):
+            raise ConfigError(problem)
 
     def push(self, local: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace every engine's weights by the shards `local` (canonical name -> tensor) of all ranks, under a number.
@@ -73,7 +46,7 @@ class WeightPush:
         it was sent; no engine generates then.
         """
         where = f"the push of version {version}"
-        _raise_first(shard_problems(local, self.params, self.train, self.ranks.rank, self.num_experts), where)
+        _raise_first(shard_problems(local, self.params, self.plan.train, self.ranks.rank, self.num_experts), where)
         _raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
         hand_over = HandOff(self.engine, self.collect)
         problems: list[str] = []
@@ -94,27 +67,24 @@ class WeightPush:
             raise ConfigError(f"{where}: {errors[0]}")
 
     def _prepare(self, hand_over: HandOff) -> list[str]:
-        """Compare the engine with the table and make the plan; what does not fit."""
-        held = hand_over.ask({"do": "describe"}).get("tensors", {})
-        position = self.ranks.rank % self.layout.tp
+        """Compare the engine with the table, and get ready for what it is; what does not fit."""
+        held = hand_over.ask({"do": "describe"}).get("tensors")
+        if held is None:
+            return []
+        layout = self.plan.engine
         shared = any(param.slot and ".shared_experts." in param.slot.name for param in self.params)
-        if shared and held and not any(".shared_experts." in name for name in held):
-            self.layout = replace(self.layout, fuse_shared=True)  # as SGLang has decided
-        wire = WIRES.get(self.config.model.dtype)
-        if wire is None:
-            return [f"model.dtype={self.config.model.dtype}: weights can be pushed in {' or '.join(WIRES)}"]
-        types: set[str] = {self.config.model.dtype, "float32"}
-        problems = engine_problems(held, self.params, self.layout, position, self.num_experts, types) if held else []
-        bucket = self.config.rollout.push_bucket_mb << 20
-        known = digest(dict(self.hf), self.train, self.layout, self.config.parallel.ranks_per_node, wire, bucket)
-        if problem := digest_problem(all_gather_objects(known)):
-            return [problem]
+        if shared and not any(".shared_experts." in name for name in held):
+            layout = replace(layout, fuse_shared=True)  # as SGLang has decided, the same on all ranks
+        position, types = self.ranks.rank % layout.tp, {str(self.config.model.dtype), "float32"}
+        problems = engine_problems(held, self.params, layout, position, self.num_experts, types)
+        if problems:
+            return problems
         try:
-            plan = Plan(self.hf, self.train, self.layout, self.config.parallel.ranks_per_node, bucket, wire)
+            plan = self.plan if layout == self.plan.engine else push_plan(self.hf, self.config, layout)
             self.executor = Executor(plan, self.ranks.rank, self.config.rollout.verify_every, _allocate)
         except ConfigError as error:
             return [str(error)]
-        return problems
+        return []
 
     def _on_engine(self, work: Callable[[Engine], None]) -> list[str]:
         if self.engine is None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
+from megarl.reshard.configured import engine_layout, train_layout
 from megarl.reshard.layout import EngineLayout, TrainLayout
-from megarl.workers.push import engine_layout, train_layout
 
 
 def config(parallel: dict[str, Any] | None = None, megatron: dict[str, Any] | None = None, **rollout: Any) -> Any:
