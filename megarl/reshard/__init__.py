@@ -1,4 +1,9 @@
-"""Moving the policy's weights from Megatron's layout to where they are wanted: `gather.py`, full HF tensors everywhere.
+"""The reshard: the policy's weights from Megatron's shards straight into the engines' shards.
 
-May import `models`, `parallel` and Megatron's process groups; workers import it.
+Planned purely: `layout.py` where everything lies on both sides, `flows.py` what has to move, `assignment.py` who sends
+it, `planner.py` in which rounds; `configured.py` for a configuration, `check.py` what is refused before anything moves.
+Then done: `executor.py`, with `copies.py` (on a GPU `kernels.py`), `quantise.py` and `checksum.py`.
+On paper: `bound.py` what no plan can beat, by other code; `paper.py`, `advice.py`, `picture.py` show a plan to a person.
+
+May import `models`, `parallel`, `config.py`; workers import it, and the engine's processes its hash and copies.
 """
