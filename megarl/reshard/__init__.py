@@ -3,7 +3,7 @@
 Planned purely: `layout.py` where everything lies on both sides, `flows.py` what has to move, `assignment.py` who sends
 it, `planner.py` in which rounds; `configured.py` for a configuration, `check.py` what is refused before anything moves.
 Then done: `executor.py`, with `copies.py` (on a GPU `kernels.py`), `quantise.py` and `checksum.py`.
-On paper: `bound.py` what no plan can beat, by other code; `paper.py`, `advice.py`, `picture.py` show a plan to a person.
+On paper: `bound.py` what no plan can beat, by other code; `paper.py`, `advice.py`, `picture.py` show a plan to people.
 
 May import `models`, `parallel`, `config.py`; workers import it, and the engine's processes its hash and copies.
 """
