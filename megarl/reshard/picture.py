@@ -127,8 +127,11 @@ def _nodes(cell: int, step: int, nodes: int) -> str:
 
 
 def _stages(paper: Paper) -> list[tuple[int, str]]:
-    ranks = paper.plan.train.stage_ranks
-    return [(first, f"stage {first // ranks}") for first in range(0, paper.plan.train.world, ranks)]
+    ranks, many = paper.plan.train.stage_ranks, paper.plan.train.pp > 8  # whose words would run into each other
+    return [
+        (first, f"{first // ranks}" if many and first else f"stage {first // ranks}")
+        for first in range(0, paper.plan.train.world, ranks)
+    ]
 
 
 def _diagram(
