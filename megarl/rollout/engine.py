@@ -45,7 +45,8 @@ def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 Collect = Callable[[str], list[str]]
-"""Collective over an engine's ranks: this rank's payload in; on the lead rank all payloads, in rank order, out."""
+"""Collective over an engine's ranks: this rank's payload in; on the lead rank all payloads, in rank order, out.
+No rank returns before all have entered."""
 
 
 def packed(tensors: NamedTensors) -> str:

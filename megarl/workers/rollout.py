@@ -99,7 +99,10 @@ class RolloutWorker(Worker):
             self._push.push(actor.model.local_params(), self.version)
 
     def _collect(self, payload: str) -> list[str]:
-        """Of the ranks of this engine, on its lead rank; see `rollout.engine.Collect`."""
+        """Of the ranks of this engine, on its lead rank; see `rollout.engine.Collect`.
+
+        Nobody returns before all have come, for the sizes of the payloads go from all to all first.
+        """
         payloads: list[str] = [""] * self.config.rollout.tp
         own = self.groups[self.engine_index]
         dist.gather_object(payload, payloads if self.position == 0 else None, dst=self.lead_rank, group=own)
