@@ -133,9 +133,10 @@ class Executor:
         for number, step in enumerate(self.steps):
             half = number % 2
             self._pack(step.sends, local, grids, out[half], received[1 - half], lots)
-            requests = self._exchange(step, out[half], received[half])
+            what = f"the push of version {version}, round {number} of {len(self.steps)}"
+            requests = self._exchange(step, out[half], received[half], what)
             self._pack([step.local], local, grids, received[half], received[1 - half], lots)
-            _wait(requests, f"the push of version {version}, round {number} of {len(self.steps)}", self.rank)
+            _wait(requests, what, self.rank)
             slices = [entry if lot in lots else [*entry[:-1], -1] for lot, entry in step.slices]
             order = {"do": "write", "version": version, "tensor_dtype": step.dtypes, "slices": slices}
             hand_over(received[half], order)
@@ -144,11 +145,13 @@ class Executor:
         """In which of `period` pushes a piece is verified; the same on all ranks."""
         return zlib.crc32(repr(_key(piece)).encode()) % self.period
 
-    def _exchange(self, step: _Step, out: torch.Tensor, received: torch.Tensor) -> list[tuple[dist.Work, int]]:
+    def _exchange(
+        self, step: _Step, out: torch.Tensor, received: torch.Tensor, what: str
+    ) -> list[tuple[dist.Work, int]]:
         """Start all transfers of a round."""
         takes = [(parcel.message.peer, received[parcel.begin : parcel.end]) for parcel in step.receives]
         gives = [(parcel.message.peer, out[parcel.begin : parcel.end]) for parcel in step.sends]
-        return _transfer(takes, gives)
+        return _transfer(takes, gives, what, self.rank)
 
     def _pack(
         self,
@@ -214,8 +217,8 @@ class Executor:
         """See quantise.Combine. Not by a reduction of the transport, for NCCL's maximum may lose a NaN."""
         mine = torch.cat([tensor.reshape(-1) for tensor in tensors])
         theirs = {rank: torch.empty_like(mine) for rank in ranks if rank != self.rank}
-        requests = _transfer(list(theirs.items()), [(rank, mine) for rank in theirs])
-        _wait(requests, "the exchange of scales", self.rank)
+        what = "the exchange of scales"
+        _wait(_transfer(list(theirs.items()), [(rank, mine) for rank in theirs], what, self.rank), what, self.rank)
         for other in theirs.values():
             mine = torch.maximum(mine, other)
         parts = mine.split([tensor.numel() for tensor in tensors])
@@ -229,7 +232,7 @@ class Executor:
 
 
 def _transfer(
-    takes: Sequence[tuple[int, torch.Tensor]], gives: Sequence[tuple[int, torch.Tensor]]
+    takes: Sequence[tuple[int, torch.Tensor]], gives: Sequence[tuple[int, torch.Tensor]], what: str, rank: int
 ) -> list[tuple[dist.Work, int]]:
     """Start receiving from and sending to these ranks, a group on NCCL and on gloo as good as one; with each a rank."""
     operations = [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in takes]
@@ -237,7 +240,11 @@ def _transfer(
     if not operations:
         return []
     peers = [operation.peer for operation in operations]
-    works = dist.batch_isend_irecv(operations)
+    try:
+        works = dist.batch_isend_irecv(operations)
+    except RuntimeError as error:  # a peer that was lost before
+        among = ", ".join(map(str, sorted(set(peers))))
+        raise PushError(f"{what} broke off between the ranks {rank} and one of {among}: {error}") from error
     if len(works) == len(peers):
         return list(zip(works, peers, strict=True))
     return [(work, peers[0]) for work in works]  # NCCL has one for the group

@@ -43,20 +43,14 @@ def qwen3_moe_one_key_head(seed: int) -> PreTrainedModel:
     return tiny_models.qwen3_moe(seed, num_key_value_heads=1, vocab_size=500)
 
 
-def deepseek_v3_whole_query(seed: int) -> PreTrainedModel:
-    """The query has no latent, so nothing is fused with kv_a_proj."""
-    return tiny_models.deepseek_v3(seed, q_lora_rank=None)
-
-
 @pytest.mark.parametrize(
     ("build", "layout"),
     [
         (qwen2_tied, EngineLayout(2)),
         (qwen3_moe_one_key_head, EngineLayout(2)),
-        (deepseek_v3_whole_query, EngineLayout(2)),
         (tiny_models.deepseek_v3, EngineLayout(2, ep=2)),
     ],
-    ids=["qwen2-tp2", "qwen3_moe-tp2", "deepseek_v3-tp2", "deepseek_v3-tp2-ep2"],
+    ids=["qwen2-tp2", "qwen3_moe-tp2", "deepseek_v3-tp2-ep2"],
 )
 def test_two_ranks(build: Callable[[int], PreTrainedModel], layout: EngineLayout, tmp_path: Path) -> None:
     with start(build(0), tmp_path, tp=layout.tp, ep=layout.ep) as running:
