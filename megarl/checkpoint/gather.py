@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -11,10 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import ConfigError
-from megarl.models.layout import Param, local_shape, unshard
+from megarl.models.layout import Param, layer_of, local_shape, unshard
 from megarl.parallel.ranks import Ranks, all_gather_objects
-
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 class Owner(NamedTuple):
@@ -22,12 +19,6 @@ class Owner(NamedTuple):
 
     stage: int
     ep_rank: int | None
-
-
-def layer_of(name: str) -> int | None:
-    """Global layer of a canonical name; None outside of the layers."""
-    match = _LAYER.match(name)
-    return int(match[1]) if match else None
 
 
 def owners(params: Sequence[Param], stages: Sequence[Collection[int]], ep: int) -> dict[str, Owner]:

@@ -243,6 +243,12 @@ def unshard(param: Param, shards: Sequence[torch.Tensor]) -> dict[str, torch.Ten
     return full
 
 
+def layer_of(megatron: str) -> int | None:
+    """Global layer of a canonical name; None outside of the layers of the decoder."""
+    parts = megatron.split(".", 3)
+    return int(parts[2]) if parts[:2] == ["decoder", "layers"] else None
+
+
 def padded_vocab(vocab_size: int, tp: int) -> int:
     """Rows of Megatron's embedding and output layer over all ranks."""
     multiple = VOCAB_MULTIPLE * tp

@@ -15,9 +15,9 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.models import blocks
-from megarl.models.layout import HFConfig, Param
+from megarl.models.layout import HFConfig, Param, layer_of
 from megarl.models.registry import family_of
-from megarl.reshard.layout import EngineLayout, Held, TrainLayout, is_quantised, layer_of
+from megarl.reshard.layout import EngineLayout, Held, TrainLayout, is_quantised
 
 Wire = Literal["bf16", "fp32", "fp8"]
 BLOCK = 128

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megarl.config import ConfigError
-from megarl.models.layout import PADDING, EngineGrid, Param, Pieces, Slot, cut_pieces
+from megarl.models.layout import PADDING, EngineGrid, Param, Pieces, Slot, cut_pieces, layer_of
 
 
 class Held(NamedTuple):
@@ -188,12 +188,6 @@ class EngineLayout:
 
 
 _SHARED = ".shared_experts."
-
-
-def layer_of(megatron: str) -> int | None:
-    """Global layer of a canonical name; None outside of the layers of the decoder."""
-    parts = megatron.split(".", 3)
-    return int(parts[2]) if parts[:2] == ["decoder", "layers"] else None
 
 
 def _intervals(pieces: Pieces) -> list[Held]:
