@@ -61,6 +61,8 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from megarl.dry_run import validate
+    from megarl.rollout.engine import start_host
+    from megarl.rollout.hosting import SHARED
 
     validate(config).raise_errors()
     world = config.parallel.world_size
@@ -80,6 +82,10 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say themselves what is wrong
+    host = None
+    if config.algorithm != "sft" and not config.rollout.replay:
+        host = start_host(config)  # one for all engines, and they load while the ranks do
+        os.environ[SHARED] = host.path
     try:
         elastic_launch(launch, sys.executable)("-m", "megarl.train", *arguments)
         return 0
@@ -88,6 +94,10 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as signalled:
         return 128 + int(signalled.sigval)
+    finally:
+        if host is not None:
+            del os.environ[SHARED]
+            host.close()
 
 
 if __name__ == "__main__":

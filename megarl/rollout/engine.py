@@ -1,7 +1,7 @@
-"""One SGLang engine from start to end: its process, its health, its sleep and its weights.
+"""One SGLang engine from start to end: its start, its health, its sleep and its weights.
 
 The lead rank of each engine's ranks holds one `Engine`. SGLang runs in processes of its own (see
-`engine_process.py`), so that a rank never imports it on a CPU and survives its failures.
+`engine_host.py`), so that a rank never imports it on a CPU and survives its failures.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import os
 import re
 import secrets
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megarl.config import Config
 from megarl.parallel import device
 from megarl.rollout import engine_cpu, engine_cuda, loader, server_args
 from megarl.rollout.engine_cpu import NamedTensors
+from megarl.rollout.hosting import SHARED, Host, Hosted
 
 _LOG_LINES = 20
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.I)
@@ -34,25 +34,32 @@ _NOISE = re.compile(r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|
 """What libraries print about themselves when a process ends; it would hide the reason."""
 
 
-_OF_TORCHRUN = re.compile(
-    r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE|ROLE_|MASTER_(ADDR|PORT)"
-)
-
-
-def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the engine may inherit. With torchrun's variables its ranks would wait for a store that torchrun keeps."""
-    return {name: value for name, value in environment.items() if not _OF_TORCHRUN.match(name)}
-
-
 Collect = Callable[[str], list[str]]
 """Collective over an engine's ranks: this rank's payload in; on the lead rank all payloads, in rank order, out.
 No rank returns before all have entered."""
 
 
+def start_host(config: Config, threads: int = 0) -> Host:
+    """A host for this machine's engines; the arguments as of `Engine`."""
+    return Host(_environment(config, threads), preload=_platform().START_METHOD == "fork")
+
+
+def _environment(config: Config, threads: int) -> dict[str, str]:
+    here = min(config.parallel.world_size, config.parallel.ranks_per_node)
+    return {
+        "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
+        "PYTHONWARNINGS": "ignore",  # dozens at each start, which would hide a failure's last lines
+        **_platform().environment(config.rollout.tp, max(1, here // config.rollout.tp), threads),
+    }
+
+
+def _platform() -> ModuleType:
+    return engine_cuda if device.has_cuda() else engine_cpu
+
+
 def packed(tensors: NamedTensors) -> str:
     """A payload for the engine's rank beside this one: it says where the data are, which must stay there meanwhile."""
-    platform = engine_cuda if device.has_cuda() else engine_cpu
-    return base64.b64encode(platform.pack(tensors)).decode()
+    return base64.b64encode(_platform().pack(tensors)).decode()
 
 
 class EngineError(RuntimeError):
@@ -63,17 +70,16 @@ class Engine:
     """Life cycle of one engine. Not thread-safe; one object per engine, on its lead rank.
 
     config: model, dtype, rollout.* and run.* are read. index: number of the engine within the job; names its log
-    `<run.dir>/logs/engine_<index>.log`. engines_here: engines on this machine, which share its cores.
-    threads: of each of the engine's tensor parallel ranks on a CPU; 0 for its share of the cores.
-    first_device: the first GPU of this engine. nnodes, node_rank, dist_init_addr ("host:port"): for an engine across
-    machines, one object on each; only that with node_rank 0 generates.
+    `<run.dir>/logs/engine_<index>.log`. threads: of each of the engine's tensor parallel ranks on a CPU; 0 for its
+    share of the cores; where a host is shared, it is the host's number that counts. first_device: the first GPU of
+    this engine. nnodes, node_rank, dist_init_addr ("host:port"): for an engine across machines, one object on each;
+    only that with node_rank 0 generates.
     """
 
     def __init__(
         self,
         config: Config,
         index: int = 0,
-        engines_here: int = 1,
         *,
         threads: int = 0,
         first_device: int = 0,
@@ -85,7 +91,7 @@ class Engine:
         self.config = config
         self.index = index
         self.nnodes, self.node_rank, self.dist_init_addr = nnodes, node_rank, dist_init_addr
-        self.engines_here, self.threads, self.first_device = engines_here, threads, first_device
+        self.threads, self.first_device = threads, first_device
         self.api_key = secrets.token_urlsafe(24)
         self.port = 0
         self.usable = False
@@ -94,8 +100,9 @@ class Engine:
         """Text by which SGLang's parser knows a tool call; empty where the parser has none."""
         node = f"_node_{node_rank}" if nnodes > 1 else ""
         self.log = Path(config.run.dir, "logs", f"engine_{index}{node}.log")
-        self._platform = engine_cuda if device.has_cuda() else engine_cpu
-        self._process: subprocess.Popen[bytes] | None = None
+        self._platform = _platform()
+        self._host: Host | None = None
+        self._server: Hosted | None = None
         self._asleep = False
         # Loopback must not go through a proxy that the environment names.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -136,28 +143,23 @@ class Engine:
             **self._platform.server_args(self.config, self.first_device),
             **rollout.sglang,
         }
-        environment = {
-            "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
-            "PYTHONWARNINGS": "ignore",  # dozens at each start, which would hide a failure's last lines
-            **self._platform.environment(rollout.tp, self.engines_here, self.threads),
-        }
         self._facts = self.log.with_suffix(".json")
         self._facts.unlink(missing_ok=True)
-        settings = {"server_args": arguments, "facts": str(self._facts.resolve())}
-        settings["tool_call_parser"] = rollout.tool_call_parser
-        settings["start_method"] = self._platform.START_METHOD
-        order = {"parent": os.getpid(), "log": str(self.log.resolve()), "settings": settings}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.rollout.engine_process"],
-            stdin=subprocess.PIPE,  # stays open: its end tells the process that this rank is gone
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**_without_torchrun(os.environ), **environment},
-            start_new_session=True,  # Ctrl-C reaches the rank only, which then ends the engine
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
+        settings = {
+            "server_args": arguments,
+            "facts": str(self._facts.resolve()),
+            "tool_call_parser": rollout.tool_call_parser,
+            "start_method": self._platform.START_METHOD,
+        }
+        path = os.environ.get(SHARED, "")
+        if not path:
+            self._host = self._host or start_host(self.config, self.threads)
+            path = self._host.path
+        environment = _environment(self.config, self.threads)
+        try:
+            self._server = Hosted(path, self.log, environment, settings)
+        except OSError as error:
+            raise EngineError(f"engine {self.index}: nobody at {path} to start it ({error})") from None
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until the engine answers; `timeout` defaults to `rollout.start_timeout` seconds.
@@ -167,9 +169,9 @@ class Engine:
         """
         limit = self.config.rollout.start_timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        assert self._process is not None, "start() comes first"
+        assert self._server is not None, "start() comes first"
         while not self._answers():
-            if self._process.poll() is not None:
+            if self._server.poll() is not None:
                 if _PORT_TAKEN.search(self._tail()) and self._tries < _PORT_TRIES:
                     self._tries += 1
                     self._launch()
@@ -194,7 +196,7 @@ class Engine:
 
     def check_alive(self) -> None:
         """Raise EngineError if the engine may not generate."""
-        if self._process is None or self._process.poll() is not None:
+        if self._server is None or self._server.poll() is not None:
             raise EngineError(f"engine {self.index} is not running; {self._last_lines()}")
         if not self.usable:
             raise EngineError(f"engine {self.index} has no whole set of weights; push them first")
@@ -244,18 +246,14 @@ class Engine:
 
     def shutdown(self) -> None:
         """End the engine and all of its processes; safe to call twice, and at exit."""
-        process, self._process = self._process, None
+        server, self._server = self._server, None
+        host, self._host = self._host, None
         self.usable = False
-        if process is None:
-            return
         atexit.unregister(self.shutdown)
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if host is not None:
+            host.close()  # and with it the server
+        if server is not None:
+            server.close()
 
     def _call(self, path: str, body: dict[str, Any] | None = None, timeout: float = 0.0, post: bool = True) -> Any:
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}

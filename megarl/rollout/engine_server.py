@@ -1,6 +1,6 @@
-"""SGLang's HTTP server with arguments from stdin instead of the command line, where others could read the API key.
+"""SGLang's HTTP server: in a process forked from `engine_host.py`, or as a program with its settings on stdin.
 
-stdin: JSON {"parent": pid, "server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or ""}.
+Settings: {"server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or ""}.
 Writes to `facts` what the rank must know of SGLang's tool-call parser, so that a rank never has to import SGLang.
 """
 
@@ -12,8 +12,6 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
-
-from megarl.rollout.engine_process import die_with_parent
 
 
 def tool_call_marker(parser: str) -> str:
@@ -32,11 +30,20 @@ def _start_processes_by(method: str) -> None:
     multiprocessing.set_start_method = lambda *_, **__: ask(method, force=True)
 
 
-def main(settings: dict[str, Any]) -> None:
-    die_with_parent(settings["parent"])
+def load() -> None:
+    """Import all that an engine's processes will need, but for what depends on its model."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    import sglang.launch_server
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.function_call.function_call_parser
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
+
+
+def main(settings: dict[str, Any]) -> None:
+    load()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree

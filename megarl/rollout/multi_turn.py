@@ -152,44 +152,56 @@ async def gather_rollouts(
     return [task.result() for task in tasks]
 
 
-def generate_rollouts(
-    prompts: Sequence[Prompt],
-    engine: Engine,
-    chat: Chat,
-    config: RolloutConfig,
-    *,
-    samples: int | None = None,
-    greedy: bool = False,
-    seed: int = 0,
-    first_group: int = 0,
-) -> list[Rollout]:
-    """Rollouts of the prompts by an engine that is ready, ordered by prompt, then by sample.
+class Conversations:
+    """Rollouts by one engine; its tools' processes are kept from one call to the next, until `close`."""
 
-    samples: per prompt, `config.samples_per_prompt` by default. Prompt i gets the group `first_group + i`, so that
-    engines that share a batch do not give a number twice. seed: of the step; each sample's own is recorded in it.
-    Raises RuntimeError where the engine fails, with its last log lines if it died.
-    """
-    engine.check_alive()
+    def __init__(self, engine: Engine, chat: Chat, config: RolloutConfig) -> None:
+        self._engine, self._chat, self._config = engine, chat, config
+        self._runner = asyncio.Runner()  # the processes belong to one event loop
+        self._tools: ToolPool | None = None
 
-    async def run() -> list[Rollout]:
-        async with (
-            Client(engine.url, engine.api_key, config.request_timeout, config.concurrency) as client,
-            ToolPool(chat.tools, config.tool_timeout) as tools,
-        ):
-            parse = parser(client, config.tool_call_parser, engine.tool_call_marker)
-            around = Surroundings(chat, tools, parse, config)
-            return await gather_rollouts(
-                prompts,
-                client,
-                around,
-                samples=config.samples_per_prompt if samples is None else samples,
-                greedy=greedy,
-                seed=seed,
-                first_group=first_group,
-            )
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int | None = None,
+        greedy: bool = False,
+        seed: int = 0,
+        first_group: int = 0,
+    ) -> list[Rollout]:
+        """Rollouts of the prompts, ordered by prompt, then by sample; the engine must be ready.
 
-    try:
-        return asyncio.run(run())
-    except RuntimeError:
+        samples: per prompt, `config.samples_per_prompt` by default. Prompt i gets the group `first_group + i`, so that
+        engines that share a batch do not give a number twice. seed: of the step; each sample's own is recorded in it.
+        Raises RuntimeError where the engine fails, with its last log lines if it died.
+        """
+        engine, chat, config = self._engine, self._chat, self._config
         engine.check_alive()
-        raise
+
+        async def run() -> list[Rollout]:
+            if self._tools is None:
+                self._tools = ToolPool(chat.tools, config.tool_timeout)
+            async with Client(engine.url, engine.api_key, config.request_timeout, config.concurrency) as client:
+                parse = parser(client, config.tool_call_parser, engine.tool_call_marker)
+                return await gather_rollouts(
+                    prompts,
+                    client,
+                    Surroundings(chat, self._tools, parse, config),
+                    samples=config.samples_per_prompt if samples is None else samples,
+                    greedy=greedy,
+                    seed=seed,
+                    first_group=first_group,
+                )
+
+        try:
+            return self._runner.run(run())
+        except RuntimeError:
+            engine.check_alive()
+            raise
+
+    def close(self) -> None:
+        """End the tools' processes; safe to call twice."""
+        tools, self._tools = self._tools, None
+        if tools is not None:
+            self._runner.run(tools.aclose())
+        self._runner.close()

@@ -1,8 +1,8 @@
 """Runs tools for a rank, one call at a time: `python -m megarl.rollout.tool_process PARENT`.
 
-stdin: a line of JSON {"spec", "arguments", "limit"} per call. Answers with a line {"ok", "text"} on what was stdout at
-the start; afterwards stdout leads nowhere, so that a tool that prints does not garble the answers. Imports the tool's
-module and nothing heavy.
+stdin: a line of JSON {"spec", "arguments", "limit"} per call. Writes an empty line when it is up, and answers with a
+line {"ok", "text"}, on what was stdout at the start; afterwards stdout leads nowhere, so that a tool that prints does
+not garble the answers. Imports the tool's module and nothing heavy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from megarl.rollout.engine_process import die_with_parent
+from megarl.rollout.engine_host import die_with_parent
 from megarl.rollout.tools import Tool, load_tool
 
 
@@ -35,6 +35,7 @@ def main(parent: int) -> None:
     os.dup2(nowhere, 1)
     orders = os.fdopen(os.dup(0))
     os.dup2(nowhere, 0)
+    print(file=answers, flush=True)
     loaded: dict[str, Tool] = {}
     for line in orders:
         order = json.loads(line)

@@ -14,8 +14,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import ConfigError
@@ -125,25 +125,25 @@ class ToolResult:
     ok: bool
 
 
-@dataclass
 class ToolPool:
-    """Processes that run tools, one call at a time each; started when needed, at most `size`. Use with `async with`.
+    """Processes that run tools, one call at a time each; at most `size`, kept until `aclose`. For one event loop.
 
-    timeout: seconds a call may take, not counting the wait for a free process.
+    One is started after the other, for as long as calls wait: quick tools make do with few. timeout: seconds a call
+    may take, not counting the wait for a free process.
     """
 
-    tools: dict[str, Tool]
-    timeout: float
-    size: int = _MOST_PROCESSES
-    _idle: list[asyncio.subprocess.Process] = field(default_factory=list)
-    _all: set[asyncio.subprocess.Process] = field(default_factory=set)
-    _slots: asyncio.Semaphore | None = None
+    def __init__(self, tools: dict[str, Tool], timeout: float, size: int = _MOST_PROCESSES) -> None:
+        self.tools, self.timeout, self.size = tools, timeout, size
+        self._idle: asyncio.Queue[asyncio.subprocess.Process | OSError] = asyncio.Queue()
+        self._all: set[asyncio.subprocess.Process] = set()
+        self._waiting = 0
+        self._growing: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> ToolPool:
-        self._slots = asyncio.Semaphore(self.size)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def aclose(self) -> None:
+        """End the processes."""
+        if self._growing is not None:
+            self._growing.cancel()
+            await asyncio.gather(self._growing, return_exceptions=True)
         for process in list(self._all):
             await self._kill(process)
 
@@ -154,35 +154,50 @@ class ToolPool:
             return ToolResult(f"Error: there is no tool {name!r}; there are: {', '.join(self.tools) or 'none'}", False)
         if complaint := argument_error(tool.schema, arguments):
             return ToolResult(f"Error: {complaint}", False)
-        async with self._process() as process:
-            assert process.stdin is not None and process.stdout is not None
-            order = {"spec": tool.spec, "arguments": arguments, "limit": OUTPUT_LIMIT}
-            try:
-                process.stdin.write(json.dumps(order).encode() + b"\n")
-                line = await asyncio.wait_for(process.stdout.readline(), self.timeout)
-                answer = json.loads(line) if line else None
-            except TimeoutError:
-                await self._kill(process)
-                return ToolResult(f"Error: the tool was stopped after {self.timeout:g} s", False)
-            except (OSError, ValueError):
-                answer = None
-            if answer is None:
-                await self._kill(process)
-                return ToolResult("Error: the tool's process died", False)
-            return ToolResult(str(answer["text"]), bool(answer["ok"]))
+        try:
+            process = await self._take()
+        except OSError as error:
+            return ToolResult(f"Error: the tool's process did not start ({error})", False)
+        order = {"spec": tool.spec, "arguments": arguments, "limit": OUTPUT_LIMIT}
+        try:
+            answer = await asyncio.wait_for(_ask(process, order), self.timeout)
+        except TimeoutError:
+            await self._kill(process)
+            return ToolResult(f"Error: the tool was stopped after {self.timeout:g} s", False)
+        except (OSError, ValueError):
+            await self._kill(process)
+            return ToolResult("Error: the tool's process died", False)
+        except BaseException:  # cancelled in the middle of a call: its answer must not reach another call
+            await self._kill(process)
+            raise
+        self._idle.put_nowait(process)
+        return ToolResult(str(answer["text"]), bool(answer["ok"]))
 
-    @contextlib.asynccontextmanager
-    async def _process(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        assert self._slots is not None, "the pool is used outside `async with`"
-        async with self._slots:
-            process = self._idle.pop() if self._idle else await self._start()
+    async def _take(self) -> asyncio.subprocess.Process:
+        """A free process. Raises OSError where none can be started."""
+        while True:
+            self._waiting += 1
+            self._grow_if_needed()
             try:
-                yield process
-            except BaseException:  # cancelled in the middle of a call: its answer must not reach another call
-                await self._kill(process)
-                raise
-            if process in self._all:
-                self._idle.append(process)
+                found = await self._idle.get()
+            finally:
+                self._waiting -= 1
+            if isinstance(found, OSError):
+                raise found
+            if found.returncode is None:
+                return found
+            self._all.discard(found)
+
+    def _grow_if_needed(self) -> None:
+        if self._growing is None or self._growing.done():
+            self._growing = asyncio.create_task(self._grow())
+
+    async def _grow(self) -> None:
+        while self._waiting > self._idle.qsize() and len(self._all) < self.size:
+            try:
+                self._idle.put_nowait(await self._start())
+            except OSError as error:
+                self._idle.put_nowait(error)
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
@@ -198,6 +213,10 @@ class ToolPool:
             env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
         )
         self._all.add(process)
+        assert process.stdout is not None
+        if not await process.stdout.readline():  # it says when it is up, for that is not the tool's time
+            await self._kill(process)
+            raise OSError("it ended at once")
         return process
 
     async def _kill(self, process: asyncio.subprocess.Process) -> None:
@@ -205,3 +224,13 @@ class ToolPool:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+        if self._waiting:
+            self._grow_if_needed()
+
+
+async def _ask(process: asyncio.subprocess.Process, order: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a tool's process. Raises OSError or ValueError where there is none, or it is garbled."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(order).encode() + b"\n")
+    answer: dict[str, Any] = json.loads(await process.stdout.readline())
+    return answer

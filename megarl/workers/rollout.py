@@ -11,12 +11,13 @@ from megarl.config import ConfigError
 from megarl.observe.rollout_log import read_rollouts, rollout_file
 from megarl.parallel import ranks
 from megarl.rollout.engine import Engine
-from megarl.rollout.multi_turn import generate_rollouts
+from megarl.rollout.multi_turn import Conversations
 from megarl.types import Prompt, Rollout
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.push import WeightPush
 
+Party = TypeVar("Party")
 Result = TypeVar("Result")
 
 
@@ -38,6 +39,7 @@ class RolloutWorker(Worker):
         self.lead_rank = self.engine_index * tp
         self.groups = [ranks.new_host_group(range(e * tp, (e + 1) * tp)) for e in range(self.engines)]
         self.engine: Engine | None = None
+        self._talks: Conversations | None = None
         if self.config.rollout.replay:
             return
         addresses = ranks.all_gather_objects(f"{ranks.own_address()}:{ranks.free_port()}")
@@ -45,13 +47,14 @@ class RolloutWorker(Worker):
             self.engine = Engine(
                 self.config,
                 self.engine_index,
-                engines_here=max(1, min(self.ranks.world, here) // tp),
                 first_device=self.ranks.local_rank,
                 nnodes=-(-tp // here),
                 node_rank=self.position // here,
                 dist_init_addr=addresses[self.lead_rank] if tp > here else "",
             )
         lead = self.engine if self.leads else None
+        if lead is not None:
+            self._talks = Conversations(lead, context.chat, self.config.rollout)
         self._push = WeightPush(context.hf_config, self.config, self.ranks, lead, self._collect)
 
     @property
@@ -75,17 +78,15 @@ class RolloutWorker(Worker):
                 return self._replayed()
             first = len(prompts) * self.engine_index // self.engines
             end = len(prompts) * (self.engine_index + 1) // self.engines
-            mine = self._on_leads(
-                lambda engine: generate_rollouts(
+            mine = _on_any(
+                self._talks,
+                lambda talks: talks.generate(
                     prompts[first:end],
-                    engine,
-                    self.context.chat,
-                    config.rollout,
                     samples=samples,
                     greedy=greedy,
                     seed=config.run.seed * 1_000_003 + self.step,
                     first_group=first,
-                )
+                ),
             )
             return [rollout for share in ranks.all_gather_objects(mine or []) for rollout in share]
 
@@ -114,6 +115,8 @@ class RolloutWorker(Worker):
             self._on_leads(Engine.sleep)
 
     def close(self) -> None:
+        if self._talks is not None:
+            self._talks.close()
         if self.engine is not None:
             self.engine.shutdown()
 
@@ -124,12 +127,12 @@ class RolloutWorker(Worker):
         return read_rollouts(rollout_file(self.config.rollout.replay, self.step))
 
 
-def _on_any(engine: Engine | None, work: Callable[[Engine], Result]) -> Result | None:
-    """Do it where there is an engine. A failure is raised on every rank, so that none waits for the others."""
+def _on_any(party: Party | None, work: Callable[[Party], Result]) -> Result | None:
+    """Do it on the ranks that have a party. A failure is raised on every rank, so that none waits for the others."""
     error, result = "", None
-    if engine is not None:
+    if party is not None:
         try:
-            result = work(engine)
+            result = work(party)
         except RuntimeError as failure:
             error = str(failure)
     errors = [text for text in ranks.all_gather_objects(error) if text]

@@ -1,4 +1,4 @@
-"""One real engine per model, shared by all tests of a session; starting one takes most of their time."""
+"""One real engine per model, shared by all tests of a session, and one import of SGLang for all engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import tiny_models  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from megarl.config import Config, from_dict  # noqa: E402
-from megarl.rollout.engine import Engine  # noqa: E402
+from megarl.rollout.engine import Engine, start_host  # noqa: E402
+from megarl.rollout.hosting import SHARED  # noqa: E402
 
 
 def make_config(model: Path, run: Path, **rollout: Any) -> Config:
@@ -47,12 +48,23 @@ class Running:
     folder: Path
 
 
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where engines can be started that need not import SGLang."""
+    nowhere = tmp_path_factory.mktemp("host")
+    host = start_host(make_config(nowhere, nowhere), threads=1)
+    yield host.path
+    host.close()
+
+
 @contextmanager
-def start(model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[Running]:
+def start(host: str, model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[Running]:
     path = tiny_models.save(model, folder / "model")
     config = make_config(path, folder / "run", **rollout)
     engine = Engine(config, threads=1)
-    engine.start()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(SHARED, host)
+        engine.start()
     try:
         engine.wait_ready()
         yield Running(engine, config, model, path)
@@ -61,19 +73,19 @@ def start(model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[Runn
 
 
 @pytest.fixture(scope="session")
-def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with start(tiny_models.qwen3_moe(), tmp_path_factory.mktemp("qwen3_moe")) as running:
+def qwen3_moe(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with start(host, tiny_models.qwen3_moe(), tmp_path_factory.mktemp("qwen3_moe")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def deepseek_v3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with start(tiny_models.deepseek_v3(), tmp_path_factory.mktemp("deepseek_v3")) as running:
+def deepseek_v3(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with start(host, tiny_models.deepseek_v3(), tmp_path_factory.mktemp("deepseek_v3")) as running:
         yield running
 
 
 @pytest.fixture
-def qwen3_moe_split(tmp_path: Path) -> Iterator[Running]:
+def qwen3_moe_split(host: str, tmp_path: Path) -> Iterator[Running]:
     """Two tensor parallel ranks, each with half of the experts."""
-    with start(tiny_models.qwen3_moe(), tmp_path, tp=2, ep=2) as running:
+    with start(host, tiny_models.qwen3_moe(), tmp_path, tp=2, ep=2) as running:
         yield running

@@ -1,4 +1,4 @@
-"""Starts an engine and waits, to be killed from outside: `hold_engine.py MODEL RUN`. Prints the pid of its child."""
+"""Starts an engine and waits, to be killed: `hold_engine.py MODEL RUN`. Prints the pid of its own host, or 0."""
 
 from __future__ import annotations
 
@@ -13,6 +13,5 @@ from megarl.rollout.engine import Engine
 if __name__ == "__main__":
     engine = Engine(make_config(Path(sys.argv[1]), Path(sys.argv[2])), threads=1)
     engine.start()
-    assert engine._process is not None
-    print(engine._process.pid, flush=True)
+    print(engine._host.process.pid if engine._host else 0, flush=True)
     time.sleep(600)

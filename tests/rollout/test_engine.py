@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,10 +20,12 @@ from compare import generate
 from conftest import Running, make_config
 
 from megarl.config import ConfigError
+from megarl.rollout import engine_cpu
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
-from megarl.rollout.engine import Engine, EngineError
-from megarl.rollout.multi_turn import generate_rollouts
+from megarl.rollout.engine import Engine, EngineError, start_host
+from megarl.rollout.hosting import SHARED, Hosted
+from megarl.rollout.multi_turn import Conversations
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt
 
@@ -38,14 +42,16 @@ def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
     config = qwen3_moe.config.rollout
     chat = Chat.load(str(qwen3_moe.folder), load_tools(config.tools))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(3)]
-    rollouts = generate_rollouts(prompts, qwen3_moe.engine, chat, config, samples=4, seed=3)
+    talks = Conversations(qwen3_moe.engine, chat, config)
+    rollouts = talks.generate(prompts, samples=4, seed=3)
     assert [rollout.group for rollout in rollouts] == [0] * 4 + [1] * 4 + [2] * 4
     assert len({rollout.turns[1].token_ids for rollout in rollouts}) > 1
     for rollout in rollouts:
         assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
         assert 1 <= rollout.num_actions <= config.max_new_tokens
-    greedy = generate_rollouts(prompts[:1], qwen3_moe.engine, chat, config, samples=2, greedy=True)
+    greedy = talks.generate(prompts[:1], samples=2, greedy=True)
     assert greedy[0].turns == greedy[1].turns
+    talks.close()
 
 
 def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) -> None:
@@ -79,7 +85,14 @@ def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path) -> No
         Engine(make_config(tmp_path, tmp_path, sglang={"atention_backend": "x"}))
 
 
-def test_an_engine_that_fails_to_start_shows_its_log_and_spares_its_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preloaded", [True, False], ids=["forked", "a program of its own, as with CUDA"])
+def test_an_engine_that_fails_to_start_shows_its_log_and_spares_its_parent(
+    tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch, preloaded: bool
+) -> None:
+    if preloaded:
+        monkeypatch.setenv(SHARED, host)
+    else:
+        monkeypatch.setattr(engine_cpu, "START_METHOD", "")
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"not weights")
     engine = Engine(make_config(model, tmp_path / "run"), threads=1)
@@ -89,62 +102,103 @@ def test_an_engine_that_fails_to_start_shows_its_log_and_spares_its_parent(tmp_p
     assert not engine.usable
 
 
-def test_an_engine_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_an_engine_that_takes_too_long_is_ended_with_its_host(tmp_path: Path) -> None:
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     engine = Engine(make_config(model, tmp_path / "run"), threads=1)
     engine.start()
-    assert engine._process is not None
-    intermediate = psutil.Process(engine._process.pid)
+    assert engine._host is not None
+    own = psutil.Process(engine._host.process.pid)
     with pytest.raises(EngineError, match="was not ready after 2 s"):
         engine.wait_ready(2.0)
-    assert not intermediate.is_running()
+    assert not own.is_running()
 
 
-def is_running(pid: int) -> bool:
+def is_running(process: psutil.Process) -> bool:
     """False for a zombie, too: a process whose parent does not wait for it."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-@pytest.mark.parametrize(
-    ("victim", "how", "family_size"),
-    [("rank", signal.SIGKILL, 2), ("rank", signal.SIGINT, 1), ("intermediate", signal.SIGKILL, 1)],
-)
-def test_no_process_outlives_the_rank(tmp_path: Path, victim: str, how: signal.Signals, family_size: int) -> None:
-    """With family_size 2 the scheduler is up, too, which takes a while; with 1 the server is still on its way."""
-    model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
-    script = Path(__file__).with_name("hold_engine.py")
+@contextmanager
+def held_engine(model: Path, run: Path, host: str) -> Iterator[subprocess.Popen[str]]:
+    """A rank that has started an engine and waits."""
     rank = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(script), str(model), str(tmp_path / "run")],
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("hold_engine.py")), str(model), str(run)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, SHARED: host},
         # A shell ignores Ctrl-C on behalf of what it starts in the background, and the tests may be such a thing.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        assert rank.stdout is not None
-        intermediate = int(rank.stdout.readline())
-        deadline = time.monotonic() + 300
-        while len(family := descendants(intermediate)) < family_size and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(family) >= family_size
-        os.kill(rank.pid if victim == "rank" else intermediate, how)
-        deadline = time.monotonic() + 30
-        while alive := [pid for pid in [intermediate, *(process.pid for process in family)] if is_running(pid)]:
-            assert time.monotonic() < deadline, alive
-            time.sleep(0.1)
+        yield rank
     finally:
         rank.kill()
         rank.wait()
+
+
+def await_end(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 30
+    while alive := [process for process in processes if is_running(process)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
+
+
+def test_no_process_outlives_its_rank_its_supervisor_or_its_host(tmp_path: Path) -> None:
+    model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
+    shared = start_host(make_config(model, tmp_path / "run"), threads=1)
+    own = psutil.Process(shared.process.pid)
+    victims = [
+        ("rank", signal.SIGKILL),
+        ("rank", signal.SIGINT),
+        ("supervisor", signal.SIGKILL),
+        ("host", signal.SIGKILL),
+    ]
+    try:
+        for victim, how in victims:
+            with held_engine(model, tmp_path / "run", shared.path) as rank:
+                deadline = time.monotonic() + 300
+                while len(family := own.children(recursive=True)) < 4 and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                assert len(family) >= 4, "supervisor, server, scheduler, detokenizer"
+                supervisor = own.children()[0].pid
+                os.kill({"rank": rank.pid, "supervisor": supervisor, "host": own.pid}[victim], how)
+                await_end([*family, own] if victim == "host" else family)
+            assert is_running(own) == (victim != "host")
+    finally:
+        shared.close()
+
+
+def test_a_rank_that_is_killed_takes_its_own_host_along(tmp_path: Path) -> None:
+    model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
+    with held_engine(model, tmp_path / "run", "") as rank:
+        assert rank.stdout is not None
+        own = psutil.Process(int(rank.stdout.readline()))
+        rank.kill()
+        await_end([own])
+
+
+def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('no kernel for this machine')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = make_config(tmp_path, tmp_path / "run")
+    shared = start_host(config)
+    try:
+        monkeypatch.setenv(SHARED, shared.path)
+        engine = Engine(config)
+        engine.start()
+        with pytest.raises(EngineError, match="did not start; (?s:.)*no kernel for this machine"):
+            engine.wait_ready()
+        os.kill(shared.process.pid, signal.SIGKILL)
+        shared.process.wait()
+        with pytest.raises(EngineError, match="nobody at .*socket to start it"):
+            engine.start()
+    finally:
+        shared.close()
 
 
 def test_a_port_that_was_taken_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +206,19 @@ def test_a_port_that_was_taken_is_replaced(tmp_path: Path, monkeypatch: pytest.M
     engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
     launched: list[int] = []
 
+    class Ended(Hosted):
+        def __init__(self) -> None:
+            pass
+
+        def poll(self) -> int:
+            return 1
+
+        def close(self) -> None:
+            pass
+
     def launch() -> None:
         launched.append(1)
-        engine._process = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.PIPE)
+        engine._server = Ended()
         engine.log.write_text("OSError: [Errno 98] error while attempting to bind: address already in use")
 
     monkeypatch.setattr(engine, "_launch", launch)

@@ -1,6 +1,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +69,7 @@ def converse(*lines: str | Generation, prompt: Prompt = PROMPT, **config: Any) -
     script = Script(*lines)
 
     async def run() -> Rollout:
-        async with ToolPool(CHAT.tools, CONFIG.tool_timeout) as pool:
+        async with aclosing(ToolPool(CHAT.tools, CONFIG.tool_timeout)) as pool:
             around = Surroundings(CHAT, pool, parse, replace(CONFIG, **config))
             return await run_conversation(prompt, script, around, {"temperature": 1.0}, group=5, seed=9)
 
@@ -165,7 +166,7 @@ def test_a_prompt_without_tools_has_no_calls() -> None:
     bare = Chat(TOKENIZER)
 
     async def run() -> Rollout:
-        async with ToolPool({}, 1.0) as pool:
+        async with aclosing(ToolPool({}, 1.0)) as pool:
             return await run_conversation(PROMPT, Script(call("1+2")), Surroundings(bare, pool, parse, CONFIG), {})
 
     rollout = asyncio.run(run())
@@ -174,7 +175,7 @@ def test_a_prompt_without_tools_has_no_calls() -> None:
 
 def gather(script: Script, prompts: list[Prompt], samples: int, seed: int = 1, first_group: int = 0) -> list[Rollout]:
     async def run() -> list[Rollout]:
-        async with ToolPool(CHAT.tools, 60.0) as pool:
+        async with aclosing(ToolPool(CHAT.tools, 60.0)) as pool:
             return await gather_rollouts(
                 prompts,
                 script,

@@ -2,6 +2,7 @@ import asyncio
 import os
 import time
 from collections.abc import Coroutine
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def run(calls: list[tuple[str, Any]], timeout: float = 30.0, size: int = 2) -> l
     """The calls one after another in one pool."""
 
     async def all_of_them() -> list[ToolResult]:
-        async with ToolPool(load_tools([*(f"odd_tools:{name}" for name in NAMES)]), timeout, size) as pool:
+        async with aclosing(ToolPool(load_tools([*(f"odd_tools:{name}" for name in NAMES)]), timeout, size)) as pool:
             return [await pool.call(name, arguments) for name, arguments in calls]
 
     return asyncio.run(all_of_them())
@@ -74,7 +75,7 @@ def test_tool_processes_import_nothing_heavy() -> None:
 
 def test_calls_run_at_the_same_time() -> None:
     async def both() -> float:
-        async with ToolPool(load_tools(["odd_tools:slow"]), 60.0, 2) as pool:
+        async with aclosing(ToolPool(load_tools(["odd_tools:slow"]), 60.0, 2)) as pool:
             await asyncio.gather(*(pool.call("slow", {"seconds": 0.01}) for _ in range(2)))  # starts the processes
             start = time.monotonic()
             await asyncio.gather(*(pool.call("slow", {"seconds": 2}) for _ in range(2)))
@@ -85,7 +86,7 @@ def test_calls_run_at_the_same_time() -> None:
 
 def test_a_cancelled_call_does_not_answer_the_next_one() -> None:
     async def cancel() -> ToolResult:
-        async with ToolPool(load_tools(["odd_tools:slow"]), 60.0, 1) as pool:
+        async with aclosing(ToolPool(load_tools(["odd_tools:slow"]), 60.0, 1)) as pool:
             await pool.call("slow", {"seconds": 0})
             cut: Coroutine[Any, Any, ToolResult] = pool.call("slow", {"seconds": 0.3})
             with pytest.raises(TimeoutError):
