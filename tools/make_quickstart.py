@@ -298,7 +298,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the weights and of the problems (default 1)")
     parser.add_argument("--train", type=int, default=4096, help="prompts to train on (default 4096)")
     parser.add_argument("--held-out", type=int, default=256, help="prompts to measure with (default 256)")
-    parser.add_argument("--demonstrations", type=int, default=19200, help="of the warm-up (default 19200: 300 x 64)")
+    parser.add_argument("--demonstrations", type=int, default=25600, help="of the warm-up (default 25600: 400 x 64)")
     options = parser.parse_args(arguments)
     # Made aside and renamed, so that a folder of this name is always a whole one.
     unfinished = options.out.with_name(f".{options.out.name}.unfinished")

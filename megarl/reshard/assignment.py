@@ -20,6 +20,9 @@ from megarl.reshard.layout import EngineLayout, TrainLayout
 
 MIN_PIECE = 64 << 10
 """Bytes below which a part of a tensor is not cut any more."""
+TRIES = 3
+CLOSE = 1.005
+"""To have both of the busiest sender's figures low at once, see `_deal_far`: how often to try, and what is enough."""
 
 
 class Entries(NamedTuple):
@@ -155,43 +158,33 @@ class Assignment:
         units = _Units(self.line, self.line.flow_start[flow], self.line.flow_start[flow + 1], times[group_of])
 
         # Entries: the ranks of a node that need it share what comes in.
-        received = {False: self._headroom(units, node, takers, near == 0), True: np.zeros(world, dtype=np.int64)}
-        keys = np.stack([_ones(takers), near > 0, node, takers], axis=1)
+        received = self._headroom(units, node, takers, near == 0), np.zeros(world, dtype=np.int64)
         units, origin, dst = _share(
-            units, keys, lambda key: int(key[2]) * here + _set_bits(int(key[3])), lambda key: received[bool(key[1])]
+            units,
+            near > 0,
+            np.stack([_ones(takers), node, takers], axis=1),
+            lambda inside, key: int(key[1]) * here + _set_bits(int(key[2])),
+            lambda inside, sets: _deal(sets, received[inside]),
         )
-        # Senders: of the ranks of the same node that have it, else of all that have it. What a rank sends inside of its
-        # node, forwards and then these, counts in what it sends over the network as far as it is more than others do.
+        # Senders: inside of the node those of its ranks that have it, else all that have it.
         near, pattern, group_of = near[origin], pattern[origin], group_of[origin]
         stage = np.array([group.stage for group in self.groups])[group_of]
         count = np.array([len(ranks_) for ranks_ in members])[pattern]
         forwards = units.weight * (_ones(takers[origin]) - 1)
-        sent_near = np.bincount(dst, forwards, world).astype(np.int64)
-        sent_far: list[np.ndarray] = []
-        local = near > 0
+        sent = np.bincount(dst, forwards, world).astype(np.int64)
+        far = near == 0
         keys = np.stack(
-            [
-                ~local,
-                np.where(local, _ones(near), count),
-                np.where(local, dst // here, stage),
-                np.where(local, near, pattern),
-            ],
-            axis=1,
+            [np.where(far, count, _ones(near)), np.where(far, stage, dst // here), np.where(far, pattern, near)], axis=1
         )
-
-        def senders(key: np.ndarray) -> np.ndarray:
-            if not key[0]:
-                return int(key[2]) * here + _set_bits(int(key[3]))
-            return int(key[2]) * ranks + members[int(key[3])]
-
-        def load(key: np.ndarray) -> np.ndarray:
-            if not key[0]:
-                return sent_near
-            if not sent_far:
-                sent_far.append(np.maximum(sent_near - int(sent_near.mean()), 0))
-            return sent_far[0]
-
-        units, again, src = _share(units, keys, senders, load)
+        units, again, src = _share(
+            units,
+            far,
+            keys,
+            lambda far, key: (
+                int(key[1]) * ranks + members[int(key[2])] if far else int(key[1]) * here + _set_bits(int(key[2]))
+            ),
+            lambda far, sets: _deal_far(sets, sent) if far else _deal(sets, sent),
+        )
         origin, dst = origin[again], dst[again]
         order = np.lexsort((units.lo, src, dst, group_of[again]))
         found = Entries(units.lo, units.hi, src, dst, group_of[again], takers[origin])
@@ -240,46 +233,87 @@ class _Units:
         return (self.hi - self.lo) * self.times
 
 
+Sets = list[tuple[np.ndarray, int]]
+"""Ranks that may take a share of so many bytes, and these bytes."""
+
+
 def _share(
     units: _Units,
+    later: np.ndarray,
     keys: np.ndarray,
-    ranks_of: Callable[[np.ndarray], np.ndarray],
-    load_of: Callable[[np.ndarray], np.ndarray],
+    ranks_of: Callable[[bool, np.ndarray], np.ndarray],
+    deal: Callable[[bool, Sets], list[np.ndarray]],
 ) -> tuple[_Units, np.ndarray, np.ndarray]:
-    """Deal out units among ranks, those with equal keys among the same ones, so that the busiest is as idle as can be.
+    """Deal out units, those with equal keys among the same ranks: first all that are not `later`, then these.
 
-    keys [N, K]: handled in rising order, so that those which fewer ranks may take should come earlier, for they have
-    the least choice. ranks_of(key): these ranks. load_of(key): [world] bytes that each rank has
-    so far; counts up. Units at the border of two shares are cut.
-    Returns the units, which of the given ones each was, and its rank.
+    keys [N, K]: dealt out in rising order. ranks_of(later, key): the ranks. deal(later, sets): bytes of each of a set's
+    ranks. Units at the border of two shares are cut. Returns the units, which of the given ones each was, and its rank.
     """
-    order = np.lexsort(keys.T[::-1])
-    keys = keys[order]
-    change = np.nonzero((keys[1:] != keys[:-1]).any(axis=1))[0] + 1
-    starts, ends = np.concatenate([[0], change]), np.concatenate([change, [len(keys)]])
     lo, hi, times, origin, rank = [], [], [], [], []
-    for start, end in zip(starts, ends, strict=True):
-        if start == end:
+    for flag in (False, True):
+        index = np.nonzero(later == flag)[0]
+        if not len(index):
             continue
-        index, key = order[start:end], keys[start]
-        part = units.take(index)
-        ranks, load = ranks_of(key), load_of(key)
-        if len(ranks) == 1:
-            load[ranks[0]] += part.weight.sum()
-            pieces = (part.lo, part.hi, np.arange(len(index)), np.zeros(len(index), dtype=np.int64))
-        else:
-            pieces = _cut(part, _level(load[ranks], int(part.weight.sum())))
-            np.add.at(load, ranks[pieces[3]], (pieces[1] - pieces[0]) * part.times[pieces[2]])
-        lo.append(pieces[0])
-        hi.append(pieces[1])
-        times.append(part.times[pieces[2]])
-        origin.append(index[pieces[2]])
-        rank.append(ranks[pieces[3]])
+        index = index[np.lexsort(keys[index].T[::-1])]
+        sorted_keys, weight = keys[index], units.weight[index]
+        change = np.nonzero((sorted_keys[1:] != sorted_keys[:-1]).any(axis=1))[0] + 1
+        starts, ends = np.concatenate([[0], change]), np.concatenate([change, [len(index)]])
+        totals = np.add.reduceat(weight, starts)
+        sets = [(ranks_of(flag, sorted_keys[at]), int(total)) for at, total in zip(starts, totals, strict=True)]
+        for start, end, (ranks, _), share in zip(starts, ends, sets, deal(flag, sets), strict=True):
+            part = units.take(index[start:end])
+            if len(ranks) == 1:
+                pieces = (part.lo, part.hi, np.arange(end - start), np.zeros(end - start, dtype=np.int64))
+            else:
+                pieces = _cut(part, share)
+            lo.append(pieces[0])
+            hi.append(pieces[1])
+            times.append(part.times[pieces[2]])
+            origin.append(index[start:end][pieces[2]])
+            rank.append(ranks[pieces[3]])
     if not lo:
         empty = np.zeros(0, dtype=np.int64)
         return units, empty, empty
     done = _Units(units.line, np.concatenate(lo), np.concatenate(hi), np.concatenate(times))
     return done, np.concatenate(origin), np.concatenate(rank)
+
+
+def _deal(sets: Sets, load: np.ndarray) -> list[np.ndarray]:
+    """Each set's bytes among its ranks, so that the busiest is as idle as can be. load [world]: what each has so far;
+    counts up. Sets with few ranks should come first, for they have the least choice."""
+    shares = []
+    for ranks, total in sets:
+        share = _level(load[ranks], total) if len(ranks) > 1 else np.array([total])
+        load[ranks] += share
+        shares.append(share)
+    return shares
+
+
+def _deal_far(sets: Sets, near: np.ndarray) -> list[np.ndarray]:
+    """`_deal` of what goes over the network, with a view to what each rank sends inside of its node besides.
+
+    Two things are to be low: what a rank sends over the network, and what it sends in all. Each alone could come down
+    to a level, `far` and `whole`, but not always both at once. To have both within a factor z of their levels, no rank
+    may get more than z far, nor more than z whole - near: those that send more than z (whole - far) nearby get so much
+    less. z is found by trying.
+    """
+    alone, both = np.zeros_like(near), near.copy()
+    _deal(sets, alone)
+    _deal(sets, both)
+    far, whole = int(alone.max()), int(both.max())
+    best: list[np.ndarray] = []
+    least, z = np.inf, 1.0
+    for _ in range(TRIES):
+        handicap = np.maximum(near - int(z * (whole - far)), 0)
+        load = handicap.copy()
+        shares = _deal(sets, load)
+        sent = load - handicap
+        z = max(float(sent.max()) / far, float((sent + near).max()) / whole)
+        if z < least:
+            least, best = z, shares
+        if z < CLOSE:
+            break
+    return best
 
 
 def _level(load: np.ndarray, total: int) -> np.ndarray:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from jointly import least_of_both
 from random_layouts import Case, random_case
 from simulate import simulate, staged
 
@@ -178,6 +180,32 @@ def test_bytes_and_balance_of_real_models(row: str) -> None:
     hf, train, engine = BALANCE[row]
     ratios = check_bytes_and_bounds(Plan(hf, train, engine, 8), bound(hf, train, engine, 8), "")
     assert max(ratios.values()) <= 1.05, ratios
+
+
+def drawn_layout(seed: int) -> tuple[dict[str, Any], TrainLayout, EngineLayout]:
+    """A layout of a real model, as chance will have it."""
+    draw = random.Random(seed)
+    while True:
+        hf, world, pp = draw.choice([DEEPSEEK, QWEN]), draw.choice([64, 128]), draw.choice([1, 2, 4, 8])
+        tp, ep = draw.choice([1, 2, 4, 8] if hf is DEEPSEEK else [1, 2, 4]), draw.choice([4, 8, 16, 32])
+        width, experts = draw.choice([8, 16, 32, 64]), draw.choice([1, 2, 4, 8, 16, 32])
+        if world % (tp * pp) == 0 and (world // pp) % ep == 0 and width % experts == 0:
+            stages = even_stages(hf["num_hidden_layers"], pp)
+            return hf, TrainLayout(world, tp, ep, stages), EngineLayout(width, experts)
+
+
+DRAWN = 20
+QWEN_128 = QWEN, TrainLayout(128, 4, 8, even_stages(94, 4)), EngineLayout(16, 4)
+
+
+@pytest.mark.parametrize("drawn", [QWEN_128, *map(drawn_layout, range(DRAWN))], ids=range(-1, DRAWN))
+def test_balance_of_layouts_that_nobody_chose(drawn: tuple[dict[str, Any], TrainLayout, EngineLayout]) -> None:
+    """What the busiest rank sends in all and over the network, beside what both can come down to at once."""
+    least = bound(*drawn, 8)
+    ratios = check_bytes_and_bounds(Plan(*drawn, 8), least, "")
+    both = least_of_both(*drawn, 8, least) if least.nic_send else 1.0
+    assert max(ratios["send"], ratios["nic_send"]) <= 1.05 * both, (ratios, both)
+    assert max(ratios["recv"], ratios["nic_recv"]) <= 1.05, ratios
 
 
 def test_fp8_halves_the_bytes() -> None:
