@@ -22,6 +22,7 @@ from megarl.models.registry import family_of, param_count
 from megarl.parallel.ranks import check_layout
 from megarl.reshard.configured import engine_layout, push_plan
 
+SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
 
 
@@ -128,6 +129,7 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         received, over = transfers.nbytes.sum() / world, transfers.nbytes[far].sum() / world
         network = f", {_bytes(int(over))} of it over the network" if world > here else ""
         facts["push"] = [
+            ("weights are sent as", SENT_AS[plan.assignment.wire]),
             ("each rank receives", f"{_bytes(int(received))} on average{network}"),
             ("rounds", f"{plan.rounds}, staging at most 2 x {rollout.push_bucket_mb} MiB"),
         ]

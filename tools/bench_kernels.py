@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
+from megarl.models.fp8 import BLOCK, grid_shape
 from megarl.reshard.copies import Box, Scaled, pack, pack_fp8, unpack
-from megarl.reshard.flows import BLOCK
-from megarl.reshard.quantise import grid_shape
 
 ROWS, COLUMNS = 7168, 2048  # DeepSeek-V3's w2 of one expert
 GOALS = {

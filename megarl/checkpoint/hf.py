@@ -1,4 +1,7 @@
-"""HF folders of safetensors: read lazily, slice by slice, and write atomically, bit for bit."""
+"""HF folders of safetensors: read lazily, slice by slice, and write atomically, bit for bit.
+
+FP8 matrices are read as what they stand for, in bfloat16; written are no FP8 folders.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.config import ConfigError
+from megarl.models.fp8 import SCALE, grid_shape, is_fp8
 from megarl.models.layout import PADDING, Param, pieces
 from megarl.models.registry import family_of, load_hf_config
+from megarl.reshard.quantise import dequantise
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}  # config, tokenizer, code that config.json names
@@ -23,7 +28,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class HFWeights:
-    """The tensors of an HF folder by name. Nothing is read before it is asked for; files stay open."""
+    """The tensors of an HF folder by name. Nothing is read before it is asked for; files stay open.
+
+    A matrix with the scales of its FP8 blocks beside it is given in bfloat16, and the scales are not tensors.
+    """
 
     def __init__(self, folder: Path, files: dict[str, str]):
         self.folder = folder
@@ -31,19 +39,23 @@ class HFWeights:
         self._open: dict[str, Any] = {}
 
     def names(self) -> list[str]:
-        return list(self._files)
+        return [name for name in self._files if not self._is_scale(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def get(self, name: str) -> torch.Tensor:
         """The whole tensor, in the file's dtype, on the host."""
-        return self._read(name, lambda file: file.get_tensor(name))
+        found = self._tensor(name)
+        return dequantise(found, self._tensor(name + SCALE)) if name + SCALE in self._files else found
 
     def slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """[start, stop) along `dim`; reads no more than that from disk where `dim` is 0."""
         index = (slice(None),) * dim + (slice(start, stop),)
-        return self._read(name, lambda file: file.get_slice(name)[index])
+        found: torch.Tensor = self._read(name, lambda file: file.get_slice(name)[index])
+        if name + SCALE not in self._files:
+            return found
+        return dequantise(found, self._tensor(name + SCALE), *((start, 0) if dim == 0 else (0, start)))
 
     def shard(self, param: Param, tp: int, rank: int) -> torch.Tensor:
         """What rank `rank` of `tp` holds of a parameter, a new tensor; as `layout.shard`, without the full tensors."""
@@ -66,12 +78,13 @@ class HFWeights:
         expected = {tensor.name: tensor.shape for param in family.params(hf, 1) for tensor in param.hf}
         expected = {name: shape for name, shape in expected.items() if name not in optional}
         where = f"{self.folder}:"
+        self._check_fp8(is_fp8(hf))
         if missing := [name for name in expected if name not in self._files]:
             hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
             raise ConfigError(f"{where} {_some(missing)} missing{hint}")
         prefixes = family.untrained(hf)
         known = expected.keys() | set(optional)
-        extra = [name for name in self._files if name not in known and not _ignored(name, prefixes)]
+        extra = [name for name in self.names() if name not in known and not _ignored(name, prefixes)]
         if HEAD in extra:  # then the config says that it is tied
             extra.remove(HEAD)  # some checkpoints repeat the tied weight
             if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
@@ -83,6 +96,26 @@ class HFWeights:
         for name, shape in expected.items():
             if self.shape(name) != shape:
                 raise ConfigError(f"{where} {name} has shape {self.shape(name)}; config.json asks for {shape}")
+
+    def _check_fp8(self, promised: bool) -> None:
+        """Raise ConfigError for an FP8 matrix without scales that fit it, and for any where none is promised."""
+        for name in self.names():
+            if self._slice(name).get_dtype() != "F8_E4M3":
+                continue
+            if not promised:
+                raise ConfigError(f"{self.folder}: {name} is FP8, but config.json has no quantization_config")
+            scales = name + SCALE
+            if scales not in self._files:
+                raise ConfigError(f"{self.folder}: {scales} is missing: FP8 weights mean nothing without their scales")
+            if self.shape(scales) != (fits := grid_shape(self.shape(name))):
+                raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {fits}")
+
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._files
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._read(name, lambda file: file.get_tensor(name))
+        return found
 
     def _slice(self, name: str) -> Any:
         return self._read(name, lambda file: file.get_slice(name))
@@ -245,8 +278,10 @@ def _untrained(source: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, t
 def _note_dtype(config: Path, hf: dict[str, Any], dtype: torch.dtype | None) -> None:
     """config.json says which type the weights have; leave it untouched where it is right already."""
     key = "dtype" if "dtype" in hf else "torch_dtype"
-    if dtype is not None and hf.get(key) != (name := str(dtype).removeprefix("torch.")):
-        config.write_text(json.dumps({**hf, key: name}, indent=2) + "\n")
+    name = hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
+    plain = {what: value for what, value in hf.items() if what != "quantization_config"}
+    if plain != hf or hf.get(key) != name:
+        config.write_text(json.dumps({**plain, key: name}, indent=2) + "\n")
 
 
 def _open(file: Path) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.config import Config, ConfigError
 from megarl.models.family import HFConfig
+from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape, padded_vocab
 from megarl.models.registry import family_of
 
@@ -70,7 +71,7 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
         tokens = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
         generation = {
-            "engine weights": engine_elements(params, rollout.tp) * size,
+            "engine weights": engine_bytes(params, rollout.tp, size, is_fp8(hf)),
             "engine KV cache": tokens * kv_elements(settings, rollout.tp) * size,
         }
     tokens = max(config.train.token_budget, rollout.max_context if config.algorithm != "sft" else 0)
@@ -233,21 +234,23 @@ def logits_bytes(vocab_size: int, tp: int, tokens: int, size: int) -> int:
     return 2 * tokens * (padded_vocab(vocab_size, tp) // tp) * size
 
 
-def engine_elements(params: Sequence[Param], tp: int) -> int:
-    """Elements that one rank of an SGLang engine holds; of experts 1 / tp, whether they are dealt out whole or cut.
+def engine_bytes(params: Sequence[Param], tp: int, size: int, fp8: bool) -> int:
+    """What one rank of an SGLang engine holds in weights, of `size` bytes an element, or 1 and a scale for a block.
 
-    Keys and values are held more than once where there are fewer heads than ranks; latents, norms and routers by all.
+    Of experts it has 1 / tp, whether they are dealt out whole or cut. Keys and values are held more than once where
+    there are fewer heads than ranks; latents, norms and routers by all.
     """
-    total = 0
+    total = 0.0
     for param in params:
         if isinstance(param.cut, Replicated) and param.expert is None:
-            total += param.size
+            elements = param.size
         elif isinstance(param.cut, Qkv):
             q, k, v = (prod(tensor.shape) for tensor in param.hf)
-            total += q // tp + (k + v) // min(tp, param.cut.groups)
+            elements = q // tp + (k + v) // min(tp, param.cut.groups)
         else:
-            total += -(-param.size // tp)
-    return total
+            elements = -(-param.size // tp)
+        total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)
+    return round(total)
 
 
 def kv_elements(settings: Mapping[str, Any], tp: int) -> int:

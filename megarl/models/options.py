@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models.fp8 import is_fp8
 
 
 def need(hf: Mapping[str, Any], key: str) -> Any:
@@ -25,11 +26,7 @@ def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, .
 
 def require_common(hf: Mapping[str, Any]) -> None:
     """Refuse what no family implements."""
-    require(hf, "quantization_config", None)
-    if hf.get("quantization_config") is not None:
-        raise ConfigError(
-            f"config.json of {_name(hf)}: quantization_config is not implemented; convert the weights to bfloat16 first"
-        )
+    is_fp8(hf)
     require(hf, "hidden_act", "silu")
     require(hf, "attention_dropout", 0.0)
     require(hf, "use_sliding_window", False)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from megarl.models.fp8 import SCALE, grid_shape, is_quantised
 from megarl.models.layout import Param, cut_pieces
+from megarl.reshard.flows import Wire
 from megarl.reshard.layout import EngineLayout, TrainLayout, engine_shapes
 
 TIED_COPY = "output_layer.weight"
@@ -53,17 +55,26 @@ def _not_finite(local: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def engine_problems(
-    held: Described, params: Sequence[Param], engine: EngineLayout, position: int, num_experts: int, types: set[str]
+    held: Described, params: Sequence[Param], engine: EngineLayout, position: int, num_experts: int, wire: Wire
 ) -> list[str]:
-    """How the tensors of an engine's rank differ from the table; one line each. types: that the wire can carry."""
-    found = []
+    """How the tensors of an engine's rank differ from the table; one line each."""
+    expected: dict[str, tuple[tuple[int, ...], set[str]]] = {}
+    slots = [(param, engine.slot(param)) for param in params]
+    fp8 = {slot.name for param, slot in slots if slot and wire == "fp8" and is_quantised(param)}
     for name, shape in engine_shapes(params, engine, position, num_experts).items():
+        if name in fp8:
+            expected[name] = shape, {"float8_e4m3fn"}
+            expected[name + SCALE] = (*shape[:-2], *grid_shape(shape[-2:])), {"float32"}
+        else:
+            expected[name] = shape, {"float32" if wire == "fp32" else "bfloat16", "float32"}
+    found = []
+    for name, (shape, types) in expected.items():
         if name not in held:
             found.append(f"the engine has no tensor {name}")
         elif tuple(held[name][1]) != shape:
             found.append(f"{name} has shape {tuple(held[name][1])} in the engine, not {shape}")
         elif held[name][0] not in types:
-            found.append(f"{name} is {held[name][0]} in the engine, which weights are not sent as")
+            found.append(f"{name} is {held[name][0]} in the engine, but it is sent as {' or '.join(sorted(types))}")
     return found
 
 

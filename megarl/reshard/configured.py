@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Config, ConfigError
+from megarl.models.fp8 import is_fp8
 from megarl.models.layout import HFConfig
 from megarl.models.memory import stage_layers
 from megarl.reshard.flows import Wire
@@ -26,6 +27,11 @@ def engine_layout(config: Config) -> EngineLayout:
         raise ConfigError("rollout.sglang.pp_size: weights can be pushed to engines without pipeline parallelism only")
     if settings.get("ep_num_redundant_experts", 0) or settings.get("enable_eplb"):
         raise ConfigError("rollout.sglang: redundant experts move while the engine runs; turn enable_eplb off")
+    if settings.get("quantization"):
+        raise ConfigError(
+            f"rollout.sglang.quantization={settings['quantization']}: an engine that quantises what it is given by "
+            "itself cannot be pushed to; take an FP8 checkpoint, whose config.json has quantization_config"
+        )
     attention = int(settings.get("attn_dp_size") or settings.get("dp_size") or 1)
     if attention > 1 and not (settings.get("attn_dp_size") or settings.get("enable_dp_attention")):
         raise ConfigError("rollout.sglang.dp_size: more engines come by themselves; set rollout.tp, or attn_dp_size")
@@ -44,6 +50,13 @@ def push_plan(hf: HFConfig, config: Config, engine: EngineLayout) -> Plan:
     wire = WIRES.get(config.model.dtype)
     if wire is None:
         raise ConfigError(f"model.dtype={config.model.dtype}: weights can be pushed in {' or '.join(WIRES)}")
+    if is_fp8(hf):
+        if wire != "bf16":
+            raise ConfigError(
+                f"model.dtype={config.model.dtype}: the engine of an FP8 checkpoint has what is not FP8 in bfloat16; "
+                "set model.dtype=bfloat16"
+            )
+        wire = "fp8"
     here, bucket = config.parallel.ranks_per_node, config.rollout.push_bucket_mb << 20
     try:
         return Plan(hf, train_layout(hf, config), engine, here, bucket, wire)

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import ConfigError
+from megarl.models.fp8 import BLOCK, SCALE, is_quantised
 from megarl.models.layout import Param
 from megarl.models.registry import family_of
 from megarl.reshard import copies
 from megarl.reshard.checksum import device_hash
-from megarl.reshard.flows import BLOCK
-from megarl.reshard.layout import Held, is_quantised
+from megarl.reshard.layout import Held
 from megarl.reshard.planner import ALIGN, Message, Piece, Plan, Round, offsets
 from megarl.reshard.quantise import FP8, Grids, quantise, scale_grids
 
@@ -117,7 +117,7 @@ class Executor:
         box = _place(_of_scales(held, piece) if piece.scale else held, piece)
         stacked = slot.grid == "expert"
         indices = engine.indices(position, piece.param, self.num_experts) if stacked else [-1]
-        return slot.name + ("_scale_inv" if piece.scale else ""), [(index, *box) for index in indices]
+        return slot.name + (SCALE if piece.scale else ""), [(index, *box) for index in indices]
 
     def push(self, local: Mapping[str, torch.Tensor], hand_over: HandOver, version: int) -> None:
         """Send this rank's shards (canonical name -> tensor), and hand over what comes. Collective over all ranks.
@@ -265,7 +265,7 @@ def _of_scales(intervals: Sequence[Held], piece: Piece) -> list[Held]:
         if held.offset % BLOCK:
             raise ConfigError(
                 f"{name_of(piece.param)} cannot be sent as FP8: in the engine's tensor a part begins at {held.offset}, "
-                f"within a block of {BLOCK}; use the wire bf16"
+                f"within a block of {BLOCK}; take an engine in BF16"
             )
         start, stop = held.start // BLOCK, -(-held.stop // BLOCK)
         found.append(held._replace(start=start, stop=stop, offset=held.offset // BLOCK))

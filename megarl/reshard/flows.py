@@ -15,13 +15,12 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.models import blocks
+from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout import HFConfig, Param, layer_of
 from megarl.models.registry import family_of
-from megarl.reshard.layout import EngineLayout, Held, TrainLayout, is_quantised
+from megarl.reshard.layout import EngineLayout, Held, TrainLayout
 
 Wire = Literal["bf16", "fp32", "fp8"]
-BLOCK = 128
-"""Side of the blocks that share a scale on an FP8 wire."""
 
 
 class Cell(NamedTuple):
@@ -190,12 +189,12 @@ def _boxes(
         if exact and scale and any(edge % BLOCK and edge != shape[i // 2] for i, edge in enumerate(box)):
             raise ConfigError(
                 f"{name} cannot be sent as FP8: the engine cuts it at {held.start} and {held.stop}, through a block of "
-                f"{BLOCK}; choose another tensor or expert parallel size for the engine, or the wire bf16"
+                f"{BLOCK}; choose another tensor or expert parallel size for the engine, or an engine in BF16"
             )
         if exact and scale and held.offset % BLOCK:
             raise ConfigError(
                 f"{name} cannot be sent as FP8: in the engine's tensor it begins at {held.offset}, within a block of "
-                f"{BLOCK}; take the wire bf16"
+                f"{BLOCK}; take an engine in BF16"
             )
         if scale:
             box = [box[0] // BLOCK, -(-box[1] // BLOCK), box[2] // BLOCK, -(-box[3] // BLOCK)]

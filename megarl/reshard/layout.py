@@ -215,14 +215,6 @@ def even_stages(num_layers: int, pp: int, counts: Sequence[int] = ()) -> tuple[t
     return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
 
 
-def is_quantised(param: Param) -> bool:
-    """Whether an FP8 engine keeps it in blocks of 128 x 128 with a scale each, as DeepSeek-V3's FP8 checkpoint does:
-    the matrices of attention, MLP and experts; not the router, norms, embedding, head, and projection of MTP."""
-    in_layer = param.megatron.startswith(("decoder.layers.", "mtp.layers."))
-    left_out = ".router." in param.megatron or ".eh_proj." in param.megatron
-    return in_layer and not left_out and all(len(tensor.shape) == 2 for tensor in param.hf)
-
-
 def engine_shapes(
     params: Iterable[Param], engine: EngineLayout, position: int, num_experts: int
 ) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ blocks as it loads: it takes them from a checkpoint. Where it does cast a BF16 w
 (models/dots3_common, and with the scales rounded up to powers of two its own copy in quantization/fp8_utils.py), and
 its DeepSeek kernels are DeepGEMM's. Other converters divide x / scale, or do not bound amax, by which a block of zeros
 becomes NaN; their last bits differ. An amax that is NaN makes its whole block NaN, an infinite one zeros and NaN.
-The sign of a NaN is the device's. Scales that are powers of two (UE8M0, for Blackwell) are refused.
+The sign of a NaN is the device's.
 
 A block may be on several ranks of the trainer. Its amax is the maximum of theirs, so that quantising a shard gives the
 same bits as quantising the whole tensor and cutting it then.
@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from megarl.config import ConfigError
+from megarl.models.fp8 import BLOCK, grid_shape
 from megarl.models.layout import Param
-from megarl.reshard.flows import BLOCK
 from megarl.reshard.layout import TrainLayout
 
 FP8 = torch.float8_e4m3fn
@@ -41,21 +40,6 @@ at once, with tensors of the same shapes in the same order."""
 Grids = dict[tuple[str, int], torch.Tensor]
 """Scales of whole HF tensors, FP32 [ceil(R / 128), ceil(C / 128)], by name of the parameter and number of the source.
 Only those of blocks that the rank has any of are meant; the others are of no use."""
-
-
-def grid_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Of the scales of a matrix [R, C]: (ceil(R / 128), ceil(C / 128))."""
-    rows, columns = shape
-    return -(-rows // BLOCK), -(-columns // BLOCK)
-
-
-def check_format(scale_fmt: str | None) -> None:
-    """Raise ConfigError for an engine whose `quantization_config.scale_fmt` asks for scales that are not made here."""
-    if scale_fmt not in (None, "float"):
-        raise ConfigError(
-            f"quantization_config.scale_fmt={scale_fmt}: weights are quantised with FP32 scales only, not with powers "
-            "of two; use the wire bf16 and an engine in BF16"
-        )
 
 
 def block_amax(weight: torch.Tensor, r0: int, c0: int, grid_shape: Sequence[int]) -> torch.Tensor:

@@ -75,8 +75,8 @@ class WeightPush:
         shared = any(param.slot and ".shared_experts." in param.slot.name for param in self.params)
         if shared and not any(".shared_experts." in name for name in held):
             layout = replace(layout, fuse_shared=True)  # as SGLang has decided, the same on all ranks
-        position, types = self.ranks.rank % layout.tp, {str(self.config.model.dtype), "float32"}
-        problems = engine_problems(held, self.params, layout, position, self.num_experts, types)
+        position, wire = self.ranks.rank % layout.tp, self.plan.assignment.wire
+        problems = engine_problems(held, self.params, layout, position, self.num_experts, wire)
         if problems:
             return problems
         try:

@@ -84,6 +84,59 @@ def assert_equal(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         assert read.dtype == tensor.dtype and torch.equal(read, tensor), name
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
+WIDE = {**MOE, "hidden_size": 200, "intermediate_size": 320, "head_dim": 64, "quantization_config": FP8}
+WIDE |= {"moe_intermediate_size": 144}
+
+
+def in_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What an FP8 checkpoint holds of them, and what that stands for, block by block in plain arithmetic."""
+    stored, meant = {}, {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = meant[name] = tensor.bfloat16()
+            continue
+        rows, columns = tensor.shape
+        scales = 0.5 + torch.rand(-(-rows // 128), -(-columns // 128))
+        q = tensor.to(torch.float8_e4m3fn)
+        value = torch.empty(rows, columns)
+        for i in range(len(scales)):
+            for j in range(scales.shape[1]):
+                block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+                value[block] = q[block].float() * scales[i, j]
+        stored[name], stored[f"{name}_scale_inv"], meant[name] = q, scales, value.bfloat16()
+    return stored, meant
+
+
+def test_fp8_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
+    stored, meant = in_fp8(random_tensors(WIDE))
+    source = write_source(tmp_path / "fp8", WIDE, stored)
+    assert_equal(source, meant)
+    weights = open_hf(source)
+    weights.check(WIDE)
+    for param in family_of(WIDE).params(WIDE, 2):
+        for rank in range(2):  # parts that begin and end within blocks
+            whole = {tensor.name: meant[tensor.name] for tensor in param.hf}
+            assert torch.equal(weights.shard(param, 2, rank), shard(param, whole, 2, rank)), param.megatron
+    save_hf(tmp_path / "out", meant.items(), source)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert_equal(tmp_path / "out", meant)
+
+
+def test_fp8_without_its_scales_is_refused(tmp_path: Path) -> None:
+    stored, _ = in_fp8(random_tensors(WIDE))
+    scales = "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv"
+    assert stored[scales].shape == (2, 2)
+    cases = {
+        "lost": ({n: t for n, t in stored.items() if n != scales}, WIDE, f"{scales} is missing"),
+        "cut": (stored | {scales: stored[scales][:1].clone()}, WIDE, rf"{scales} has shape \(1, 2\)"),
+        "not said": (stored, {k: v for k, v in WIDE.items() if k != "quantization_config"}, "no quantization_config"),
+    }
+    for name, (tensors, hf, message) in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            open_hf(write_source(tmp_path / name, hf, tensors)).check(hf)
+
+
 @pytest.mark.parametrize("max_shard_bytes", [4 << 30, 2000])
 def test_round_trip_is_bitwise(source: Path, tmp_path: Path, max_shard_bytes: int) -> None:
     tensors = random_tensors(MOE)

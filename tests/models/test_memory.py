@@ -12,7 +12,7 @@ from megarl.config import Config, ConfigError, from_dict, load_config
 from megarl.models.memory import (
     activation_elements,
     critic_params,
-    engine_elements,
+    engine_bytes,
     kv_elements,
     logits_bytes,
     plan_memory,
@@ -159,12 +159,17 @@ def test_an_impossible_pipeline() -> None:
 
 def test_engine_weights() -> None:
     params = family_of(QWEN2).params(QWEN2, 1)
-    assert engine_elements(params, 1) == sum(param.size for param in params)
+    assert engine_bytes(params, 1, 2, False) == 2 * sum(param.size for param in params)
     # tp 4 with 2 key-value heads: every rank has one head of keys and values, a quarter of the rest, all of the norms.
     norms = (2 * 4 + 1) * 64
     kv = 4 * 2 * (32 * 64 + 32)  # k and v of four layers, weights and biases
     rest = sum(param.size for param in params) - norms - kv
-    assert engine_elements(params, 4) == rest // 4 + kv // 2 + norms
+    assert engine_bytes(params, 4, 1, False) == rest // 4 + kv // 2 + norms
+    # In FP8 the matrices of the layers have a byte an element, and 4 for each block of 128 x 128.
+    matrices = sum(p.size for p in params if p.megatron.startswith("decoder.layers") and p.megatron.endswith("weight"))
+    matrices -= (2 * 4) * 64
+    others = sum(param.size for param in params) - matrices
+    assert engine_bytes(params, 1, 2, True) == pytest.approx(2 * others + matrices * (1 + 4 / 128**2), abs=1)
 
 
 def test_kv_cache() -> None:

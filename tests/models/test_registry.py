@@ -201,6 +201,9 @@ def test_parts_of_a_count() -> None:
     }
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -209,7 +212,7 @@ def test_parts_of_a_count() -> None:
         ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("qwen2", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("qwen2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config with quant_method='awq'"),
         ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("qwen2", {"hidden_size": None}, "has no hidden_size"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
@@ -228,7 +231,13 @@ def test_parts_of_a_count() -> None:
         ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor=2.0"),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "mscale_all_dim without mscale"),
         ("deepseek_v3", {"rope_parameters": YARN | {"factor": None}}, "has no factor"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size=None"),
+        ("deepseek_v3", {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, "scale_fmt='ue8m0'"),
+        (
+            "deepseek_v3",
+            {"quantization_config": FP8 | {"ignored_layers": ["model.layers.0.self_attn.o_proj"]}},
+            "o_proj",
+        ),
     ],
 )
 def test_an_option_that_is_not_implemented_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:

@@ -13,11 +13,11 @@ from random_layouts import random_case
 
 from megarl.config import ConfigError
 from megarl.models import blocks
+from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout import Param
 from megarl.models.registry import family_of
 from megarl.reshard.executor import Executor, PushError
-from megarl.reshard.flows import BLOCK
-from megarl.reshard.layout import Held, engine_shapes, is_quantised
+from megarl.reshard.layout import Held, engine_shapes
 from megarl.reshard.planner import Plan
 from megarl.reshard.quantise import straddles
 from megarl.rollout import loader

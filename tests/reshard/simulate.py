@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.models import blocks
+from megarl.models.fp8 import is_quantised
 from megarl.models.layout import PADDING, Cut, HFConfig, Param, cut_pieces
 from megarl.models.registry import family_of
-from megarl.reshard.layout import EngineLayout, Held, TrainLayout, is_quantised
+from megarl.reshard.layout import EngineLayout, Held, TrainLayout
 from megarl.reshard.planner import ALIGN, Message, Piece, Plan, Round
 
 EMPTY = -1  # of the engine's tensors: padding, or not written yet

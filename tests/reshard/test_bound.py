@@ -14,10 +14,11 @@ from random_layouts import Case, random_case
 
 from megarl.config import ConfigError
 from megarl.models import blocks
+from megarl.models.fp8 import is_quantised
 from megarl.models.layout import PADDING, Cut, Param, cut_pieces
 from megarl.models.registry import family_of
 from megarl.reshard.bound import BLOCK, Bound, Jobs, bound
-from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages, is_quantised
+from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
 
 Element = tuple[str, int, int]
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"

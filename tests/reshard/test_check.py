@@ -70,13 +70,32 @@ def test_an_engine_of_another_model_is_found_out() -> None:
     held: dict[str, Any] = {n: ("float32", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
     w2 = "model.layers.0.mlp.experts.w2_weight"
     assert held[w2] == ("float32", (2, 8, 4))
-    assert engine_problems(held, PARAMS, engine, 1, 4, {"float32"}) == []
-    shape = engine_problems({**held, w2: ("float32", (4, 8, 4))}, PARAMS, engine, 1, 4, {"float32"})
+    assert engine_problems(held, PARAMS, engine, 1, 4, "fp32") == []
+    shape = engine_problems({**held, w2: ("float32", (4, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
     assert shape == [f"{w2} has shape (4, 8, 4) in the engine, not (2, 8, 4)"]
-    kind = engine_problems({**held, w2: ("int8", (2, 8, 4))}, PARAMS, engine, 1, 4, {"float32"})
-    assert kind == [f"{w2} is int8 in the engine, which weights are not sent as"]
+    kind = engine_problems({**held, w2: ("int8", (2, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
+    assert kind == [f"{w2} is int8 in the engine, but it is sent as float32"]
     del held[w2]
-    assert engine_problems(held, PARAMS, engine, 1, 4, {"float32"}) == [f"the engine has no tensor {w2}"]
+    assert engine_problems(held, PARAMS, engine, 1, 4, "fp32") == [f"the engine has no tensor {w2}"]
+
+
+def test_an_fp8_engine_has_scales_beside_its_matrices() -> None:
+    engine = EngineLayout(2, ep=2)
+    qkv, w2 = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.experts.w2_weight"
+    held: dict[str, Any] = {n: ("bfloat16", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
+    assert engine_problems(held, PARAMS, engine, 1, 4, "bf16") == []
+    told = engine_problems(held, PARAMS, engine, 1, 4, "fp8")
+    assert f"{qkv} is bfloat16 in the engine, but it is sent as float8_e4m3fn" in told
+    assert f"the engine has no tensor {w2}_scale_inv" in told
+    assert not any("embed_tokens" in problem or "norm" in problem for problem in told)
+    for name in {problem.split()[0] for problem in told if " is bfloat16 " in problem}:
+        shape = held[name][1]
+        held[name] = "float8_e4m3fn", shape
+        held[f"{name}_scale_inv"] = "float32", (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    assert engine_problems(held, PARAMS, engine, 1, 4, "fp8") == []
+    assert held[f"{w2}_scale_inv"][1] == (2, 1, 1)
+    held[f"{w2}_scale_inv"] = "float32", (2, 1, 2)
+    assert "has shape (2, 1, 2)" in engine_problems(held, PARAMS, engine, 1, 4, "fp8")[0]
 
 
 def test_ranks_with_another_configuration_are_named() -> None:

@@ -7,8 +7,18 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.reshard.configured import engine_layout, train_layout
+from megarl.reshard.configured import engine_layout, push_plan, train_layout
 from megarl.reshard.layout import EngineLayout, TrainLayout
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+}
 
 
 def config(parallel: dict[str, Any] | None = None, megatron: dict[str, Any] | None = None, **rollout: Any) -> Any:
@@ -20,6 +30,18 @@ def test_the_trainer() -> None:
     assert train_layout({"num_hidden_layers": 5}, settings) == TrainLayout(8, 2, 4, ((0, 1, 2, 3), (4,)))
 
 
+def test_the_wire() -> None:
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    hf = {**MODEL, "model_type": "qwen2"}
+    wires = [
+        push_plan(model, from_dict({"model": {"dtype": dtype}}), EngineLayout(1)).assignment.wire
+        for model, dtype in ((hf, "float32"), (hf, "bfloat16"), (hf | fp8, "bfloat16"))
+    ]
+    assert wires == ["fp32", "bf16", "fp8"]
+    with pytest.raises(ConfigError, match="set model.dtype=bfloat16"):
+        push_plan(hf | fp8, from_dict({"model": {"dtype": "float32"}}), EngineLayout(1))
+
+
 def test_engines() -> None:
     assert engine_layout(config(tp=4, ep=2)) == EngineLayout(4, 2)
     attention = {"enable_dp_attention": True, "dp_size": 4, "enable_dp_lm_head": True}
@@ -27,7 +49,7 @@ def test_engines() -> None:
     assert engine_layout(config(tp=8, sglang={"attn_dp_size": 2})) == EngineLayout(8, 1, 2)
 
 
-@pytest.mark.parametrize("key", ["pp_size", "ep_num_redundant_experts", "dp_size"])
+@pytest.mark.parametrize("key", ["pp_size", "ep_num_redundant_experts", "dp_size", "quantization"])
 def test_what_cannot_be_served_is_refused_by_name(key: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.sglang"):
         engine_layout(config(tp=2, sglang={key: 2}))

@@ -13,20 +13,10 @@ import pytest
 import torch
 from boxes import weights
 
-from megarl.config import ConfigError
+from megarl.models.fp8 import grid_shape, is_quantised
 from megarl.models.registry import family_of
-from megarl.reshard.layout import TrainLayout, is_quantised
-from megarl.reshard.quantise import (
-    FP8,
-    block_amax,
-    check_format,
-    dequantise,
-    grid_shape,
-    quantise,
-    scale_grids,
-    scales,
-    straddles,
-)
+from megarl.reshard.layout import TrainLayout
+from megarl.reshard.quantise import FP8, block_amax, dequantise, quantise, scale_grids, scales, straddles
 
 SHAPES = ((128, 128), (1, 1), (127, 129), (256, 384), (300, 200), (576, 130), (64, 1000))
 
@@ -134,9 +124,6 @@ def test_what_does_not_fit_is_refused() -> None:
         block_amax(torch.zeros(2, 200), 0, 100, (1, 2))
     with pytest.raises(ValueError, match="BF16 or FP32"):
         quantise(torch.zeros(2, 2, dtype=torch.float16), grid, 0, 0)
-    with pytest.raises(ConfigError, match="scale_fmt=ue8m0"):
-        check_format("ue8m0")
-    check_format(None)
 
 
 MODEL = {
