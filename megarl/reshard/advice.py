@@ -6,13 +6,13 @@ bytes: whether the stages also compute equally long is for the reader to judge.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from megarl.models.layout import HFConfig
 from megarl.reshard.bound import Columns, Wire, members, whole
-from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
+from megarl.reshard.layout import EngineLayout, TrainLayout
 
 SLACK = 1.002  # a more even split is preferred to one that is better by less
 
@@ -63,11 +63,6 @@ def better_split(
     lowest = max(_loads(_best(fixed, sums, None), fixed, sums))
     better = _best(fixed, sums, lowest * SLACK)
     return Advice(counts, better, max(loads), max(_loads(better, fixed, sums)))
-
-
-def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
-    """The same with so many layers on each stage."""
-    return replace(train, stages=even_stages(sum(counts), train.pp, counts))
 
 
 def _loads(counts: tuple[int, ...], fixed: list[float], sums: np.ndarray) -> list[float]:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.config import ConfigError
 from megarl.models.fp8 import BLOCK, SCALE, is_quantised
 from megarl.models.layout import Param
 from megarl.models.registry import family_of
@@ -114,7 +113,7 @@ class Executor:
         slot = engine.slot(piece.param)
         assert slot is not None
         held = engine.held(position, piece.param)
-        box = _place(_of_scales(held, piece) if piece.scale else held, piece)
+        box = _place(_of_scales(held) if piece.scale else held, piece)
         stacked = slot.grid == "expert"
         indices = engine.indices(position, piece.param, self.num_experts) if stacked else [-1]
         return slot.name + (SCALE if piece.scale else ""), [(index, *box) for index in indices]
@@ -258,18 +257,12 @@ def _wait(requests: Sequence[tuple[dist.Work, int]], what: str, rank: int) -> No
             raise PushError(f"{what} broke off between the ranks {rank} and {peer}: {error}") from error
 
 
-def _of_scales(intervals: Sequence[Held], piece: Piece) -> list[Held]:
-    """The same in the engine's grid of scales, which it cuts as it does the tensor."""
-    found = []
-    for held in intervals:
-        if held.offset % BLOCK:
-            raise ConfigError(
-                f"{name_of(piece.param)} cannot be sent as FP8: in the engine's tensor a part begins at {held.offset}, "
-                f"within a block of {BLOCK}; take an engine in BF16"
-            )
-        start, stop = held.start // BLOCK, -(-held.stop // BLOCK)
-        found.append(held._replace(start=start, stop=stop, offset=held.offset // BLOCK))
-    return found
+def _of_scales(intervals: Sequence[Held]) -> list[Held]:
+    """The same in the engine's grid of scales, which it cuts as it does the tensor, as the planner has made sure."""
+    return [
+        held._replace(start=held.start // BLOCK, stop=-(-held.stop // BLOCK), offset=held.offset // BLOCK)
+        for held in intervals
+    ]
 
 
 def _place(intervals: Sequence[Held], piece: Piece) -> tuple[int, int, int, int]:

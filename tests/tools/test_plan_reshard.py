@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from megarl.models.registry import load_hf_config
-from megarl.reshard.advice import better_split, resplit
+from megarl.reshard.advice import better_split
 from megarl.reshard.bound import bound
 from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
 from megarl.reshard.paper import gigabytes
@@ -118,6 +119,11 @@ def test_better_split_against_all_splits() -> None:
     splits = [(a, b, 7 - a - b) for a in range(1, 6) for b in range(1, 7 - a)]
     least = min(bound(hf, resplit(train, split), engine, 2).nic_send for split in splits)
     assert advice.bytes_better == pytest.approx(least, rel=0.01)
+
+
+def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
+    """The same with so many layers on each stage."""
+    return replace(train, stages=even_stages(sum(counts), train.pp, counts))
 
 
 @pytest.mark.parametrize(
