@@ -59,6 +59,23 @@ HF: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
         rope_theta=10000.0,
     ),
+    "qwen3": dict(
+        COMMON, architectures=["Qwen3ForCausalLM"], head_dim=16, tie_word_embeddings=True, rope_theta=10000.0
+    ),
+    "llama": dict(
+        COMMON,
+        architectures=["LlamaForCausalLM"],
+        head_dim=16,
+        tie_word_embeddings=False,
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=500000.0,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
     "qwen2": dict(COMMON, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, rope_theta=10000.0),
 }
 

@@ -48,9 +48,20 @@ YARN = {
     "mscale_all_dim": 0.7,
     "original_max_position_embeddings": 32,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 MODELS = {
     "qwen2": ("Qwen2", SMALL),
     "qwen2 tied": ("Qwen2", SMALL | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", SMALL | {"head_dim": 8}),
+    "llama": ("Llama", SMALL),
+    "llama 3.1": ("Llama", SMALL | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", MOE | {"head_dim": 8, "num_experts": 4}),
     "deepseek_v3": ("DeepseekV3", MLA | {"rope_parameters": YARN}),
     "deepseek_v3 without q_lora": ("DeepseekV3", MLA | {"q_lora_rank": None}),
@@ -140,6 +151,35 @@ QWEN_25_05B = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_scaling": {**LLAMA3, "rope_type": "llama3"},
+}
+DEEPSEEK_LLM_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
 QWEN3_30B = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 151936,
@@ -180,6 +220,9 @@ DEEPSEEK_V3 = {
     ("hf", "total"),
     [
         (QWEN_25_05B, 494_032_768),
+        (QWEN3_8B, 8_190_735_360),
+        (LLAMA_31_8B, 8_030_261_248),
+        (DEEPSEEK_LLM_7B, 6_910_365_696),
         (QWEN3_30B, 30_532_122_624),
         (DEEPSEEK_V3, 671_026_404_352 + 58 * 256),  # published without the router's 58 bias vectors
     ],
@@ -215,6 +258,10 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("qwen2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config with quant_method='awq'"),
         ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("qwen2", {"hidden_size": None}, "has no hidden_size"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+        ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}}, "high_freq_factor=2.0"),
+        ("llama", {"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "rope_type='yarn'"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
@@ -255,8 +302,8 @@ def test_a_tensor_parallel_size_that_does_not_divide_is_refused_before_anything_
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=f"LlamaForCausalLM; known: {', '.join(FAMILIES)}"):
-        family_of({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    with pytest.raises(ConfigError, match=f"MambaForCausalLM; known: {', '.join(FAMILIES)}"):
+        family_of({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     assert family_of({"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
 
 

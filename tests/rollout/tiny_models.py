@@ -18,10 +18,14 @@ if not device.has_cuda():
 from transformers import (  # noqa: E402
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -93,9 +97,29 @@ def randomized(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return model.float().eval()
 
 
+def _dense() -> dict[str, Any]:
+    return {name: value for name, value in _common(2).items() if "expert" not in name and "moe" not in name}
+
+
 def qwen2(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    settings = {name: value for name, value in _common(2).items() if "expert" not in name and "moe" not in name}
-    return randomized(Qwen2ForCausalLM(Qwen2Config(**(settings | changes))), seed)
+    return randomized(Qwen2ForCausalLM(Qwen2Config(**(_dense() | changes))), seed)
+
+
+def qwen3(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    return randomized(Qwen3ForCausalLM(Qwen3Config(**(_dense() | {"head_dim": 32} | changes))), seed)
+
+
+def llama(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """With Llama 3.1's rotary embeddings; the shortest of the stretched waves is seen within a thousand tokens."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return randomized(LlamaForCausalLM(LlamaConfig(**(_dense() | {"rope_parameters": rope} | changes))), seed)
 
 
 def qwen3_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
