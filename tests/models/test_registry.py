@@ -56,6 +56,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+V2 = MLA | {"topk_method": "greedy", "norm_topk_prob": False}
 MODELS = {
     "qwen2": ("Qwen2", SMALL),
     "qwen2 tied": ("Qwen2", SMALL | {"tie_word_embeddings": True}),
@@ -63,6 +64,8 @@ MODELS = {
     "llama": ("Llama", SMALL),
     "llama 3.1": ("Llama", SMALL | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", MOE | {"head_dim": 8, "num_experts": 4}),
+    "deepseek_v2": ("DeepseekV2", V2),
+    "deepseek_v2 without q_lora": ("DeepseekV2", V2 | {"q_lora_rank": None, "rope_parameters": YARN}),
     "deepseek_v3": ("DeepseekV3", MLA | {"rope_parameters": YARN}),
     "deepseek_v3 without q_lora": ("DeepseekV3", MLA | {"q_lora_rank": None}),
 }
@@ -214,6 +217,34 @@ DEEPSEEK_V3 = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+DEEPSEEK_V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+KIMI_K2 = DEEPSEEK_V3 | {
+    "vocab_size": 163840,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +255,8 @@ DEEPSEEK_V3 = {
         (LLAMA_31_8B, 8_030_261_248),
         (DEEPSEEK_LLM_7B, 6_910_365_696),
         (QWEN3_30B, 30_532_122_624),
+        (DEEPSEEK_V2_LITE, 15_706_484_224),
+        (KIMI_K2, pytest.approx(1.0264e12, rel=1e-4)),
         (DEEPSEEK_V3, 671_026_404_352 + 58 * 256),  # published without the router's 58 bias vectors
     ],
 )
@@ -267,6 +300,8 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3'"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob=True with num_experts_per_tok=1"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),

@@ -16,6 +16,8 @@ if not device.has_cuda():
     cpu_torchvision.install()
 
 from transformers import (  # noqa: E402
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     LlamaConfig,
@@ -154,6 +156,25 @@ def deepseek_v3(seed: int = 0, rope: bool = True, **changes: Any) -> PreTrainedM
     return randomized(DeepseekV3ForCausalLM(DeepseekV3Config(**(settings | changes))), seed)
 
 
+def deepseek_v2(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    settings = _common(4) | {
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    }
+    return randomized(DeepseekV2ForCausalLM(DeepseekV2Config(**(settings | changes))), seed)
+
+
 def save(model: PreTrainedModel, folder: Path) -> Path:
     """Write the model, the tokenizer and the fields that SGLang reads besides those that transformers writes."""
     model.save_pretrained(folder)
@@ -162,7 +183,9 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     config = json.loads(file.read_text())
     if config["model_type"] == "deepseek_v3":
         config |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-        file.write_text(json.dumps(config))
+    if config["model_type"] == "deepseek_v2":
+        config |= {"moe_layer_freq": 1, "scoring_func": "softmax"}
+    file.write_text(json.dumps(config))
     generation = {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder

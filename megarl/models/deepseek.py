@@ -1,4 +1,7 @@
-"""DeepSeek-V3: multi-head latent attention, sigmoid routing by groups with a bias for balance, shared experts."""
+"""DeepSeek-V2 and V3: multi-head latent attention, shared experts, first layers dense.
+
+V3 (and R1, and Kimi K2 by its config.json) routes by sigmoid, by groups and with a bias for balance; V2 by softmax.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,27 @@ from megarl.models.options import need, require, require_common, rope
 HEADS = "num_attention_heads"
 
 
-def megatron_config(hf: HFConfig) -> dict[str, Any]:
-    _check(hf)
-    dense = _dense_layers(hf)
-    shared = int(hf.get("n_shared_experts") or 0) * need(hf, "moe_intermediate_size")
+def _config_v3(hf: HFConfig) -> dict[str, Any]:
+    _check_v3(hf)
     groups, group_topk = hf.get("n_group") or 1, hf.get("topk_group") or 1
     limited = group_topk < groups  # choosing all groups is choosing none
+    return _config(hf) | dict(
+        moe_router_num_groups=groups if limited else None,
+        moe_router_group_topk=group_topk if limited else None,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.0,  # moving it changes the policy outside of the loss
+    )
+
+
+def _config_v2(hf: HFConfig) -> dict[str, Any]:
+    _check_v2(hf)
+    return _config(hf) | dict(moe_router_score_function="softmax", moe_router_pre_softmax=True)
+
+
+def _config(hf: HFConfig) -> dict[str, Any]:
+    dense = _dense_layers(hf)
+    shared = int(hf.get("n_shared_experts") or 0) * need(hf, "moe_intermediate_size")
     return dict(
         num_layers=need(hf, "num_hidden_layers"),
         hidden_size=need(hf, "hidden_size"),
@@ -52,12 +70,7 @@ def megatron_config(hf: HFConfig) -> dict[str, Any]:
         moe_ffn_hidden_size=need(hf, "moe_intermediate_size"),
         moe_shared_expert_intermediate_size=shared or None,
         moe_router_topk=need(hf, "num_experts_per_tok"),
-        moe_router_num_groups=groups if limited else None,
-        moe_router_group_topk=group_topk if limited else None,
         moe_router_topk_scaling_factor=float(hf.get("routed_scaling_factor", 1.0)),
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_bias_update_rate=0.0,  # moving it changes the policy outside of the loss
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
@@ -74,12 +87,16 @@ def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
     )
 
 
-def layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+def _layer_v3(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     past = layer - need(hf, "num_hidden_layers")
-    return _decoder_layer(hf, layer, experts) if past < 0 else _mtp_layer(hf, layer, past, experts)
+    return _decoder_layer(hf, layer, experts, bias=True) if past < 0 else _mtp_layer(hf, layer, past, experts)
 
 
-def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+def _layer_v2(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+    return _decoder_layer(hf, layer, experts, bias=False)
+
+
+def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
     hidden, moe_ffn = need(hf, "hidden_size"), need(hf, "moe_intermediate_size")
     shared = int(hf.get("n_shared_experts") or 0)
     ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
@@ -92,13 +109,16 @@ def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Par
         ffn = need(hf, "intermediate_size")
         return rows + blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size")
     router, *routed = blocks.experts(layer, hidden, moe_ffn, num_experts(hf), experts)
-    bias = blocks.one(
-        f"{ours}.mlp.router.expert_bias",
-        f"{theirs}.mlp.gate.e_score_correction_bias",
-        (num_experts(hf),),
-        Replicated(),
-    )
-    rows += [router, replace(bias, dtype=torch.float32, buffer=True), *routed]
+    rows.append(router)
+    if bias:
+        values = blocks.one(
+            f"{ours}.mlp.router.expert_bias",
+            f"{theirs}.mlp.gate.e_score_correction_bias",
+            (num_experts(hf),),
+            Replicated(),
+        )
+        rows.append(replace(values, dtype=torch.float32, buffer=True))
+    rows += routed
     if shared:
         rows += blocks.gated_mlp(
             f"{ours}.mlp.shared_experts",
@@ -124,7 +144,7 @@ def _mtp_layer(hf: HFConfig, layer: int, number: int, experts: Iterable[int]) ->
     rows.append(Param(f"{ours}.eh_proj.weight", (joint,), Rows(hidden, "hidden_size"), whole))
     # Otherwise it is a layer of the decoder. This one comes after the dense ones, however few layers there are.
     ordinary = {**hf, "num_hidden_layers": layer + 1, "first_k_dense_replace": 0}
-    for row in _decoder_layer(ordinary, layer, experts):
+    for row in _decoder_layer(ordinary, layer, experts, bias=True):
         assert row.slot is not None
         mine = row.megatron.replace(f"decoder.layers.{layer}.", f"{ours}.transformer_layer.")
         slot = row.slot.name.replace(f"{theirs}.", f"{draft}.decoder.")
@@ -214,12 +234,25 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
 def _check(hf: HFConfig) -> None:
     require_common(hf)
     require(hf, "attention_bias", False)
-    require(hf, "rope_interleave", True)
-    require(hf, "scoring_func", "sigmoid")
-    require(hf, "topk_method", "noaux_tc")
     require(hf, "moe_layer_freq", 1)
     require(hf, "num_key_value_heads", need(hf, HEADS))
     _rope(hf)
+
+
+def _check_v2(hf: HFConfig) -> None:
+    _check(hf)
+    require(hf, "mlp_bias", False)
+    require(hf, "scoring_func", "softmax")
+    # group_limited_greedy ranks a group by its best expert, Megatron by its best num_experts_per_tok / topk_group.
+    require(hf, "topk_method", "greedy")
+    require(hf, "norm_topk_prob", False)
+
+
+def _check_v3(hf: HFConfig) -> None:
+    _check(hf)
+    require(hf, "rope_interleave", True)
+    require(hf, "scoring_func", "sigmoid")
+    require(hf, "topk_method", "noaux_tc")
     topk, groups, group_topk = need(hf, "num_experts_per_tok"), hf.get("n_group") or 1, hf.get("topk_group") or 1
     if bool(hf.get("norm_topk_prob", True)) != (topk > 1):
         raise ConfigError(
@@ -241,13 +274,23 @@ def mtp_layers(hf: HFConfig) -> int:
     return int(hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0)
 
 
-FAMILY = Family(
+V2 = Family(
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    _check_v2,
+    _config_v2,
+    gpt_kwargs,
+    _layer_v2,
+    num_experts,
+    tool_call_parser="deepseekv3",
+)
+V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
-    _check,
-    megatron_config,
+    _check_v3,
+    _config_v3,
     gpt_kwargs,
-    layer,
+    _layer_v3,
     num_experts,
     tool_call_parser="deepseekv3",
     untrained=untrained,
