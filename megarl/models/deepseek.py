@@ -23,9 +23,14 @@ HEADS = "num_attention_heads"
 
 def _config_v3(hf: HFConfig) -> dict[str, Any]:
     _check_v3(hf)
+    return _config(hf) | sigmoid_routing(hf)
+
+
+def sigmoid_routing(hf: HFConfig) -> dict[str, Any]:
+    """Megatron's fields for routing by sigmoid, by groups and with a bias for balance."""
     groups, group_topk = hf.get("n_group") or 1, hf.get("topk_group") or 1
     limited = group_topk < groups  # choosing all groups is choosing none
-    return _config(hf) | dict(
+    return dict(
         moe_router_num_groups=groups if limited else None,
         moe_router_group_topk=group_topk if limited else None,
         moe_router_score_function="sigmoid",
@@ -40,9 +45,7 @@ def _config_v2(hf: HFConfig) -> dict[str, Any]:
 
 
 def _config(hf: HFConfig) -> dict[str, Any]:
-    dense = _dense_layers(hf)
-    shared = int(hf.get("n_shared_experts") or 0) * need(hf, "moe_intermediate_size")
-    return dict(
+    return experts_config(hf) | dict(
         num_layers=need(hf, "num_hidden_layers"),
         hidden_size=need(hf, "hidden_size"),
         ffn_hidden_size=need(hf, "intermediate_size"),
@@ -65,6 +68,14 @@ def _config(hf: HFConfig) -> dict[str, Any]:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         init_method_std=hf.get("initializer_range", 0.02),
+    )
+
+
+def experts_config(hf: HFConfig) -> dict[str, Any]:
+    """Megatron's fields for layers of experts after dense ones, with shared experts."""
+    dense = _dense_layers(hf)
+    shared = int(hf.get("n_shared_experts") or 0) * need(hf, "moe_intermediate_size")
+    return dict(
         num_moe_experts=need(hf, "n_routed_experts"),
         moe_layer_freq=[0] * dense + [1] * (need(hf, "num_hidden_layers") - dense),
         moe_ffn_hidden_size=need(hf, "moe_intermediate_size"),
@@ -97,19 +108,26 @@ def _layer_v2(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
 
 
 def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
-    hidden, moe_ffn = need(hf, "hidden_size"), need(hf, "moe_intermediate_size")
-    shared = int(hf.get("n_shared_experts") or 0)
+    hidden = need(hf, "hidden_size")
     ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    rows = [
+    return [
         blocks.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden),
         *_attention(hf, layer),
         blocks.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden),
+        *mlp(hf, layer, experts, bias),
     ]
+
+
+def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
+    """The MLP of one of the first, dense layers; else router, its bias if there is one, experts and shared experts."""
+    hidden, moe_ffn = need(hf, "hidden_size"), need(hf, "moe_intermediate_size")
+    shared = int(hf.get("n_shared_experts") or 0)
+    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
     if layer < _dense_layers(hf):
         ffn = need(hf, "intermediate_size")
-        return rows + blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size")
+        return blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size")
     router, *routed = blocks.experts(layer, hidden, moe_ffn, num_experts(hf), experts)
-    rows.append(router)
+    rows = [router]
     if bias:
         values = blocks.one(
             f"{ours}.mlp.router.expert_bias",
@@ -202,6 +220,7 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     m(mscale) / m(mscale_all_dim) and the softmax by m(mscale_all_dim)^2, with m(x) = 0.1 x ln(factor) + 1, as HF does.
     """
     options = rope(hf)
+    require(options, "partial_rotary_factor", 1.0)
     theta = float(options["rope_theta"])
     if options["rope_type"] == "default":
         # a factor of 1 keeps Megatron from scaling the softmax
@@ -251,8 +270,13 @@ def _check_v2(hf: HFConfig) -> None:
 def _check_v3(hf: HFConfig) -> None:
     _check(hf)
     require(hf, "rope_interleave", True)
-    require(hf, "scoring_func", "sigmoid")
     require(hf, "topk_method", "noaux_tc")
+    check_sigmoid_routing(hf)
+
+
+def check_sigmoid_routing(hf: HFConfig) -> None:
+    """Refuse what `sigmoid_routing` would not do."""
+    require(hf, "scoring_func", "sigmoid")
     topk, groups, group_topk = need(hf, "num_experts_per_tok"), hf.get("n_group") or 1, hf.get("topk_group") or 1
     if bool(hf.get("norm_topk_prob", True)) != (topk > 1):
         raise ConfigError(

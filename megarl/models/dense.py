@@ -85,6 +85,7 @@ def _check_llama(hf: HFConfig) -> None:
     require(hf, "attention_bias", False)
     require(hf, "mlp_bias", False)
     options = rope(hf)
+    require(options, "partial_rotary_factor", 1.0)
     if options["rope_type"] == "llama3":
         for key, value in LLAMA3.items():
             if need(options, key) != value:

@@ -24,13 +24,14 @@ def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, .
         raise ConfigError(f"config.json of {_name(hf)}: {key}={value!r} is not implemented (implemented: {known})")
 
 
-def require_common(hf: Mapping[str, Any]) -> None:
-    """Refuse what no family implements."""
+def require_common(hf: Mapping[str, Any], partial_rotary: bool = False) -> None:
+    """Refuse what no family implements. partial_rotary: whether this one can turn a part of each head only."""
     is_fp8(hf)
     require(hf, "hidden_act", "silu")
     require(hf, "attention_dropout", 0.0)
     require(hf, "use_sliding_window", False)
-    require(hf, "partial_rotary_factor", 1.0)
+    if not partial_rotary:
+        require(hf, "partial_rotary_factor", 1.0)
     require(hf, "pruned_heads", {})
     for kind in hf.get("layer_types") or ():
         if kind != "full_attention":
@@ -38,7 +39,7 @@ def require_common(hf: Mapping[str, Any]) -> None:
 
 
 def rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary options in one form: always `rope_theta` and `rope_type`, and what that type has besides.
+    """Rotary options in one form: `rope_theta`, `rope_type`, `partial_rotary_factor`, and what the type has besides.
 
     transformers 5 writes `rope_parameters`; before it there were `rope_theta` and `rope_scaling`.
     """
@@ -47,13 +48,15 @@ def rope(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"config.json of {_name(hf)}: rope_parameters per layer type are not implemented")
     options["rope_type"] = options.pop("type", None) or options.get("rope_type") or "default"
     options["rope_theta"] = options.get("rope_theta") or hf.get("rope_theta") or 10000.0
-    require(options, "partial_rotary_factor", 1.0)
+    options.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0)
     return options
 
 
-def default_rope(hf: Mapping[str, Any]) -> float:
+def default_rope(hf: Mapping[str, Any], partial_rotary: bool = False) -> float:
     """The base of unscaled rotary embeddings; any scaled kind is refused."""
     options = rope(hf)
+    if not partial_rotary:
+        require(options, "partial_rotary_factor", 1.0)
     if options["rope_type"] != "default":
         raise ConfigError(
             f"config.json of {_name(hf)}: rope_type={options['rope_type']!r} is not implemented (implemented: default)"

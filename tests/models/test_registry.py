@@ -56,6 +56,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+GLM = MOE | {
+    "head_dim": 8,
+    "attention_bias": True,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 0,
+}
 V2 = MLA | {"topk_method": "greedy", "norm_topk_prob": False}
 MODELS = {
     "qwen2": ("Qwen2", SMALL),
@@ -64,6 +74,8 @@ MODELS = {
     "llama": ("Llama", SMALL),
     "llama 3.1": ("Llama", SMALL | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", MOE | {"head_dim": 8, "num_experts": 4}),
+    "glm4_moe": ("Glm4Moe", GLM),
+    "glm4_moe with norms": ("Glm4Moe", GLM | {"attention_bias": False, "use_qk_norm": True}),
     "deepseek_v2": ("DeepseekV2", V2),
     "deepseek_v2 without q_lora": ("DeepseekV2", V2 | {"q_lora_rank": None, "rope_parameters": YARN}),
     "deepseek_v3": ("DeepseekV3", MLA | {"rope_parameters": YARN}),

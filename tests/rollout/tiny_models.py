@@ -20,6 +20,8 @@ from transformers import (  # noqa: E402
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -173,6 +175,21 @@ def deepseek_v2(seed: int = 0, **changes: Any) -> PreTrainedModel:
         "v_head_dim": 16,
     }
     return randomized(DeepseekV2ForCausalLM(DeepseekV2Config(**(settings | changes))), seed)
+
+
+def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    settings = _common(2) | {
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 0,
+    }
+    return randomized(Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes))), seed)
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
