@@ -45,6 +45,7 @@ def check_ranges(config: Config) -> None:
         "rollout.verify_every": config.rollout.verify_every,
         "data.prompts_per_step": config.data.prompts_per_step,
         "train.token_budget": config.train.token_budget,
+        "train.logits_at_once": config.train.logits_at_once,
     }
     for name, count in at_least_one.items():
         if count < 1:

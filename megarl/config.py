@@ -202,6 +202,8 @@ class CriticConfig:
 class TrainConfig:
     token_budget: int = 3072
     """Tokens in one micro-batch of one data-parallel rank; a longer sequence is a micro-batch of its own."""
+    logits_at_once: int = 512
+    """Tokens whose logits exist at the same time, for each of which the loss takes 18 bytes a word (bf16) over tp."""
     deterministic: bool = True
     """Equal runs give equal bits. Turn off where speed on a GPU matters more."""
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config import Config, ConfigError
-from megarl.megatron.heads import ValueHead
+from megarl.megatron.heads import DeferredLogits, ValueHead
 from megarl.models import megatron_fields as fields
 from megarl.models.layout import padded_vocab
 from megarl.models.memory import stage_layers
@@ -102,6 +102,8 @@ def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[Dist
     )
     if role == "critic" and last:
         model.output_layer = ValueHead(settings)
+    elif last:
+        model.output_layer.__class__ = DeferredLogits  # the same parameters and state, another forward
     # Megatron takes routed experts for dense parameters unless EP > 1. With tensor parallel size 1 for experts only,
     # their replicas on other tensor parallel ranks see other tokens, and the gradients must be summed over these too.
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The critic's head: one number per token where the policy has one logit per word."""
+"""What stands in a model's `output_layer`: the critic's head, and for the policy what leaves logits to the loss."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -30,3 +31,14 @@ class ValueHead(torch.nn.Module):
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
+
+
+class DeferredLogits(ColumnParallelLinear):  # type: ignore[misc]
+    """Megatron's output layer, but that it emits its input, [s, b, hidden]: `logprobs.py` makes logits of it, of some
+    tokens at a time. With sequence parallelism every rank gets the whole sequence, and gradients are summed over ranks.
+    """
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        return hidden, None

@@ -1,12 +1,14 @@
-"""Log-probabilities and entropies of logits whose vocabulary is cut over tensor parallel ranks.
+"""Log-probabilities and entropies from hidden states, without ever having all the logits.
 
-With x the logits divided by the temperature, z = log sum_j exp(x_j) and p_j = exp(x_j - z):
+With h a token's hidden state, W the output layer's weight, whose rows, the vocabulary, are cut over tensor parallel
+ranks, x = h W' divided by the temperature, z = log sum_j exp(x_j) and p_j = exp(x_j - z):
 
     log p(target) = x_target - z              d log p(target) / d x_j = [j is target] - p_j
     entropy H     = z - sum_j p_j x_j         d H / d x_j             = -p_j (x_j - z + H)
 
-Only numbers per token travel between ranks, never logits, and the backward pass needs no communication, since every
-rank has z and H. Both passes work in fp32 on a few rows at a time, so that no fp32 copy of all the logits exists.
+Both passes make the logits of some tokens, use them and drop them; the backward pass makes them again, a third more
+work for this one layer. Only numbers per token travel between ranks, never logits, and the backward pass needs no
+communication of its own, since every rank has z and H. Logits are made in the weight's type and used in fp32.
 """
 
 from __future__ import annotations
@@ -16,27 +18,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_ROWS = 1024  # tokens per slice of the computation
-
 
 def vocab_parallel_logprobs(
-    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
     targets: torch.Tensor,
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
+    at_once: int = 512,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target, and the entropy of each distribution; both [T] fp32, the same on every rank.
 
-    logits: [T, V / tp], any float type; rank r holds columns r * V / tp and on.
+    hidden: [T, H], any float type, the same on every rank. Its gradient is this rank's part, to be summed over `group`.
+    weight: [V / tp, H]; rank r has rows r * V / tp and on.
     targets: [T] int64, the same on every rank.
-    vocab_size: columns from this one on are padding and have no probability.
+    vocab_size: rows from this one on are padding and have no probability.
     temperature: divides the logits; must be above 0.
+    at_once: tokens whose logits exist at the same time.
     The gradients that come in must be the same on every rank of `group`, as they are where each computes the same loss.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
-    logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, vocab_size, group, 1.0 / temperature)
+    arguments = hidden, weight, targets, vocab_size, group, 1.0 / temperature, at_once
+    logprobs, entropy = _VocabParallelLogprobs.apply(*arguments)
     return logprobs, entropy
 
 
@@ -44,54 +49,60 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
         targets: torch.Tensor,
         vocab_size: int,
         group: dist.ProcessGroup | None,
         scale: float,
+        at_once: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rank = 0 if group is None else group.rank()
-        width = logits.shape[1]
+        width, count = len(weight), len(hidden)
         columns = min(width, max(0, vocab_size - rank * width))  # of mine that are no padding
         local_targets = targets - rank * width
         mine = (local_targets >= 0) & (local_targets < columns)
         local_targets = local_targets.clamp(0, max(columns - 1, 0))
 
-        peak = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
-        if columns:
-            peak = logits[:, :columns].amax(dim=1).float() * scale
+        own_peak = hidden.new_full((count,), -torch.inf, dtype=torch.float32)
+        sums = torch.zeros(3, count, dtype=torch.float32, device=hidden.device)  # exp, exp * x, x of the target
+        for rows in _slices(count, at_once) if columns else ():
+            x = _logits(hidden[rows], weight[:columns], scale)
+            own_peak[rows] = x.amax(dim=1)
+            x -= own_peak[rows, None]
+            sums[2, rows] = x.gather(1, local_targets[rows, None])[:, 0] * mine[rows]
+            exp = x.exp()
+            sums[0, rows] = exp.sum(dim=1)
+            sums[1, rows] = exp.mul_(x).sum(dim=1)
+        # What each rank took relative to its own peak is made relative to the highest.
+        peak = own_peak.clone()
         _all_reduce(peak, dist.ReduceOp.MAX, group)
-
-        sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)  # exp, exp * x, x of the target
-        for rows in _slices(len(logits)):
-            if columns:
-                x = logits[rows, :columns].float() * scale - peak[rows, None]
-                sums[2, rows] = x.gather(1, local_targets[rows, None])[:, 0] * mine[rows]
-                exp = x.exp()
-                sums[0, rows] = exp.sum(dim=1)
-                sums[1, rows] = exp.mul_(x).sum(dim=1)
+        if columns:
+            lower = own_peak - peak
+            sums[1] = lower.exp() * (sums[1] + lower * sums[0])
+            sums[0] *= lower.exp()
+            sums[2] += lower * mine
         _all_reduce(sums, dist.ReduceOp.SUM, group)
 
         log_sum = sums[0].log()
-        logprobs = sums[2] - log_sum
         entropy = log_sum - sums[1] / sums[0]
-        ctx.save_for_backward(logits, local_targets, mine, peak + log_sum, entropy)
-        ctx.columns, ctx.scale = columns, scale
+        ctx.save_for_backward(hidden, weight, local_targets, mine, peak + log_sum, entropy)
+        ctx.columns, ctx.scale, ctx.at_once = columns, scale, at_once
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return sums[2] - log_sum, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
+        nothing = (None,) * 5
         if grad_logprobs is None and grad_entropy is None:
-            return None, None, None, None, None
-        logits, local_targets, mine, log_z, entropy = ctx.saved_tensors
+            return None, None, *nothing
+        hidden, weight, local_targets, mine, log_z, entropy = ctx.saved_tensors
         columns, scale = ctx.columns, ctx.scale
-        grad = torch.zeros_like(logits)
-        for rows in _slices(len(logits)):
-            if not columns:
-                break
-            log_p = logits[rows, :columns].float() * scale - log_z[rows, None]
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        total_weight = torch.zeros(columns, weight.shape[1], dtype=torch.float32, device=weight.device)
+        for rows in _slices(len(hidden), ctx.at_once) if columns else ():
+            log_p = _logits(hidden[rows], weight[:columns], scale) - log_z[rows, None]
             p = log_p.exp()
             total = torch.zeros_like(p)
             if grad_logprobs is not None:
@@ -100,8 +111,16 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 total.scatter_add_(1, local_targets[rows, None], at_target)
             if grad_entropy is not None:
                 total -= p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
-            grad[rows, :columns] = (total * scale).to(grad.dtype)
-        return grad, None, None, None, None
+            grad = (total * scale).to(weight.dtype)
+            grad_hidden[rows] = grad @ weight[:columns]
+            total_weight += grad.T @ hidden[rows]
+        grad_weight[:columns] = total_weight
+        return grad_hidden, grad_weight, *nothing
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+    """[rows, columns] fp32."""
+    return torch.matmul(hidden, weight.T).float() * scale
 
 
 def _all_reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
@@ -109,5 +128,5 @@ def _all_reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup |
         dist.all_reduce(values, op=operation, group=group)
 
 
-def _slices(length: int) -> list[slice]:
-    return [slice(start, start + _ROWS) for start in range(0, length, _ROWS)]
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, length, size)]

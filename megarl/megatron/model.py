@@ -192,7 +192,7 @@ class MegatronModel:
         """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results."""
         mine = self._plan(batch)[self.ranks.dp_rank]
         place = device.device()
-        # Megatron's bf16 wrapper would make an fp32 copy of all the logits.
+        # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
         keep_type = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
         micro_batches = iter([make_micro_batch(batch, indices, self.ranks.tp, place) for indices in mine])
 
@@ -218,11 +218,20 @@ class MegatronModel:
         )
 
     def _read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float) -> ModelOutput:
-        """[1, P, V / tp] logits or [1, P, 1] values, as emitted -> [T], shifted."""
+        """[1, P, hidden] states or [1, P, 1] values, as emitted -> [T], shifted."""
         if self.role == "critic":
             return ModelOutput(values=micro.align(emitted[0, :, 0].float()))
-        group = parallel_state.get_tensor_model_parallel_group()
-        logprobs, entropy = vocab_parallel_logprobs(emitted[0], micro.targets, self.vocab_size, group, temperature)
+        model = unwrap(self.chunks[0])
+        tied = model.share_embeddings_and_output_weights
+        logprobs, entropy = vocab_parallel_logprobs(
+            emitted[0],
+            model.shared_embedding_or_output_weight() if tied else model.output_layer.weight,
+            micro.targets,
+            self.vocab_size,
+            parallel_state.get_tensor_model_parallel_group(),
+            temperature,
+            self.config.train.logits_at_once,
+        )
         return ModelOutput(logprobs=micro.align(logprobs), entropy=micro.align(entropy))
 
     def _speaks(self) -> bool:

@@ -89,7 +89,8 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
             used = activation_elements(shape, layers[stage], parallel.tp, tokens, in_flight=parallel.pp - stage) * size
             training["activations"] = max(training["activations"], used)
         if stage == parallel.pp - 1:
-            training["logits"] = logits_bytes(int(hf["vocab_size"]), parallel.tp, tokens, size)
+            words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
+            training["logits"] = logits_bytes(words, hidden, parallel.tp, tokens, config.train.logits_at_once, size)
         if config.algorithm != "sft" and config.kl.place != "none":
             host["reference weights"] = states["actor weights"]
         stages.append(StageMemory(stage, models["actor"][1][stage], states, training, generation, host))
@@ -229,9 +230,12 @@ def _is_moe(settings: Mapping[str, Any], layer: int) -> bool:
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
 
 
-def logits_bytes(vocab_size: int, tp: int, tokens: int, size: int) -> int:
-    """Logits of a micro-batch and their gradient, in the model's type: `megatron/logprobs.py` makes no fp32 copy."""
-    return 2 * tokens * (padded_vocab(vocab_size, tp) // tp) * size
+def logits_bytes(vocab_size: int, hidden: int, tp: int, tokens: int, at_once: int, size: int) -> int:
+    """What `megatron/logprobs.py` needs for a micro-batch: logits of some tokens, in the model's type and four times in
+    fp32; the gradient of the output layer's weight, a sum in fp32 and a summand; hidden states and their gradient.
+    """
+    words = padded_vocab(vocab_size, tp) // tp
+    return min(tokens, at_once) * words * (size + 16) + words * hidden * (4 + size) + 2 * tokens * hidden * size
 
 
 def engine_bytes(params: Sequence[Param], tp: int, size: int, fp8: bool) -> int:

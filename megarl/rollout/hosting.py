@@ -31,7 +31,9 @@ class Host:
     """
 
     def __init__(self, environment: Mapping[str, str], preload: bool) -> None:
-        self._folder = tempfile.mkdtemp(prefix="megarl-engines-")  # which only this user may enter
+        # A folder that only this user may enter. The name of a socket has at most 107 bytes, and TMPDIR may be long.
+        place = tempfile.gettempdir()
+        self._folder = tempfile.mkdtemp(prefix="megarl-engines-", dir=place if len(place) < 70 else "/tmp")
         self.path = str(Path(self._folder, "socket"))
         inherited = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
         with socket.socket(socket.AF_UNIX) as listener:

@@ -169,24 +169,27 @@ def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict
 
 
 def vocabulary(real: int) -> float:
-    """Log-probs, entropies and gradients of logits cut in two, against the whole; with real=7 rank 1 is all padding."""
+    """Log-probs, entropies, gradients, the vocabulary cut in two, against the whole; with real=7 rank 1 has padding."""
     from megatron.core import parallel_state
 
     from megarl.megatron.logprobs import vocab_parallel_logprobs
 
     rows, width, generator = 9, 8, torch.Generator().manual_seed(3)
-    whole = (3 * torch.randn(rows, 2 * width, generator=generator)).requires_grad_()
+    hidden = torch.randn(rows, 5, generator=generator).requires_grad_()
+    whole = torch.randn(2 * width, 5, generator=generator).requires_grad_()
     targets = torch.randint(0, real, (rows,), generator=generator)
     weight = torch.randn(2, rows, generator=generator)
     mine = slice(RANKS.tp_rank * width, (RANKS.tp_rank + 1) * width)
-    part = whole.detach()[:, mine].clone().requires_grad_()
-    found = vocab_parallel_logprobs(part, targets, real, parallel_state.get_tensor_model_parallel_group(), 1.3)
-    log_p = (whole[:, :real] / 1.3).log_softmax(-1)
+    own, part = (tensor.detach().clone().requires_grad_() for tensor in (hidden, whole[mine]))
+    group = parallel_state.get_tensor_model_parallel_group()
+    found = vocab_parallel_logprobs(own, part, targets, real, group, 1.3, at_once=4)
+    log_p = ((hidden @ whole.T)[:, :real] / 1.3).log_softmax(-1)
     truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     for pair in (found, truth):
         (weight[0] * pair[0] + weight[1] * pair[1]).sum().backward()
-    assert part.grad is not None and whole.grad is not None
-    gaps = (found[0] - truth[0], found[1] - truth[1], part.grad - whole.grad[:, mine])
+    assert own.grad is not None and part.grad is not None and hidden.grad is not None and whole.grad is not None
+    torch.distributed.all_reduce(own.grad, group=group)
+    gaps = (found[0] - truth[0], found[1] - truth[1], part.grad - whole.grad[mine], own.grad - hidden.grad)
     return max(float(gap.detach().abs().max()) for gap in gaps)
 
 

@@ -103,7 +103,9 @@ def test_a_vocabulary_is_padded() -> None:
     odd = QWEN2 | {"vocab_size": 1000}
     held = stage_elements(family_of(odd).params(odd, 1), 1, 1, [range(4)])[0][0]
     assert held - sum(param_count(odd).values()) == 2 * 24 * 64
-    assert logits_bytes(1000, 2, tokens=10, size=2) == 2 * 10 * 512 * 2
+    # 4 tokens of 512 words in bf16 and fp32; the weight's gradient in fp32 and bf16; 10 hidden states, twice
+    expected = 4 * 512 * (2 + 16) + 512 * 64 * (4 + 2) + 2 * 10 * 64 * 2
+    assert logits_bytes(1000, 64, 2, tokens=10, at_once=4, size=2) == expected
 
 
 @pytest.mark.parametrize("size, dp, per_element", [(2, 1, 18.0), (2, 4, 6 + 12 / 4), (4, 1, 16.0), (4, 8, 8 + 8 / 8)])
