@@ -1,4 +1,4 @@
-"""Which sequence goes to which data-parallel rank and into which micro-batch. Pure: lists of ints in and out.
+"""Which sequence goes to which data-parallel rank and into which micro-batch. Pure: lists in and out.
 
 Plans are the same on every rank, because every rank computes them from the same lengths.
 """
@@ -8,50 +8,78 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
 
-def plan_micro_batches(lengths: Sequence[int], dp: int, token_budget: int) -> list[list[list[int]]]:
-    """Share out sequences over `dp` ranks, and each rank's share over micro-batches of at most `token_budget` tokens.
+
+def plan_micro_batches(
+    lengths: Sequence[int], dp: int, token_budget: int, quadratic: float = 0.0
+) -> list[list[list[int]]]:
+    """Share out sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
+
+    quadratic: a sequence of n tokens is taken to cost n + quadratic * n^2, see `models.cost.quadratic_cost`. Micro-
+    batches cost about the same, those that ranks compute at the same time most of all, and so do whole ranks.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. Every rank gets the same
     number of micro-batches, at least one, because a collective of expert or pipeline parallelism needs all its ranks;
-    a rank that has less to do gets empty ones. A sequence longer than the budget is a micro-batch of its own. On each
-    rank the fullest micro-batch comes first, so that ranks that wait for each other have about as much to do.
-
-    Greedy, longest first to the least loaded (Graham 1969): the fullest rank has at most 4/3 of the best possible.
+    a rank that has less to do gets empty ones. A sequence longer than the budget is a micro-batch of its own. The most
+    expensive micro-batches come first.
     """
     if dp < 1 or token_budget < 1:
         raise ValueError(f"dp and token_budget must be at least 1, not {dp} and {token_budget}")
     for index, length in enumerate(lengths):
         if length < 1:
             raise ValueError(f"sequence {index} has {length} tokens; a sequence has at least one")
-    shares = _balance(range(len(lengths)), lengths, dp)
-    count = max(1, *(_fewest(share, lengths, token_budget) for share in shares))
+    costs = np.array([n + quadratic * n * n for n in lengths], dtype=np.float64)
+    short = [n for n in lengths if n <= token_budget]
+    fewest = len(lengths) - len(short) + -(-sum(short) // token_budget)  # no plan has fewer micro-batches
+    count = max(1, -(-fewest // dp))
     while True:
-        plan = [_balance(share, lengths, count) for share in shares]
-        if all(_fits(indices, lengths, token_budget) for rank in plan for indices in rank):
+        parts = partition(costs, dp * count)
+        if all(len(part) <= 1 or sum(lengths[index] for index in part) <= token_budget for part in parts):
             break
         count += 1  # ends at the latest when each sequence has a micro-batch of its own
-    for rank in plan:
-        rank.sort(key=lambda indices: (-sum(lengths[index] for index in indices), indices))
+    parts.sort(key=lambda part: (-costs[part].sum(), part))
+    plan: list[list[list[int]]] = [[] for _ in range(dp)]
+    loads = [0.0] * dp
+    for first in range(0, len(parts), dp):
+        idlest = sorted(range(dp), key=lambda rank: (loads[rank], rank))
+        for rank, part in zip(idlest, parts[first : first + dp], strict=True):
+            plan[rank].append(part)
+            loads[rank] += float(costs[part].sum())
     return plan
 
 
-def _fewest(indices: list[int], lengths: Sequence[int], token_budget: int) -> int:
-    """No plan has fewer micro-batches than this."""
-    short = [lengths[index] for index in indices if lengths[index] <= token_budget]
-    return len(indices) - len(short) + -(-sum(short) // token_budget)
+def partition(costs: np.ndarray, bins: int) -> list[list[int]]:
+    """Numbers of the items in each of `bins` parts of about equal cost; numbers rise within a part.
 
-
-def _fits(indices: list[int], lengths: Sequence[int], token_budget: int) -> bool:
-    return len(indices) <= 1 or sum(lengths[index] for index in indices) <= token_budget
-
-
-def _balance(indices: Sequence[int], lengths: Sequence[int], bins: int) -> list[list[int]]:
-    """Split `indices` into `bins` lists of about equal total length; ties go to the lower index and the lower bin."""
-    loads = [(0, place) for place in range(bins)]
-    result: list[list[int]] = [[] for _ in range(bins)]
-    for index in sorted(indices, key=lambda i: (-lengths[i], i)):
-        load, place = heapq.heappop(loads)
-        result[place].append(index)
-        heapq.heappush(loads, (load + lengths[index], place))
-    return [sorted(part) for part in result]
+    By differencing (Karmarkar and Karp 1982): at first each item is a partition of its own, with all of its cost in one
+    bin. The two partitions whose bins differ most are joined, the fullest bin of one with the emptiest of the other,
+    until one is left.
+    """
+    parts: list[list[int]] = [[] for _ in range(bins)]
+    if not len(costs):
+        return parts
+    sums: list[np.ndarray] = []  # of each partition's bins, falling
+    joined: list[tuple[int, int, np.ndarray]] = []  # two partitions, and which bin of the first each bin came from
+    for cost in costs:
+        sums.append(np.zeros(bins))
+        sums[-1][0] = cost
+    heap = [(-float(cost), number) for number, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, a), (_, b) = heapq.heappop(heap), heapq.heappop(heap)
+        both = sums[a] + sums[b][::-1]
+        order = np.argsort(-both, kind="stable")
+        joined.append((a, b, order))
+        sums.append(both[order])
+        heapq.heappush(heap, (float(sums[-1][-1] - sums[-1][0]), len(sums) - 1))
+    # From the last partition back: where each bin of those that it was made of has come to lie.
+    place: dict[int, np.ndarray] = {len(sums) - 1: np.arange(bins)}
+    for number in range(len(sums) - 1, len(costs) - 1, -1):
+        a, b, order = joined[number - len(costs)]
+        first = np.empty(bins, dtype=np.int64)
+        first[order] = place.pop(number)
+        place[a], place[b] = first, first[::-1]
+    for item in range(len(costs)):
+        parts[place[item][0]].append(item)
+    return parts

@@ -24,6 +24,7 @@ from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.logprobs import vocab_parallel_logprobs
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
+from megarl.models.cost import quadratic_cost
 from megarl.models.layout import HFTensor, Param, Replicated
 from megarl.models.registry import family_of
 from megarl.parallel import device
@@ -47,6 +48,7 @@ class MegatronModel:
         self.ranks = ranks
         self.role = role
         self.vocab_size = int(family_of(hf_config).gpt_kwargs(hf_config)["vocab_size"])
+        self.quadratic_cost = quadratic_cost(hf_config)
         self.chunks = build_chunks(hf_config, config, role)
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
         self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
@@ -186,7 +188,8 @@ class MegatronModel:
         return metrics
 
     def _plan(self, batch: TrainBatch) -> list[list[list[int]]]:
-        return plan_micro_batches(batch.lengths.tolist(), self.ranks.dp, self.config.train.token_budget)
+        lengths, budget = batch.lengths.tolist(), self.config.train.token_budget
+        return plan_micro_batches(lengths, self.ranks.dp, budget, self.quadratic_cost)
 
     def _schedule(self, batch: TrainBatch, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results."""

@@ -1,14 +1,55 @@
 import random
 
+import numpy as np
 import pytest
 
-from megarl.data.packing import plan_micro_batches
+from megarl.data.packing import partition, plan_micro_batches
 
 
 def test_by_hand():
-    # Longest first to the less loaded rank: 9 -> A, 7 -> B, 5 -> B (7 < 9), 4 -> A (9 < 12), 2 -> B (12 < 13).
-    # Both need two micro-batches of at most 10: A {9}, {4}; B {7}, {5, 2}, where the lower indices come first.
-    assert plan_micro_batches([5, 9, 2, 7, 4], dp=2, token_budget=10) == [[[1], [4]], [[0, 2], [3]]]
+    # At most 10 tokens: 27 need three micro-batches, so two for each rank. Differencing into four: 9 and 7 beside each
+    # other, then 5, then 4, and 2 to the emptiest, which has the 4. The two largest go first, 9 to rank 0 and 7 to rank
+    # 1; then the next larger to the rank that has less.
+    assert plan_micro_batches([5, 9, 2, 7, 4], dp=2, token_budget=10) == [[[1], [0]], [[3], [2, 4]]]
+
+
+def test_partition_by_hand():
+    # The example of Karmarkar and Karp's method: greedily 8 7 6 5 4 is 17 to 13, differencing makes it 16 to 14.
+    parts = partition(np.array([8.0, 7.0, 6.0, 5.0, 4.0]), 2)
+    assert sorted(parts) == [[0, 2], [1, 3, 4]]
+
+
+def greedy(costs, bins):
+    loads = [0.0] * bins
+    for cost in sorted(costs, reverse=True):
+        loads[loads.index(min(loads))] += cost
+    return max(loads)
+
+
+def test_partition_is_even_and_better_than_greedy():
+    rng = np.random.default_rng(1)
+    gains = []
+    for _ in range(40):
+        costs, bins = rng.lognormal(0.0, 0.8, rng.integers(30, 200)), int(rng.integers(2, 12))
+        parts = partition(costs, bins)
+        assert sorted(item for part in parts for item in part) == list(range(len(costs)))
+        assert all(part == sorted(part) for part in parts)
+        gains.append(greedy(costs, bins) / max(costs[part].sum() for part in parts))
+    assert np.mean(gains) > 1.0 and min(gains) > 0.97
+
+
+@pytest.mark.parametrize("quadratic", [0.0, 3e-5, 3e-4])
+def test_ranks_compute_about_equally_long_at_any_time(quadratic):
+    """Long-tailed lengths as of rollouts: 512 to 4 ranks, up to 8192 tokens at once."""
+    rng = np.random.default_rng(2)
+    lengths = np.minimum(rng.lognormal(6.0, 0.7, 512), 4096).astype(int).tolist()
+    plan = plan_micro_batches(lengths, 4, 8192, quadratic)
+    cost = [[sum(lengths[i] * (1 + quadratic * lengths[i]) for i in micro) for micro in rank] for rank in plan]
+    whole = [sum(rank) for rank in cost]
+    assert max(whole) <= 1.01 * np.mean(whole)
+    waited = sum(max(together) for together in zip(*cost, strict=True)) / np.mean(whole)
+    assert waited <= 1.02  # all wait for the slowest after each micro-batch
+    assert len(plan[0]) <= 1.1 * sum(lengths) / (4 * 8192) + 1
 
 
 def test_long_sequence_is_alone_and_ranks_without_work_get_empty_micro_batches():
