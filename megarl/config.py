@@ -203,7 +203,7 @@ class TrainConfig:
     token_budget: int = 3072
     """Tokens in one micro-batch of one data-parallel rank; a longer sequence is a micro-batch of its own."""
     logits_at_once: int = 512
-    """Tokens whose logits exist at the same time, for each of which the loss takes 18 bytes a word (bf16) over tp."""
+    """Tokens whose logits exist at the same time: in bf16 about 18 bytes for each token and word, over tp."""
     deterministic: bool = True
     """Equal runs give equal bits. Turn off where speed on a GPU matters more."""
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed.launcher import api as launcher
 
-from megarl.train import main
+from megarl import dry_run
+from megarl.config import load_config
+from megarl.rollout import engine, hosting
+from megarl.train import main, start_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -95,3 +103,20 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "rollout.max_turns = 5" in lines and len(lines) < 90
+
+
+def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    closed: list[bool] = []
+    host = SimpleNamespace(path="/the/socket", close=lambda: closed.append(True))
+    monkeypatch.setattr(engine, "start_host", lambda config: host)
+    monkeypatch.setattr(dry_run, "validate", lambda config: dry_run.Report([], [], {}, []))
+
+    def launch(settings: Any, program: str) -> Callable[..., None]:
+        return lambda *arguments: seen.append(os.environ.get(hosting.SHARED))
+
+    monkeypatch.setattr(launcher, "elastic_launch", launch)
+    assert start_ranks(load_config(QUICKSTART, []), [QUICKSTART]) == 0
+    assert (seen, closed, os.environ.get(hosting.SHARED)) == (["/the/socket"], [True], None)
+    assert start_ranks(load_config(QUICKSTART, ["rollout.replay=elsewhere"]), [QUICKSTART]) == 0
+    assert seen == ["/the/socket", None] and closed == [True]

@@ -1,8 +1,11 @@
-"""The rows that the tables of several families share, and the check that a table divides."""
+"""What the tables of several families share: rows, Megatron's fields, and the check that a table divides."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+from torch.nn.functional import silu
 
 from megarl.models.layout import (
     Columns,
@@ -20,7 +23,7 @@ from megarl.models.layout import (
     Vocab,
     pieces,
 )
-from megarl.models.options import need
+from megarl.models.options import need, rope
 
 
 def checked(params: list[Param], tp: int) -> list[Param]:
@@ -28,6 +31,51 @@ def checked(params: list[Param], tp: int) -> list[Param]:
     for param in params:
         pieces(param, tp, 0)
     return params
+
+
+def common_config(hf: HFConfig) -> dict[str, Any]:
+    """Fields of Megatron's configuration: sizes, RMSNorm, gated SiLU, no biases but of attention, no dropout."""
+    return dict(
+        num_layers=need(hf, "num_hidden_layers"),
+        hidden_size=need(hf, "hidden_size"),
+        ffn_hidden_size=need(hf, "intermediate_size"),
+        num_attention_heads=need(hf, "num_attention_heads"),
+        normalization="RMSNorm",
+        layernorm_epsilon=need(hf, "rms_norm_eps"),
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=hf.get("initializer_range", 0.02),
+    )
+
+
+def grouped_config(hf: HFConfig, bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
+    """`common_config` with grouped-query attention; see `grouped_attention`."""
+    return common_config(hf) | dict(
+        num_query_groups=groups(hf), kv_channels=head_dim(hf), add_qkv_bias=bias, qk_layernorm=qk_norm
+    )
+
+
+def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
+    """Arguments of Megatron's GPTModel: vocabulary, length, rotary embeddings, and whether the head is tied."""
+    return dict(
+        vocab_size=need(hf, "vocab_size"),
+        max_sequence_length=need(hf, "max_position_embeddings"),
+        position_embedding_type="rope",
+        rotary_base=float(rope(hf)["rope_theta"]),
+        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+    )
+
+
+def groups(hf: HFConfig) -> int:
+    """Key-value heads."""
+    return int(hf.get("num_key_value_heads") or need(hf, "num_attention_heads"))
+
+
+def head_dim(hf: HFConfig) -> int:
+    return int(hf.get("head_dim") or need(hf, "hidden_size") // need(hf, "num_attention_heads"))
 
 
 def one(
@@ -65,24 +113,27 @@ def norm(megatron: str, hf: str, size: int) -> Param:
     return one(f"{megatron}.weight", f"{hf}.weight", (size,), Replicated())
 
 
-def grouped_attention(
-    layer: int, hidden: int, heads: int, groups: int, head_dim: int, bias: bool = False, qk_norm: bool = False
-) -> list[Param]:
-    """Grouped-query attention: fused qkv, output projection, optionally biases of qkv and norms of q and k."""
-    megatron, hf = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
-    sizes = {"q": heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
-    engine = EngineQkv(heads, groups)
-    weights = tuple(HFTensor(f"{hf}.{x}_proj.weight", (rows, hidden)) for x, rows in sizes.items())
-    slot = Slot(f"{hf}.qkv_proj.weight", engine, "attention")
-    rows = [Param(f"{megatron}.linear_qkv.weight", weights, Qkv(groups), slot)]
+def grouped_attention(hf: HFConfig, layer: int, bias: bool = False, qk_norm: bool = False) -> list[Param]:
+    """Both norms of a layer and grouped-query attention between them: fused qkv, output projection, optionally biases
+    of qkv and norms of q and k."""
+    hidden, heads, size, shared = need(hf, "hidden_size"), need(hf, "num_attention_heads"), head_dim(hf), groups(hf)
+    layer_here, layer_there = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    ours, theirs = f"{layer_here}.self_attention", f"{layer_there}.self_attn"
+    sizes = {"q": heads * size, "k": shared * size, "v": shared * size}
+    engine, cut = EngineQkv(heads, shared), Qkv(shared)
+    weights = tuple(HFTensor(f"{theirs}.{x}_proj.weight", (rows, hidden)) for x, rows in sizes.items())
+    slot = Slot(f"{theirs}.qkv_proj.weight", engine, "attention")
+    rows = [norm(f"{layer_here}.input_layernorm", f"{layer_there}.input_layernorm", hidden)]
+    rows.append(Param(f"{ours}.linear_qkv.weight", weights, cut, slot))
     if bias:
-        biases = tuple(HFTensor(f"{hf}.{x}_proj.bias", (rows,)) for x, rows in sizes.items())
-        slot = Slot(f"{hf}.qkv_proj.bias", engine, "attention")
-        rows.append(Param(f"{megatron}.linear_qkv.bias", biases, Qkv(groups), slot))
+        biases = tuple(HFTensor(f"{theirs}.{x}_proj.bias", (rows,)) for x, rows in sizes.items())
+        slot = Slot(f"{theirs}.qkv_proj.bias", engine, "attention")
+        rows.append(Param(f"{ours}.linear_qkv.bias", biases, cut, slot))
     if qk_norm:
-        rows += [norm(f"{megatron}.{x}_layernorm", f"{hf}.{x}_norm", head_dim) for x in ("q", "k")]
+        rows += [norm(f"{ours}.{x}_layernorm", f"{theirs}.{x}_norm", size) for x in ("q", "k")]
     output = Columns(heads, "num_attention_heads")
-    rows.append(one(f"{megatron}.linear_proj.weight", f"{hf}.o_proj.weight", (hidden, heads * head_dim), output))
+    rows.append(one(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * size), output))
+    rows.append(norm(f"{layer_here}.pre_mlp_layernorm", f"{layer_there}.post_attention_layernorm", hidden))
     return rows
 
 

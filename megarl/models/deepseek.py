@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.functional import silu
 
 from megarl.config import ConfigError
 from megarl.models import blocks
@@ -45,29 +44,21 @@ def _config_v2(hf: HFConfig) -> dict[str, Any]:
 
 
 def _config(hf: HFConfig) -> dict[str, Any]:
-    return experts_config(hf) | dict(
-        num_layers=need(hf, "num_hidden_layers"),
-        hidden_size=need(hf, "hidden_size"),
-        ffn_hidden_size=need(hf, "intermediate_size"),
-        num_attention_heads=need(hf, HEADS),
-        multi_latent_attention=True,
-        q_lora_rank=hf.get("q_lora_rank"),
-        kv_lora_rank=need(hf, "kv_lora_rank"),
-        qk_head_dim=need(hf, "qk_nope_head_dim"),
-        qk_pos_emb_head_dim=need(hf, "qk_rope_head_dim"),
-        v_head_dim=need(hf, "v_head_dim"),
-        qk_layernorm=True,  # the norms of the latents
-        # Megatron's MLA turns pairs (0, 1), (2, 3).. itself, which is HF's rope_interleave: weights stay as they are.
-        rotary_interleaved=False,
-        **_rope(hf),
-        normalization="RMSNorm",
-        layernorm_epsilon=need(hf, "rms_norm_eps"),
-        gated_linear_unit=True,
-        activation_func=silu,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        init_method_std=hf.get("initializer_range", 0.02),
+    return (
+        blocks.common_config(hf)
+        | experts_config(hf)
+        | dict(
+            multi_latent_attention=True,
+            q_lora_rank=hf.get("q_lora_rank"),
+            kv_lora_rank=need(hf, "kv_lora_rank"),
+            qk_head_dim=need(hf, "qk_nope_head_dim"),
+            qk_pos_emb_head_dim=need(hf, "qk_rope_head_dim"),
+            v_head_dim=need(hf, "v_head_dim"),
+            qk_layernorm=True,  # the norms of the latents
+            # Megatron's MLA turns pairs (0, 1), (2, 3).. itself, as HF's rope_interleave does: weights stay.
+            rotary_interleaved=False,
+            **_rope(hf),
+        )
     )
 
 
@@ -85,16 +76,6 @@ def experts_config(hf: HFConfig) -> dict[str, Any]:
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
-    )
-
-
-def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
-    return dict(
-        vocab_size=need(hf, "vocab_size"),
-        max_sequence_length=need(hf, "max_position_embeddings"),
-        position_embedding_type="rope",
-        rotary_base=float(rope(hf)["rope_theta"]),
-        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
     )
 
 
@@ -220,7 +201,6 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     m(mscale) / m(mscale_all_dim) and the softmax by m(mscale_all_dim)^2, with m(x) = 0.1 x ln(factor) + 1, as HF does.
     """
     options = rope(hf)
-    require(options, "partial_rotary_factor", 1.0)
     theta = float(options["rope_theta"])
     if options["rope_type"] == "default":
         # a factor of 1 keeps Megatron from scaling the softmax
@@ -303,7 +283,7 @@ V2 = Family(
     "deepseek_v2",
     _check_v2,
     _config_v2,
-    gpt_kwargs,
+    blocks.gpt_kwargs,
     _layer_v2,
     num_experts,
     tool_call_parser="deepseekv3",
@@ -313,7 +293,7 @@ V3 = Family(
     "deepseek_v3",
     _check_v3,
     _config_v3,
-    gpt_kwargs,
+    blocks.gpt_kwargs,
     _layer_v3,
     num_experts,
     tool_call_parser="deepseekv3",

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from torch.nn.functional import silu
-
 from megarl.config import ConfigError
 from megarl.models import blocks
 from megarl.models.family import Family
 from megarl.models.layout import HFConfig, Param
-from megarl.models.options import default_rope, need, require, require_common, rope
+from megarl.models.options import need, require, require_common, require_default_rope, rope
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of rope_type llama3: Megatron has these built in."""
@@ -24,60 +22,32 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 def _megatron_config(hf: HFConfig, check: Callable[[HFConfig], None], bias: bool, qk_norm: bool) -> dict[str, Any]:
     check(hf)
-    return dict(
-        num_layers=need(hf, "num_hidden_layers"),
-        hidden_size=need(hf, "hidden_size"),
-        ffn_hidden_size=need(hf, "intermediate_size"),
-        num_attention_heads=need(hf, "num_attention_heads"),
-        num_query_groups=_groups(hf),
-        kv_channels=_head_dim(hf),
-        add_qkv_bias=bias,
-        qk_layernorm=qk_norm,
-        normalization="RMSNorm",
-        layernorm_epsilon=need(hf, "rms_norm_eps"),
-        gated_linear_unit=True,
-        activation_func=silu,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        init_method_std=hf.get("initializer_range", 0.02),
-    )
+    return blocks.grouped_config(hf, bias, qk_norm)
 
 
 def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
     options = rope(hf)
     stretched = options["rope_type"] == "llama3"
-    return dict(
-        vocab_size=need(hf, "vocab_size"),
-        max_sequence_length=need(hf, "max_position_embeddings"),
-        position_embedding_type="rope",
-        rotary_base=float(options["rope_theta"]),
-        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
-        **({"rope_scaling": True, "rope_scaling_factor": float(need(options, "factor"))} if stretched else {}),
+    return blocks.gpt_kwargs(hf) | (
+        dict(rope_scaling=True, rope_scaling_factor=float(need(options, "factor"))) if stretched else {}
     )
 
 
 def _layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool, qk_norm: bool) -> list[Param]:
-    hidden, ffn = need(hf, "hidden_size"), need(hf, "intermediate_size")
-    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    heads = need(hf, "num_attention_heads")
-    return [
-        blocks.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden),
-        *blocks.grouped_attention(layer, hidden, heads, _groups(hf), _head_dim(hf), bias, qk_norm),
-        blocks.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden),
-        *blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size"),
-    ]
+    ours, theirs, key = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", "intermediate_size"
+    mlp = blocks.gated_mlp(ours, theirs, need(hf, "hidden_size"), need(hf, key), key)
+    return blocks.grouped_attention(hf, layer, bias, qk_norm) + mlp
 
 
 def _check_qwen2(hf: HFConfig) -> None:
     require_common(hf)
-    default_rope(hf)
+    require_default_rope(hf)
 
 
 def _check_qwen3(hf: HFConfig) -> None:
     require_common(hf)
     require(hf, "attention_bias", False)
-    default_rope(hf)
+    require_default_rope(hf)
 
 
 def _check_llama(hf: HFConfig) -> None:
@@ -85,7 +55,6 @@ def _check_llama(hf: HFConfig) -> None:
     require(hf, "attention_bias", False)
     require(hf, "mlp_bias", False)
     options = rope(hf)
-    require(options, "partial_rotary_factor", 1.0)
     if options["rope_type"] == "llama3":
         for key, value in LLAMA3.items():
             if need(options, key) != value:
@@ -93,15 +62,7 @@ def _check_llama(hf: HFConfig) -> None:
                     f"config.json: rope_type llama3 with {key}={options[key]} is not implemented ({value})"
                 )
     else:
-        default_rope(hf)
-
-
-def _groups(hf: HFConfig) -> int:
-    return int(hf.get("num_key_value_heads") or need(hf, "num_attention_heads"))
-
-
-def _head_dim(hf: HFConfig) -> int:
-    return int(hf.get("head_dim") or need(hf, "hidden_size") // need(hf, "num_attention_heads"))
+        require_default_rope(hf)
 
 
 def _family(

@@ -1,7 +1,8 @@
 """Bytes that a rank needs, by part, worked out from a family's table: no process, no device.
 
-Weights, gradients, optimizer states and the engine's weights are exact, element by element. Activations and the KV
-cache are estimates, as their functions say. What CUDA, NCCL and the allocator take for themselves is not counted.
+Weights, gradients, optimizer states and the engine's weights are exact, element by element. Activations, what the loss
+takes for logits, and the KV cache are estimates, as their functions say. What CUDA, NCCL and the allocator take for
+themselves is not counted.
 """
 
 from __future__ import annotations
@@ -231,8 +232,9 @@ def _is_moe(settings: Mapping[str, Any], layer: int) -> bool:
 
 
 def logits_bytes(vocab_size: int, hidden: int, tp: int, tokens: int, at_once: int, size: int) -> int:
-    """What `megatron/logprobs.py` needs for a micro-batch: logits of some tokens, in the model's type and four times in
-    fp32; the gradient of the output layer's weight, a sum in fp32 and a summand; hidden states and their gradient.
+    """About what `megatron/logprobs.py` needs for a micro-batch: logits of some tokens, in the model's type and four
+    times in fp32; the gradient of the output layer's weight, a sum in fp32 and a summand; hidden states and their
+    gradient.
     """
     words = padded_vocab(vocab_size, tp) // tp
     return min(tokens, at_once) * words * (size + 16) + words * hidden * (4 + size) + 2 * tokens * hidden * size

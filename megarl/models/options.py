@@ -26,12 +26,12 @@ def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, .
 
 def require_common(hf: Mapping[str, Any], partial_rotary: bool = False) -> None:
     """Refuse what no family implements. partial_rotary: whether this one can turn a part of each head only."""
-    is_fp8(hf)
+    is_fp8(hf)  # refuses what is quantised otherwise
     require(hf, "hidden_act", "silu")
     require(hf, "attention_dropout", 0.0)
     require(hf, "use_sliding_window", False)
     if not partial_rotary:
-        require(hf, "partial_rotary_factor", 1.0)
+        require(rope(hf), "partial_rotary_factor", 1.0)
     require(hf, "pruned_heads", {})
     for kind in hf.get("layer_types") or ():
         if kind != "full_attention":
@@ -52,16 +52,13 @@ def rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def default_rope(hf: Mapping[str, Any], partial_rotary: bool = False) -> float:
-    """The base of unscaled rotary embeddings; any scaled kind is refused."""
+def require_default_rope(hf: Mapping[str, Any]) -> None:
+    """Refuse any scaled kind of rotary embeddings."""
     options = rope(hf)
-    if not partial_rotary:
-        require(options, "partial_rotary_factor", 1.0)
     if options["rope_type"] != "default":
         raise ConfigError(
             f"config.json of {_name(hf)}: rope_type={options['rope_type']!r} is not implemented (implemented: default)"
         )
-    return float(options["rope_theta"])
 
 
 def _name(hf: Mapping[str, Any]) -> str:

@@ -22,6 +22,20 @@ COMMON: dict[str, Any] = dict(
     initializer_range=0.1,
 )
 
+EXPERTS: dict[str, Any] = dict(
+    COMMON,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
+LATENT: dict[str, Any] = dict(
+    EXPERTS, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=12
+)
+
 HF: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(
         COMMON,
@@ -36,67 +50,13 @@ HF: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
         rope_theta=10000.0,
     ),
-    "deepseek_v3": dict(
-        COMMON,
-        architectures=["DeepseekV3ForCausalLM"],
-        num_hidden_layers=3,
-        num_key_value_heads=4,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        routed_scaling_factor=1.5,
-        norm_topk_prob=True,
-        num_nextn_predict_layers=0,
-        tie_word_embeddings=False,
-        rope_theta=10000.0,
-    ),
-    "glm4_moe": dict(
-        COMMON,
-        architectures=["Glm4MoeForCausalLM"],
-        head_dim=16,
-        attention_bias=True,
-        use_qk_norm=True,
-        partial_rotary_factor=0.5,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-        routed_scaling_factor=1.5,
-        norm_topk_prob=True,
-        num_nextn_predict_layers=0,
-        tie_word_embeddings=False,
-        rope_theta=10000.0,
-    ),
-    "deepseek_v2": dict(
-        COMMON,
-        architectures=["DeepseekV2ForCausalLM"],
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=2,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-        topk_method="greedy",
-        routed_scaling_factor=1.5,
-        norm_topk_prob=False,
-        tie_word_embeddings=False,
-        rope_theta=10000.0,
-    ),
+    "deepseek_v3": dict(LATENT, architectures=["DeepseekV3ForCausalLM"], q_lora_rank=24, n_shared_experts=1)
+    | dict(num_hidden_layers=3, n_group=1, topk_group=1, norm_topk_prob=True, num_nextn_predict_layers=0),
+    "deepseek_v2": dict(LATENT, architectures=["DeepseekV2ForCausalLM"], q_lora_rank=None, n_shared_experts=2)
+    | dict(topk_method="greedy", norm_topk_prob=False),
+    "glm4_moe": dict(EXPERTS, architectures=["Glm4MoeForCausalLM"], head_dim=16, n_shared_experts=1)
+    | dict(attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5)
+    | dict(norm_topk_prob=True, num_nextn_predict_layers=0),
     "qwen3": dict(
         COMMON, architectures=["Qwen3ForCausalLM"], head_dim=16, tie_word_embeddings=True, rope_theta=10000.0
     ),
@@ -165,7 +125,7 @@ def config(tp: int = 1, pp: int = 1, ep: int = 1, world: int = 1, **sections: An
     tree: dict[str, Any] = {
         "model": {"dtype": "float32"},
         "parallel": {"world_size": world, "tp": tp, "pp": pp, "ep": ep},
-        "train": {"token_budget": 26},
+        "train": {"token_budget": 26, "logits_at_once": 5},
     }
     for name, values in sections.items():
         tree.setdefault(name, {}).update(values)

@@ -3,15 +3,25 @@ import json
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_models
 
 from megarl.config import RolloutConfig
+from megarl.rollout import multi_turn
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Generation
-from megarl.rollout.multi_turn import Surroundings, gather_rollouts, run_conversation, sample_seed, sampling_params
+from megarl.rollout.multi_turn import (
+    Conversations,
+    Surroundings,
+    gather_rollouts,
+    run_conversation,
+    sample_seed,
+    sampling_params,
+)
 from megarl.rollout.tool_calls import Call, Reply
 from megarl.rollout.tools import ToolPool, load_tools
 from megarl.types import Prompt, Rollout, TrainBatch
@@ -220,3 +230,18 @@ def test_sampling_params() -> None:
     assert sampling_params(CONFIG, CHAT, True, 3)["temperature"] == 0.0
     warm = sampling_params(replace(CONFIG, temperature=0.7, top_p=0.9), CHAT, False, 3)
     assert (warm["temperature"], warm["top_p"], warm["sampling_seed"], warm["stop_token_ids"]) == (0.7, 0.9, 3, [END])
+
+
+def test_the_tools_processes_are_kept_from_one_generation_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimpleNamespace(url="", api_key="", tool_call_marker="", check_alive=lambda: None)
+
+    async def only_call(prompts: Any, policy: Any, around: Surroundings, **_: Any) -> list[str]:
+        return [(await around.tools.call("pid", {})).text]
+
+    monkeypatch.setattr(multi_turn, "gather_rollouts", only_call)
+    talks = Conversations(engine, Chat(TOKENIZER, load_tools(["odd_tools:pid"])), CONFIG)  # type: ignore[arg-type]
+    first, second = talks.generate([]), talks.generate([])
+    assert first == second
+    talks.close()
+    talks.close()
+    assert not Path(f"/proc/{first[0]}").exists()

@@ -51,7 +51,6 @@ def test_a_tool_that_prints_cannot_forge_an_answer() -> None:
 
 def test_a_tool_that_hangs_is_killed_with_its_children_and_its_place_refilled(tmp_path: Path) -> None:
     mark = tmp_path / "pids"
-    # A place must be warm first, for starting a process on a busy machine counts as the tool's time.
     first, hung, second = run([("pid", {}), ("hangs", {"mark": str(mark)}), ("pid", {})], timeout=10.0, size=1)
     assert not hung.ok and "stopped after 10 s" in hung.text
     assert second.ok and second.text != first.text
@@ -67,6 +66,14 @@ def test_processes_end_with_the_pool_and_are_reused() -> None:
     first, second = run([("pid", {}), ("pid", {})])
     assert first == second and int(first.text) != os.getpid()
     assert not is_running(int(first.text))
+
+
+def test_quick_calls_wait_for_a_process_instead_of_starting_one_each() -> None:
+    async def many() -> set[str]:
+        async with aclosing(ToolPool(load_tools(["odd_tools:pid"]), 60.0, 16)) as pool:
+            return {result.text for result in await asyncio.gather(*(pool.call("pid", {}) for _ in range(64)))}
+
+    assert len(asyncio.run(many())) < 8
 
 
 def test_tool_processes_import_nothing_heavy() -> None:
