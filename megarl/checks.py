@@ -12,15 +12,15 @@ from typing import Any
 from megarl.config import Config, ConfigError
 from megarl.models import megatron_fields
 from megarl.models.family import HFConfig
-from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of, load_hf_config
+from megarl.models.stages import stage_layers
 from megarl.rewards.functions import load_functions
 from megarl.rollout import server_args
 from megarl.rollout.tools import load_tools
 
 
 def data_parallel(config: Config) -> int:
-    return config.parallel.world_size // (config.parallel.tp * config.parallel.pp)
+    return config.parallel.world_size // (config.parallel.tp * config.parallel.cp * config.parallel.pp)
 
 
 def sequences_per_step(config: Config) -> int:
@@ -140,13 +140,14 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     settings = family.megatron_config(hf)
     megatron_fields.check(config.model.megatron, mla=bool(settings.get("multi_latent_attention")))
     settings = {**settings, **config.model.megatron}
-    family.params(hf, parallel.tp)  # raises for what tp does not divide
+    family.params(hf, parallel.tp, parallel.etp)  # raises for what tp or etp does not divide
     experts = settings.get("num_moe_experts")
-    if not experts and parallel.ep > 1:
-        raise ConfigError(f"parallel.ep={parallel.ep}, but {family.architecture} has no experts; set it to 1")
+    for name in ("ep", "etp"):
+        if not experts and (size := getattr(parallel, name)) > 1:
+            raise ConfigError(f"parallel.{name}={size}, but {family.architecture} has no experts; set it to 1")
     if experts and experts % parallel.ep:
         raise ConfigError(f"parallel.ep={parallel.ep} does not divide the model's {experts} experts")
-    stage_layers(int(settings["num_layers"]), parallel.pp, settings)
+    stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
 
 
 def check_engine(hf: HFConfig, config: Config) -> None:

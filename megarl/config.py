@@ -66,11 +66,17 @@ class ParallelConfig:
     ranks_per_node: int = 8
     """Ranks on one machine."""
     tp: int = 1
-    """Tensor parallel ranks of the dense layers; more than one turns sequence parallelism on. Experts have TP 1."""
+    """Tensor parallel ranks of the dense layers; more than one turns sequence parallelism on."""
     pp: int = 1
     """Pipeline stages."""
+    vpp: int = 1
+    """Parts of each pipeline stage, in turn with those of the others (interleaved schedule): less waiting, more talk."""
+    cp: int = 1
+    """Context parallel ranks: each has a part of every sequence. Twice as many must fit into a sequence to be of use."""
     ep: int = 1
-    """Expert parallel ranks; they are taken from TP x DP."""
+    """Expert parallel ranks; with `etp` they are taken from TP x CP x DP."""
+    etp: int = 1
+    """Tensor parallel ranks of the experts, which are whole by default."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ class CriticConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     token_budget: int = 3072
-    """Tokens in one micro-batch of one data-parallel rank; a longer sequence is a micro-batch of its own."""
+    """Tokens that one rank has of a micro-batch, so that it has `cp` times as many; a longer sequence is one by itself."""
     logits_at_once: int = 512
     """Tokens whose logits exist at the same time: in bf16 about 18 bytes for each token and word, over tp."""
     deterministic: bool = True

@@ -15,7 +15,10 @@ from megarl.config import ConfigError
 OURS = {
     "tensor_model_parallel_size": "parallel.tp",
     "pipeline_model_parallel_size": "parallel.pp",
+    "virtual_pipeline_model_parallel_size": "parallel.vpp",
+    "context_parallel_size": "parallel.cp",
     "expert_model_parallel_size": "parallel.ep",
+    "expert_tensor_parallel_size": "parallel.etp",
     "params_dtype": "model.dtype",
     "bf16": "model.dtype",
     "pipeline_dtype": "model.dtype",
@@ -26,9 +29,6 @@ OURS = {
 FIXED = {
     "fp16": "training in fp16 is not implemented",
     "sequence_parallel": "it is on exactly where parallel.tp > 1",
-    "expert_tensor_parallel_size": "experts have tensor parallel size 1",
-    "context_parallel_size": "context parallelism is not implemented",
-    "virtual_pipeline_model_parallel_size": "interleaved pipelines are not implemented",
     "pipeline_model_parallel_layout": "give num_layers_in_first_pipeline_stage and ..._last_... instead",
     "account_for_embedding_in_pipeline_split": "give num_layers_in_first_pipeline_stage instead",
     "account_for_loss_in_pipeline_split": "give num_layers_in_last_pipeline_stage instead",

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from megarl.parallel import device
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's coordinates. Sizes are those of the dense layout; experts have tensor parallel size 1."""
+    """This rank's coordinates. Dense parameters are cut by tp, routed experts dealt out by ep and cut by etp."""
 
     rank: int
     world: int
@@ -30,6 +31,14 @@ class Ranks:
     ep_rank: int
     dp: int
     dp_rank: int
+    cp: int = 1
+    cp_rank: int = 0
+    etp: int = 1
+    etp_rank: int = 0
+
+    def grid(self, expert: bool) -> tuple[int, int]:
+        """In how many parts a routed expert's parameter, or another, is cut, and which of them this rank has."""
+        return (self.etp, self.etp_rank) if expert else (self.tp, self.tp_rank)
 
 
 _host_group: dist.ProcessGroup | None = None
@@ -37,21 +46,30 @@ _host_group: dist.ProcessGroup | None = None
 
 def check_layout(parallel: ParallelConfig) -> None:
     """Raise ConfigError where the layout does not divide the world; says what would."""
-    model_parallel = parallel.tp * parallel.pp
-    if min(parallel.world_size, parallel.tp, parallel.pp, parallel.ep, parallel.ranks_per_node) < 1:
-        raise ConfigError("parallel.world_size, tp, pp, ep and ranks_per_node must each be at least 1")
+    for name, size in vars(parallel).items():
+        if size < 1:
+            raise ConfigError(f"parallel.{name} must be at least 1, not {size}")
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
+    shown = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
+    model_parallel = prod(sizes.values())
     if parallel.world_size % model_parallel:
         raise ConfigError(
-            f"parallel.world_size={parallel.world_size} is not a multiple of tp x pp = {parallel.tp} x {parallel.pp} = "
-            f"{model_parallel}; the nearest that are: {_nearest_multiples(parallel.world_size, model_parallel)}"
+            f"parallel.world_size={parallel.world_size} is not a multiple of {' x '.join(shown)} = "
+            f"{' x '.join(map(str, shown.values()))} = {model_parallel}; the nearest that are: "
+            f"{_nearest_multiples(parallel.world_size, model_parallel)}"
         )
     expert_ranks = parallel.world_size // parallel.pp
-    if expert_ranks % parallel.ep:
-        fits = [n for n in range(1, expert_ranks + 1) if expert_ranks % n == 0]
-        raise ConfigError(
-            f"parallel.ep={parallel.ep} does not divide the {expert_ranks} ranks of a pipeline stage "
-            f"(world_size / pp); possible: {', '.join(map(str, fits))}"
-        )
+    if expert_ranks % (parallel.ep * parallel.etp):
+        for name, size, other in (("ep", parallel.ep, parallel.etp), ("etp", parallel.etp, parallel.ep)):
+            fits = [n for n in range(1, expert_ranks + 1) if expert_ranks % (n * other) == 0]
+            if size not in fits:
+                beside = f", beside {'etp' if name == 'ep' else 'ep'}={other}" if other > 1 else ""
+                raise ConfigError(
+                    f"parallel.{name}={size} does not divide the {expert_ranks} ranks of a pipeline stage "
+                    f"(world_size / pp){beside}; possible: {', '.join(map(str, fits)) or 'none'}"
+                )
+    if parallel.vpp > 1 and parallel.pp == 1:
+        raise ConfigError(f"parallel.vpp={parallel.vpp} cuts pipeline stages in parts, but parallel.pp=1; set it to 1")
 
 
 def _nearest_multiples(value: int, of: int) -> str:
@@ -83,7 +101,9 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=parallel.etp,
+        context_parallel_size=parallel.cp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         distributed_timeout_minutes=max(1, int(timeout_s // 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -100,6 +120,10 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        cp=parallel.cp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        etp=parallel.etp,
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
     )
 
 

@@ -1,6 +1,6 @@
 """One layout: forward, loss, every gradient and one optimizer step of each family against transformers and torch.
 
-Arguments: tp pp ep families(comma separated) folder-for-checkpoints. Prints the largest differences.
+Arguments: layout (tp=2,ep=2), family:role (comma separated), folder for checkpoints. Prints the largest differences.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, t
         stage = min(where.pp_rank for where, _ in holders)  # a tied embedding is on two stages
         holders = [(where, tensor) for where, tensor in holders if where.pp_rank == stage]
         shards = []
-        for tp_rank in range(1 if param.expert is not None else model.ranks.tp):
-            copies = [tensor for where, tensor in holders if param.expert is not None or where.tp_rank == tp_rank]
+        expert = param.expert is not None
+        parts, _ = model.ranks.grid(expert)
+        for part in range(parts):
+            copies = [tensor for where, tensor in holders if where.grid(expert)[1] == part]
             shards.append(torch.stack(copies).sum(0) if add else copies[0])
             if not add:
                 assert all(torch.equal(copy, copies[0]) for copy in copies), f"{param.megatron} differs between ranks"
@@ -82,7 +84,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     from megarl.megatron.model import MegatronModel
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
-    if layout["pp"] > 1 and family == "deepseek_v3":  # of three layers: an uneven split, and a stage without experts
+    if layout.get("pp", 1) > 1 and family == "deepseek_v3":  # of three layers: an uneven split, and a stage without experts
         sections["model"] = {"megatron": {"num_layers_in_first_pipeline_stage": 1}}
     batch = tiny.batch()
     trainer = reference.Trainer(family, role)
@@ -161,7 +163,8 @@ def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict
     """What is logged of a step with auxiliary losses; no sequence needs padding, which would be in them."""
     from megarl.megatron.model import MegatronModel
 
-    config = tiny.config(**layout, model={"megatron": tiny.AUX_LOSSES})
+    budget = {"token_budget": 26 // layout.get("cp", 1)}  # the same micro-batches in every layout
+    config = tiny.config(**layout, model={"megatron": tiny.AUX_LOSSES}, train=budget)
     model = MegatronModel(tiny.HF["qwen3_moe"], config, RANKS, "actor")
     model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
     metrics = model.train_step(tiny.batch((8, 20, 12)), lambda output, _: TokenLoss(-output.logprobs))
@@ -211,15 +214,16 @@ def resume(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str)
 
 
 if __name__ == "__main__":
-    tp, pp, ep = map(int, sys.argv[1:4])
-    world = int(os.environ["WORLD_SIZE"])
-    layout = dict(tp=tp, pp=pp, ep=ep, world=world)
+    layout = dict(world=int(os.environ["WORLD_SIZE"]))
+    for item in filter(None, sys.argv[1].split(",")):
+        name, _, size = item.partition("=")
+        layout[name] = int(size)
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}
-    for item in sys.argv[4].split(","):
+    for item in sys.argv[2].split(","):
         family, role = item.split(":")
-        results[item] = check(family, role, layout, sys.argv[5] if len(sys.argv) > 5 else "")
-    if tp > 1:
+        results[item] = check(family, role, layout, sys.argv[3] if len(sys.argv) > 3 else "")
+    if RANKS.tp > 1:
         for item in results.values():
             item["vocabulary"] = max(vocabulary(real) for real in (7, 13, 16))
     print("RESULT " + json.dumps(results))

@@ -95,9 +95,9 @@ def micro_batch() -> dict[str, Any]:
     from megarl.megatron.micro_batch import make_micro_batch
 
     batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
-    micro = make_micro_batch(batch, [0, 2], 4, torch.device("cpu"))
+    micro = make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=4)
     emitted = torch.tensor([10.0, 20, 30, 50, 60, -1, -1, -1])
-    empty = make_micro_batch(batch, [], 4, torch.device("cpu"))
+    empty = make_micro_batch(batch, [], torch.device("cpu"), tp=4)
     return {
         "tokens": micro.tokens.tolist(),
         "positions": micro.positions.tolist(),

@@ -32,13 +32,13 @@ FLAGS = ("skipped", "unchanged", "resumed")
 MOE = "qwen3_moe:actor,deepseek_v3:actor"
 DENSE = "qwen2:actor,qwen3:actor,llama:actor"
 LAYOUTS = {
-    # tp, pp, ep, world, family:role
-    "one process": (1, 1, 1, 1, f"{MOE},{DENSE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
-    "TP2 with sequence parallelism": (2, 1, 1, 2, f"{MOE},{DENSE},qwen3_moe:critic"),
-    "PP2": (1, 2, 1, 2, f"{MOE},{DENSE},deepseek_v3:critic"),
-    "EP2": (1, 1, 2, 2, "qwen3_moe:actor,deepseek_v3:actor"),
-    "DP2": (1, 1, 1, 2, "qwen3_moe:actor,deepseek_v3:actor,qwen2:actor"),
-    "TP2 x EP2": (2, 1, 2, 2, f"{MOE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
+    # ranks, layout, family:role
+    "one process": (1, "", f"{MOE},{DENSE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
+    "TP2 with sequence parallelism": (2, "tp=2", f"{MOE},{DENSE},qwen3_moe:critic"),
+    "PP2": (2, "pp=2", f"{MOE},{DENSE},deepseek_v3:critic"),
+    "EP2": (2, "ep=2", "qwen3_moe:actor,deepseek_v3:actor"),
+    "DP2": (2, "", "qwen3_moe:actor,deepseek_v3:actor,qwen2:actor"),
+    "TP2 x EP2": (2, "tp=2,ep=2", f"{MOE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
 }
 
 
@@ -46,8 +46,8 @@ LAYOUTS = {
 def test_layout(
     layout: str, run_ranks: Callable[..., list[dict[str, Any]]], units: dict[str, Any], tmp_path: Path
 ) -> None:
-    tp, pp, ep, world, models = LAYOUTS[layout]
-    results = run_ranks(world, "tests/megatron/ranks_layout.py", str(tp), str(pp), str(ep), models, str(tmp_path))
+    world, sizes, models = LAYOUTS[layout]
+    results = run_ranks(world, "tests/megatron/ranks_layout.py", sizes, models, str(tmp_path))
     assert len(results) == world
     for rank, result in enumerate(results):
         assert result.keys() == set(models.split(","))
@@ -58,7 +58,7 @@ def test_layout(
             too_large = {name: value for name, value in numbers.items() if not value <= BOUNDS[name]}
             assert not too_large, (rank, model, too_large)
             assert ("values" if model.endswith("critic") else "logprobs") in numbers
-            if aux and world // (tp * pp) == 1:  # with one replica the micro-batches are those of the one process
+            if aux and layout != "DP2":  # with one replica the micro-batches are those of the one process
                 alone = units["aux_losses"]["aux"]
                 assert aux == pytest.approx({name: alone[f"actor/{name}"] for name in aux}, rel=1e-5)
 
