@@ -70,9 +70,9 @@ class ParallelConfig:
     pp: int = 1
     """Pipeline stages."""
     vpp: int = 1
-    """Parts of each pipeline stage, in turn with those of the others (interleaved schedule): less waiting, more talk."""
+    """Parts of a pipeline stage, in turn with those of the others (interleaved schedule): less waiting, more talk."""
     cp: int = 1
-    """Context parallel ranks: each has a part of every sequence. Twice as many must fit into a sequence to be of use."""
+    """Context parallel ranks: each has two parts of every sequence, which is padded to a multiple of 2 cp tokens."""
     ep: int = 1
     """Expert parallel ranks; with `etp` they are taken from TP x CP x DP."""
     etp: int = 1
@@ -207,7 +207,7 @@ class CriticConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     token_budget: int = 3072
-    """Tokens that one rank has of a micro-batch, so that it has `cp` times as many; a longer sequence is one by itself."""
+    """Tokens of a micro-batch on one rank, `cp` times as many in all; a longer sequence is a micro-batch of its own."""
     logits_at_once: int = 512
     """Tokens whose logits exist at the same time: in bf16 about 18 bytes for each token and word, over tp."""
     deterministic: bool = True

@@ -113,7 +113,10 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
         ("dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {checks.data_parallel(config)}"),
         *([("experts", f"{cut}ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}")] if experts else []),
-        ("layers by stage", " ".join(map(str, layers)) + (f", each in {parallel.vpp} parts" if parallel.vpp > 1 else "")),
+        (
+            "layers by stage",
+            " ".join(map(str, layers)) + (f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""),
+        ),
     ]
     sequences, per_epoch = checks.sequences_per_step(config), run.num_update // run.epochs
     batch = [

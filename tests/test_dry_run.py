@@ -71,6 +71,9 @@ def test_a_sound_configuration(plan) -> None:
     [
         (["parallel.world_size=6", "parallel.pp=4"], r"=6 is not a multiple of tp x pp .* nearest that are: 8"),
         (["parallel.ep=3"], r"parallel.ep=3 does not divide the 4 ranks.*possible: 1, 2, 4"),
+        (["parallel.ep=2", "parallel.etp=4"], r"parallel.ep=2 does not divide .* beside etp=4; possible: 1"),
+        (["parallel.cp=3"], r"=4 is not a multiple of tp x cp x pp .* nearest that are: "),
+        (["parallel.vpp=2"], r"parallel.vpp=2 needs at least 3 pipeline stages"),
         (["parallel.world_size=16", "parallel.ep=16", "parallel.tp=1"], r"ep=16 does not divide the model's 8 experts"),
         (["parallel.tp=4"], r"num_key_value_heads=2 does not divide by tensor parallel size 4; sizes that do: 1, 2"),
         (["parallel.world_size=6", "parallel.tp=1", "parallel.pp=3"], r"4 layers cannot be dealt out to parallel.pp=3"),
@@ -99,7 +102,7 @@ def test_a_sound_configuration(plan) -> None:
         (["model.megatron.num_layer=3"], r"num_layer is not a field of Megatron's.*; did you mean num_layers"),
         (["model.megatron.q_lora_rank=3"], r"q_lora_rank is not a field of Megatron's TransformerConfig"),
         (["model.megatron.bf16=true"], r"model.megatron.bf16 has a key of its own: set model.dtype"),
-        (["model.megatron.context_parallel_size=2"], r"cannot be set: context parallelism is not implemented"),
+        (["model.megatron.context_parallel_size=2"], r"has a key of its own: set parallel.cp"),
         (["rollout.sglang.mem_fraction=0.5"], r"mem_fraction is not a field of SGLang's.*did you mean mem_fr"),
         (["rollout.sglang.tp_size=2"], r"rollout.sglang.tp_size cannot be set; it is decided by rollout.tp"),
         (["model.hf_config=/nowhere/config.json"], r"no model folder or config.json at /nowhere/config.json"),

@@ -20,9 +20,9 @@ def plan_micro_batches(
     batches cost about the same, those that ranks compute at the same time most of all, and so do whole ranks.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. Every rank gets the same
-    number of micro-batches, a multiple of `multiple`, because a collective of expert or pipeline parallelism needs all its ranks;
-    a rank that has less to do gets empty ones. A sequence longer than the budget is a micro-batch of its own. The most
-    expensive micro-batches come first.
+    number of micro-batches, a multiple of `multiple`, because a collective of expert or pipeline parallelism needs all
+    its ranks; a rank that has less to do gets empty ones. A sequence longer than the budget is a micro-batch of its
+    own. The most expensive micro-batches come first.
     """
     if dp < 1 or token_budget < 1:
         raise ValueError(f"dp and token_budget must be at least 1, not {dp} and {token_budget}")

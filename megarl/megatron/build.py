@@ -67,7 +67,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
             moe_grouped_gemm=device.has_cuda(),
         )
     elif max(parallel.ep, parallel.etp) > 1:
-        raise ConfigError("parallel.ep or parallel.etp is above 1, but the model has no experts; set them to 1")
+        raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
     fields.check(config.model.megatron, mla=kind is MLATransformerConfig)
     values.update(config.model.megatron)
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # refuses what does not divide

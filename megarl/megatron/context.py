@@ -1,8 +1,8 @@
 """Context parallelism: which tokens of a packed micro-batch each rank has, and how all come together again.
 
 Each sequence, padded to a multiple of 2 cp tokens, is cut in 2 cp equal parts, of which rank r has part r and part
-2 cp - 1 - r, in this order: under a causal mask every rank then has the same work
-(arXiv:2407.21783, section 3.3.2; Megatron-Core and Transformer Engine expect it). The split is made here and nowhere else.
+2 cp - 1 - r, in this order: under a causal mask every rank then has the same work (arXiv:2407.21783, section 3.3.2;
+Megatron-Core and Transformer Engine expect it). The split is made here and nowhere else.
 """
 
 from __future__ import annotations

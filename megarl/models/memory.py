@@ -105,7 +105,9 @@ def critic_params(policy: Sequence[Param], hidden: int) -> list[Param]:
     return [*(param for param in policy if param.megatron != head.megatron), head]
 
 
-def stage_elements(params: Sequence[Param], tp: int, ep: int, stages: Sequence[Collection[int]]) -> list[tuple[int, int]]:
+def stage_elements(
+    params: Sequence[Param], tp: int, ep: int, stages: Sequence[Collection[int]]
+) -> list[tuple[int, int]]:
     """Elements of (dense, routed expert) parameters that one rank of each stage holds, vocabulary padding included.
 
     `stages`: the decoder layers of each, see `stage_layers`.
@@ -146,7 +148,9 @@ def state_bytes(dense: int, expert: int, dp: int, expert_dp: int, size: int) -> 
     }
 
 
-def activation_elements(settings: Mapping[str, Any], layers: Collection[int], tp: int, tokens: int, in_flight: int) -> int:
+def activation_elements(
+    settings: Mapping[str, Any], layers: Collection[int], tp: int, tokens: int, in_flight: int
+) -> int:
     """Elements that the layers of a stage keep for the backward pass: an estimate.
 
     The tensors that enter a matrix product, a norm, an activation function or flash attention are kept, as counted in

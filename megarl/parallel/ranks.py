@@ -68,8 +68,11 @@ def check_layout(parallel: ParallelConfig) -> None:
                     f"parallel.{name}={size} does not divide the {expert_ranks} ranks of a pipeline stage "
                     f"(world_size / pp){beside}; possible: {', '.join(map(str, fits)) or 'none'}"
                 )
-    if parallel.vpp > 1 and parallel.pp == 1:
-        raise ConfigError(f"parallel.vpp={parallel.vpp} cuts pipeline stages in parts, but parallel.pp=1; set it to 1")
+    if parallel.vpp > 1 and parallel.pp < 3:
+        # With two stages each is before and behind the other, and Megatron 0.16.1 mixes up what it sends both ways.
+        raise ConfigError(
+            f"parallel.vpp={parallel.vpp} needs at least 3 pipeline stages, not parallel.pp={parallel.pp}"
+        )
 
 
 def _nearest_multiples(value: int, of: int) -> str:

@@ -84,7 +84,11 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     from megarl.megatron.model import MegatronModel
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
-    if layout.get("pp", 1) > 1 and family == "deepseek_v3":  # of three layers: an uneven split, and a stage without experts
+    if layout.get("vpp", 1) > 1:
+        tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"]
+    elif (
+        layout.get("pp", 1) > 1 and family == "deepseek_v3"
+    ):  # of three layers: an uneven split, and a stage without experts
         sections["model"] = {"megatron": {"num_layers_in_first_pipeline_stage": 1}}
     batch = tiny.batch()
     trainer = reference.Trainer(family, role)

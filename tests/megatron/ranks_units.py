@@ -90,6 +90,21 @@ def logprobs() -> dict[str, float]:
     }
 
 
+def context_parts(batch: TrainBatch) -> dict[str, Any]:
+    """The same two sequences over two context parallel ranks, each of which has a multiple of 10 tokens."""
+    from megarl.megatron.micro_batch import make_micro_batch
+
+    micros = [make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=10, cp=2, cp_rank=rank) for rank in (0, 1)]
+    whole = torch.arange(10.0, 30.0)
+    return {
+        "tokens": [micro.tokens.tolist() for micro in micros],
+        "positions": [micro.positions.tolist() for micro in micros],
+        "targets": [micro.targets.tolist() for micro in micros],
+        "cu_seqlens": micros[0].packed.cu_seqlens_q.tolist(),
+        "aligned": micros[0].align(whole).tolist(),
+    }
+
+
 def micro_batch() -> dict[str, Any]:
     """Sequences [1 2 3], [4], [5 6] of which the first and last are taken, padded to a multiple of 4."""
     from megarl.megatron.micro_batch import make_micro_batch
@@ -104,6 +119,7 @@ def micro_batch() -> dict[str, Any]:
         "targets": micro.targets.tolist(),
         "cu_seqlens": micro.packed.cu_seqlens_q.tolist(),
         "aligned": micro.align(emitted).tolist(),
+        "cp": context_parts(batch),
         "empty": [empty.tokens.tolist(), empty.packed.cu_seqlens_q.tolist(), empty.align(torch.ones(4)).tolist()],
     }
 

@@ -38,6 +38,10 @@ LAYOUTS = {
     "PP2": (2, "pp=2", f"{MOE},{DENSE},deepseek_v3:critic"),
     "EP2": (2, "ep=2", "qwen3_moe:actor,deepseek_v3:actor"),
     "DP2": (2, "", "qwen3_moe:actor,deepseek_v3:actor,qwen2:actor"),
+    "CP2": (2, "cp=2", "qwen2:actor,deepseek_v3:actor"),
+    "TP2 x ETP2": (2, "tp=2,etp=2", "qwen3_moe:actor,glm4_moe:actor"),
+    "TP2 x CP2 x EP2": (4, "tp=2,cp=2,ep=2", "qwen3_moe:actor,deepseek_v3:critic"),
+    "PP3 in two parts each": (3, "pp=3,vpp=2", "qwen3:actor,deepseek_v3:critic"),
     "TP2 x EP2": (2, "tp=2,ep=2", f"{MOE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
 }
 
@@ -58,7 +62,7 @@ def test_layout(
             too_large = {name: value for name, value in numbers.items() if not value <= BOUNDS[name]}
             assert not too_large, (rank, model, too_large)
             assert ("values" if model.endswith("critic") else "logprobs") in numbers
-            if aux and layout != "DP2":  # with one replica the micro-batches are those of the one process
+            if aux and layout != "DP2":  # whose micro-batches are others than those of the one process
                 alone = units["aux_losses"]["aux"]
                 assert aux == pytest.approx({name: alone[f"actor/{name}"] for name in aux}, rel=1e-5)
 
