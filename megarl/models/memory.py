@@ -1,21 +1,25 @@
 """Bytes that a rank needs, by part, worked out from a family's table: no process, no device.
 
-Weights, gradients, optimizer states and the engine's weights are exact, element by element. Activations, what the loss
-takes for logits, and the KV cache are estimates, as their functions say. What CUDA, NCCL and the allocator take for
-themselves is not counted.
+Weights, gradients, optimizer states and the engine's weights are exact, element by element, but for the padding of
+Megatron's gradient buffers. Activations, what the loss takes for logits, and the KV cache are estimates, as their
+functions say. What CUDA, NCCL and the allocator take for themselves is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from megarl.config import Config
+from megarl.config import Config, ParallelConfig
+from megarl.models.activations import activation_elements, logits_bytes, micro_batches_in_flight
+from megarl.models.blocks import embedding, final
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
-from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape, padded_vocab
+from megarl.models.layout import Param, Qkv, Replicated, local_shape
 from megarl.models.registry import family_of
 from megarl.models.stages import stage_layers
 
@@ -26,8 +30,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 class StageMemory:
     """One rank of a pipeline stage. Every rank of a stage needs the same. All numbers are bytes.
 
-    While training the engine sleeps and has given its memory back; while generating there are no activations. The
-    states of actor and critic stay on the device in both.
+    While training the engine sleeps and has given its memory back; while generating there are no activations, and the
+    staging of a push is the only thing of the reshard. The states of actor and critic stay on the device in both.
     """
 
     stage: int
@@ -50,173 +54,156 @@ class StageMemory:
         return max(self.training_total, self.generation_total)
 
 
+class Elements(NamedTuple):
+    """What a rank holds, in elements: trained dense parameters, vocabulary padding included; trained parameters of
+    routed experts; and what is not trained and kept in fp32, the biases of routers."""
+
+    dense: int
+    expert: int
+    untrained: int = 0
+
+
 def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None) -> list[StageMemory]:
     """Memory of a rank of each pipeline stage. `critic_hf`: of the critic's model; None where there is no critic.
 
     Raises ConfigError where the layout does not divide the model.
     """
-    parallel, rollout = config.parallel, config.rollout
+    parallel, rollout, rl = config.parallel, config.rollout, config.algorithm != "sft"
     size = BYTES[config.model.dtype]
-    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
-    params = family_of(hf).params(hf, parallel.tp)
-    tables = {"actor": (params, settings)}
-    if critic_hf is not None:
-        critic_settings = {**family_of(critic_hf).megatron_config(critic_hf), **config.model.megatron}
-        table = params if critic_hf is hf else family_of(critic_hf).params(critic_hf, parallel.tp)
-        tables["critic"] = (critic_params(table, int(critic_hf["hidden_size"])), critic_settings)
-    models = {}
-    for role, (table, shape) in tables.items():
-        layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape, parallel.vpp)
-        models[role] = (shape, layers, stage_elements(table, parallel.tp, parallel.ep, layers))
-    generation = {}
-    if config.algorithm != "sft":
+    models = {"actor": hf} | ({"critic": critic_hf} if critic_hf is not None else {})
+    settings = {role: {**family_of(of).megatron_config(of), **config.model.megatron} for role, of in models.items()}
+    layers = {role: _layers(of, parallel) for role, of in settings.items()}
+    elements = {role: stage_elements(of, parallel, layers[role], role == "critic") for role, of in models.items()}
+    engine: dict[str, int] = {}
+    if rl:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
-        tokens = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
-        generation = {
-            "engine weights": engine_bytes(params, rollout.tp, size, is_fp8(hf)),
-            "engine KV cache": tokens * kv_elements(settings, rollout.tp) * size,
-        }
-    tokens = max(config.train.token_budget, rollout.max_context if config.algorithm != "sft" else 0)
+        cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
+        engine["engine weights"] = engine_bytes(hf, rollout.tp, size)
+        engine["engine KV cache"] = cached * kv_elements(settings["actor"], rollout.tp) * size
+    # A rank has `token_budget` tokens of a micro-batch, or its part of a longer sequence.
+    tokens = max(config.train.token_budget, -(-rollout.max_context // parallel.cp) if rl else 0)
+    dp = parallel.world_size // (parallel.tp * parallel.pp)  # and cp: both share the optimizer's states
+    expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
     stages = []
-    dp = parallel.world_size // (parallel.tp * parallel.pp)
-    expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep))
     for stage in range(parallel.pp):
         states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0}
-        host = {}
-        for role, (shape, layers, elements) in models.items():
-            for part, amount in state_bytes(*elements[stage], dp, expert_dp, size).items():
+        in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
+        for role in models:
+            for part, amount in state_bytes(elements[role][stage], dp, expert_dp, size).items():
                 states[f"{role} {part}"] = amount
             # One model computes at a time: the greater of the two counts.
-            used = activation_elements(shape, layers[stage], parallel.tp, tokens, in_flight=parallel.pp - stage) * size
-            training["activations"] = max(training["activations"], used)
+            mine = layers[role][stage]
+            count = len(mine) // parallel.vpp
+            parts = [mine[i * count : (i + 1) * count] for i in range(parallel.vpp)]
+            kept = activation_elements(settings[role], parts, parallel.tp, tokens, in_flight, parallel.etp)
+            training["activations"] = max(training["activations"], kept * size)
         if stage == parallel.pp - 1:
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             training["logits"] = logits_bytes(words, hidden, parallel.tp, tokens, config.train.logits_at_once, size)
-        if config.algorithm != "sft" and config.kl.place != "none":
-            host["reference weights"] = states["actor weights"]
-        stages.append(StageMemory(stage, models["actor"][1][stage], states, training, generation, host))
+        generation = dict(engine)
+        if rl:
+            held = states["actor weights"], engine["engine weights"]
+            generation["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, *held)
+        host = {"reference weights": states["actor weights"]} if rl and config.kl.place != "none" else {}
+        stages.append(StageMemory(stage, layers["actor"][stage], states, training, generation, host))
     return stages
 
 
-def critic_params(policy: Sequence[Param], hidden: int) -> list[Param]:
-    """A policy's table with a head of one value in place of the output layer."""
-    head = Param("output_layer.weight", (HFTensor("score.weight", (1, hidden)),), Replicated())
-    return [*(param for param in policy if param.megatron != head.megatron), head]
+def _layers(settings: Mapping[str, Any], parallel: ParallelConfig) -> list[tuple[int, ...]]:
+    return stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
+
+
+def kinds(hf: HFConfig) -> list[tuple[Param, int]]:
+    """The family's table with one of the routed experts of each layer, and how many there are of each parameter.
+
+    Two orders of magnitude shorter than the whole table of a model of many experts.
+    """
+    return _kinds(json.dumps(dict(hf), sort_keys=True))
+
+
+@cache
+def _kinds(text: str) -> list[tuple[Param, int]]:
+    """Of a config.json as text, which can be remembered: a search asks for the same table many times."""
+    hf = json.loads(text)
+    family = family_of(hf)
+    family.check(hf)
+    count = family.num_experts(hf)
+    rows = embedding(hf) + final(hf)
+    for layer in range(int(hf["num_hidden_layers"])):
+        rows += family.layer(hf, layer, range(min(1, count)))
+    return [(row, 1 if row.expert is None else count) for row in rows]
 
 
 def stage_elements(
-    params: Sequence[Param], tp: int, ep: int, stages: Sequence[Collection[int]]
-) -> list[tuple[int, int]]:
-    """Elements of (dense, routed expert) parameters that one rank of each stage holds, vocabulary padding included.
+    hf: HFConfig, parallel: ParallelConfig, stages: Sequence[Sequence[int]], critic: bool = False
+) -> list[Elements]:
+    """What one rank of each stage holds. `stages`: the decoder layers of each, see `stage_layers`. A critic has a head
+    of one value in place of the output layer. Raises ConfigError where tp or etp does not divide."""
+    layers, others = _table(json.dumps(dict(hf), sort_keys=True), parallel.tp, parallel.etp)
+    first, last = [0] * len(stages), [0] * len(stages)
+    first[0] = others["embedding.word_embeddings.weight"]
+    last[-1] = others["decoder.final_layernorm.weight"]
+    if critic:
+        last[-1] += int(hf["hidden_size"])
+    elif "output_layer.weight" in others:
+        last[-1] += others["output_layer.weight"]
+    elif len(stages) > 1:
+        last[-1] += others["embedding.word_embeddings.weight"]  # the copy of a tied embedding
+    found = []
+    for stage, mine in enumerate(stages):
+        dense, expert, untrained = (sum(layers[layer][i] for layer in mine) for i in range(3))
+        found.append(Elements(dense + first[stage] + last[stage], expert // parallel.ep, untrained))
+    return found
 
-    `stages`: the decoder layers of each, see `stage_layers`.
-    """
-    dense, expert = [0] * len(stages), [0] * len(stages)
-    stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
-    tied = all(param.megatron != "output_layer.weight" for param in params)
-    last = len(stages) - 1
-    for param in params:
-        name = param.megatron
-        if param.expert is not None:
-            expert[stage_of[int(name.split(".")[2])]] += param.size
-            continue
-        size = prod(local_shape(param, tp, 0))
-        if name.startswith("decoder.layers."):
-            dense[stage_of[int(name.split(".")[2])]] += size
-        elif name.startswith("embedding."):
-            dense[0] += size
-            if tied and last > 0:
-                dense[last] += size  # the output layer's copy of a tied embedding
+
+@cache
+def _table(text: str, tp: int, etp: int) -> tuple[list[Elements], dict[str, int]]:
+    """What a rank has of each layer, of experts if it had all, and the sizes of what is in no layer."""
+    layers = [[0, 0, 0] for _ in range(int(json.loads(text)["num_hidden_layers"]))]
+    others: dict[str, int] = {}
+    for param, count in _kinds(text):
+        size = prod(local_shape(param, tp if param.expert is None else etp, 0))
+        if param.megatron.startswith("decoder.layers."):
+            kind = 2 if param.buffer else 0 if param.expert is None else 1
+            layers[int(param.megatron.split(".")[2])][kind] += size * count
         else:
-            dense[last] += size
-    return [(amount, of_experts // ep) for amount, of_experts in zip(dense, expert, strict=True)]
+            others[param.megatron] = size
+    return [Elements(*layer) for layer in layers], others
 
 
-def state_bytes(dense: int, expert: int, dp: int, expert_dp: int, size: int) -> dict[str, int]:
+def state_bytes(elements: Elements, dp: int, expert_dp: int, size: int) -> dict[str, int]:
     """Weights, fp32 gradients, and the distributed optimizer's share of master weights and two moments.
 
     Per element, with d ranks to share the optimizer: 6 + 12 / d bytes in bf16 and 8 + 8 / d in fp32, where the weights
     are their own masters: the table in Megatron-Core's guide to its distributed optimizer. Dense parameters are shared
-    over data parallel ranks, experts over the ranks that hold the same experts.
+    over data and context parallel ranks, experts over the ranks that hold the same experts.
     """
+    dense, expert, untrained = elements
     states = 12 if size == 2 else 8
     return {
-        "weights": (dense + expert) * size,
+        "weights": (dense + expert) * size + untrained * 4,
         "gradients": (dense + expert) * 4,
         "optimizer": -(-dense * states // dp) + -(-expert * states // expert_dp),
     }
 
 
-def activation_elements(
-    settings: Mapping[str, Any], layers: Collection[int], tp: int, tokens: int, in_flight: int
-) -> int:
-    """Elements that the layers of a stage keep for the backward pass: an estimate.
-
-    The tensors that enter a matrix product, a norm, an activation function or flash attention are kept, as counted in
-    arXiv:2205.05198 section 4, here for gated MLPs, grouped or latent attention and routed experts. Sequence
-    parallelism divides all of them by tp; tokens are taken to be spread evenly over the experts. A stage holds
-    `in_flight` micro-batches at once (1F1B). With `recompute_granularity: full` a layer keeps its input, and one layer
-    at a time is computed anew.
-    """
-    hidden = int(settings["hidden_size"])
-    per_layer = [_layer_elements(settings, layer) for layer in layers]
-    kept = sum(per_layer)
-    extra = 0
-    if settings.get("recompute_granularity") == "full":
-        kept, extra = hidden * len(layers), max(per_layer, default=0)
-    return (kept * in_flight + extra) * tokens // tp
-
-
-def _layer_elements(settings: Mapping[str, Any], layer: int) -> int:
-    """Kept per token by one layer before any division."""
-    hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
-    if settings.get("multi_latent_attention"):
-        nope, turned, value = (int(settings[key]) for key in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
-        latents = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + turned
-        attention = 2 * latents + heads * (2 * (nope + turned) + 2 * value)  # latents and their norms; q, k, v, out
-    else:
-        head = _head_size(settings)
-        attention = (2 * heads + 2 * int(settings["num_query_groups"])) * head  # q, out, k, v
-    mlp = 3 * int(settings["ffn_hidden_size"])  # gate, up, their product
-    if _is_moe(settings, layer):
-        width, topk = int(settings["moe_ffn_hidden_size"]), int(settings["moe_router_topk"])
-        shared = int(settings.get("moe_shared_expert_intermediate_size") or 0)
-        mlp = topk * (2 * hidden + 3 * width) + 3 * shared  # dispatched input and output of each chosen expert
-    return 4 * hidden + attention + mlp  # the two norms' inputs and outputs
-
-
-def _is_moe(settings: Mapping[str, Any], layer: int) -> bool:
-    if not settings.get("num_moe_experts"):
-        return False
-    frequency = settings.get("moe_layer_freq", 1)
-    return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
-
-
-def logits_bytes(vocab_size: int, hidden: int, tp: int, tokens: int, at_once: int, size: int) -> int:
-    """About what `megatron/logprobs.py` needs for a micro-batch: logits of some tokens, in the model's type and four
-    times in fp32; the gradient of the output layer's weight, a sum in fp32 and a summand; hidden states and their
-    gradient.
-    """
-    words = padded_vocab(vocab_size, tp) // tp
-    return min(tokens, at_once) * words * (size + 16) + words * hidden * (4 + size) + 2 * tokens * hidden * size
-
-
-def engine_bytes(params: Sequence[Param], tp: int, size: int, fp8: bool) -> int:
-    """What one rank of an SGLang engine holds in weights, of `size` bytes an element, or 1 and a scale for a block.
+def engine_bytes(hf: HFConfig, tp: int, size: int) -> int:
+    """What one rank of an SGLang engine holds in weights, of `size` bytes an element; what an FP8 checkpoint has in FP8
+    takes a byte and a scale for each block.
 
     Of experts it has 1 / tp, whether they are dealt out whole or cut. Keys and values are held more than once where
     there are fewer heads than ranks; latents, norms and routers by all.
     """
-    total = 0.0
-    for param in params:
+    total, fp8 = 0.0, is_fp8(hf)
+    for param, count in kinds(hf):
         if isinstance(param.cut, Replicated) and param.expert is None:
             elements = param.size
         elif isinstance(param.cut, Qkv):
             q, k, v = (prod(tensor.shape) for tensor in param.hf)
             elements = q // tp + (k + v) // min(tp, param.cut.groups)
         else:
-            elements = -(-param.size // tp)
+            elements = -(-param.size * count // tp)
         total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)
     return round(total)
 
@@ -227,8 +214,11 @@ def kv_elements(settings: Mapping[str, Any], tp: int) -> int:
     if settings.get("multi_latent_attention"):
         return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
     heads = max(1, int(settings["num_query_groups"]) // tp)
-    return 2 * layers * heads * _head_size(settings)
+    size = int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])
+    return 2 * layers * heads * size
 
 
-def _head_size(settings: Mapping[str, Any]) -> int:
-    return int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])
+def staging_bytes(bucket: int, weights: int, engine: int) -> int:
+    """The most that a push stages on a rank: two halves of a bucket to send from, two to receive into, of which none is
+    larger than what there is to send or to receive."""
+    return 2 * min(bucket // 2, weights) + 2 * min(bucket // 2, engine)
