@@ -95,10 +95,12 @@ def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[Dist
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False
     )
-    return [
-        DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if settings.bf16 else chunk)
-        for chunk in chunks
-    ]
+    wrapped = [Float16Module(settings, chunk) if settings.bf16 else chunk for chunk in chunks]
+    for router in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "expert_bias")):
+        # Of which the wrapper has made bf16, as of everything. Megatron puts that right in the first forward, when the
+        # biases that were loaded in the meantime have been rounded.
+        router._maintain_float32_expert_bias()
+    return [DistributedDataParallel(settings, ddp, module) for module in wrapped]
 
 
 def _build_chunk(

@@ -20,6 +20,7 @@ import reference  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.models.layout import shard, unshard  # noqa: E402
+from megarl.models.memory import plan_memory  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
 
@@ -81,6 +82,7 @@ def largest_difference(found: dict[str, torch.Tensor], truth: dict[str, torch.Te
 
 
 def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[str, float]:
+    from megarl.megatron.held import held_bytes
     from megarl.megatron.model import MegatronModel
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
@@ -102,8 +104,10 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         return model
 
     model = build()
+    planned = plan_memory(tiny.HF[family], model.config, tiny.HF[family])[RANKS.pp_rank].states
+    held = held_bytes(model)
+    result = {f"planned {part}": abs(size / planned[f"{role} {part}"] - 1) for part, size in held.items()}
     loss_fn = policy_loss if role == "actor" else value_loss
-    result: dict[str, float] = {}
     found = model.forward(batch)
     with torch.no_grad():
         if role == "actor":

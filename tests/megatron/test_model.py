@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 BOUNDS = {
+    "planned weights": 0.0,  # bytes that are there, against the plan of `models.memory`, relative
+    "planned gradients": 0.05,  # these models are so small that the padding of Megatron's buffers shows
+    "planned optimizer": 0.05,  # and that of two ranks one has more parameters and the other more padding
     "logprobs": 1e-5,
     "entropy": 1e-5,
     "temperature": 1e-5,  # log-probs at temperature 0.7
@@ -88,6 +91,8 @@ def test_bf16_is_close_and_has_fp32_masters(units: dict[str, Any]) -> None:
     assert half["difference"] < 0.03
     assert half["last"] < half["first"] - 0.5
     assert half["moved"] > 0.5  # without masters each of the updates would be rounded away
+    # The biases of routers choose experts: they are what was loaded, before any forward pass.
+    assert half["bias"] == 0.0 < half["bias_size"]
 
 
 def test_a_critic_starts_at_zero_and_its_head_learns_first(units: dict[str, Any]) -> None:
