@@ -202,10 +202,11 @@ def memory_table(stages: list[StageMemory]) -> Table:
 
 
 def _spans(layers: tuple[int, ...]) -> str:
-    """0-3, or 0-1, 8-9 where a stage has its layers in parts."""
+    """0-3, or 0-1, 8-9 where a stage has its layers in parts; of many parts the first and the last."""
     starts = [layer for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1] + 1]
     ends = [layer for i, layer in enumerate(layers) if i == len(layers) - 1 or layer != layers[i + 1] - 1]
-    return ", ".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+    spans = [f"{start}-{end}" if start < end else str(start) for start, end in zip(starts, ends, strict=True)]
+    return ", ".join(spans if len(spans) < 3 else [spans[0], "...", spans[-1]])
 
 
 def _count(number: int) -> str:
