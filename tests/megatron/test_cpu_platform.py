@@ -30,6 +30,8 @@ EXPECTED = {
     "torch.Tensor.to",
     "torch.Tensor.type",
     "megatron.core.jit.jit_fuser",
+    "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
+    "megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim",
     "megatron.core.tensor_parallel.random._set_cuda_rng_state",
     "megatron.core.transformer.multi_latent_attention.HAVE_TE",
     "megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",

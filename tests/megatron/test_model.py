@@ -39,7 +39,7 @@ LAYOUTS = {
     "EP2": (2, "ep=2", "qwen3_moe:actor,deepseek_v3:actor"),
     "DP2": (2, "", "qwen3_moe:actor,deepseek_v3:actor,qwen2:actor"),
     "CP2": (2, "cp=2", "qwen2:actor,deepseek_v3:actor"),
-    "TP2 x ETP2": (2, "tp=2,etp=2", "qwen3_moe:actor,glm4_moe:actor"),
+    "TP2 x ETP2 x EP2": (4, "tp=2,etp=2,ep=2", "qwen3_moe:actor,glm4_moe:actor"),
     "TP2 x CP2 x EP2": (4, "tp=2,cp=2,ep=2", "qwen3_moe:actor,deepseek_v3:critic"),
     "PP3 in two parts each": (3, "pp=3,vpp=2", "qwen3:actor,deepseek_v3:critic"),
     "TP2 x EP2": (2, "tp=2,ep=2", f"{MOE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
