@@ -83,8 +83,8 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     hf, critic_hf = models
     assert hf is not None
     divides = passes(checks.check_training_layout, hf, config)
-    if critic_hf is not None and critic_hf is not hf:
-        divides = passes(checks.check_training_layout, critic_hf, config) and divides
+    if critic_hf is not None and (critic_hf is not hf or config.critic.parallel):
+        divides = passes(checks.check_critic_layout, critic_hf, config) and divides
     if config.algorithm != "sft":
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)

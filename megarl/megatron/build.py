@@ -92,13 +92,18 @@ def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[Dist
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
     chunks = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
+    fields.check_ddp(config.train.ddp)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False
+        **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     )
-    return [
+    wrapped = [
         DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if settings.bf16 else chunk)
         for chunk in chunks
     ]
+    if ddp.overlap_grad_reduce:  # only in the last micro-batch's backward pass
+        without = [chunk.no_sync for chunk in wrapped]
+        settings.no_sync_func = without if len(without) > 1 else without[0]
+    return wrapped
 
 
 def _build_chunk(

@@ -207,6 +207,13 @@ def _patch_megatron() -> None:
     why = "experts cut by etp see other numbers of tokens on each rank, and gloo's collectives want equal sizes"
     _patch(mappings, "_gather_along_first_dim", gather, why)
     _patch(mappings, "_reduce_scatter_along_first_dim", reduce_scatter, why)
+    without_output = random.CheckpointWithoutOutput.__init__
+    _patch(
+        random.CheckpointWithoutOutput,
+        "__init__",
+        lambda self, fp8=False: without_output(self, None),
+        "takes fp8=False for FP8 too, and then asks Transformer Engine",
+    )
     _patch(random, "_set_cuda_rng_state", set_state, "waits for a CUDA initialisation that never comes")
     _patch(mla, "HAVE_TE", False, "True although Transformer Engine is missing, and then isinstance() of a mock fails")
     for module in (moe_utils, token_dispatcher):
