@@ -202,6 +202,8 @@ class CriticConfig:
     """As `actor_optimizer`."""
     warmup_rollouts: int = 0
     """Steps in which only the critic is updated."""
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """Layout of the critic where it differs: keys of `parallel` but world_size and ranks_per_node."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,10 @@ class TrainConfig:
     """Tokens whose logits exist at the same time: in bf16 about 18 bytes for each token and word, over tp."""
     deterministic: bool = True
     """Equal runs give equal bits. Turn off where speed on a GPU matters more."""
+    offload: bool = False
+    """Weights and optimizer states go to the host while engines generate; it must have room for both models'."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's DistributedDataParallelConfig, by its own names: overlap_grad_reduce, for one."""
 
 
 @dataclass(frozen=True)
@@ -276,6 +282,12 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
                 raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
         node[leaf] = _parse_scalar(text)
     return from_dict(tree)
+
+
+def critic_config(config: Config) -> Config:
+    """The configuration as the critic sees it, in its own layout."""
+    parallel = {**to_dict(config.parallel), **config.critic.parallel}
+    return dataclasses.replace(config, parallel=_build(ParallelConfig, parallel, "critic.parallel."))
 
 
 def from_dict(tree: dict[str, Any]) -> Config:

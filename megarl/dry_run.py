@@ -84,8 +84,8 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     hf, critic_hf = models
     assert hf is not None
     divides = passes(checks.check_training_layout, hf, config)
-    if critic_hf is not None and critic_hf is not hf:
-        divides = passes(checks.check_training_layout, critic_hf, config) and divides
+    if critic_hf is not None and (critic_hf is not hf or config.critic.parallel):
+        divides = passes(checks.check_critic_layout, critic_hf, config) and divides
     if config.algorithm != "sft":
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)
@@ -189,6 +189,7 @@ def memory_table(stages: list[StageMemory]) -> Table:
         ([s.states for s in shown], "", []),
         ([s.training for s in shown], "in training", [s.training_total for s in shown]),
         ([s.generation for s in shown], "in generation", [s.generation_total for s in shown]),
+        ([s.push for s in shown], "in a push", [s.push_total for s in shown]),
         ([s.host for s in shown], "", []),
     ]
     for parts, title, totals in blocks:

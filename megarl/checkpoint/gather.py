@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megarl.config import ConfigError
 from megarl.models.layout import Param, layer_of, local_shape, unshard
-from megarl.parallel.ranks import Ranks, all_gather_objects
+from megarl.parallel.ranks import Ranks, active, all_gather_objects
 
 
 class Owner(NamedTuple):
@@ -73,10 +73,11 @@ def gather_hf(
     """
     from megatron.core import parallel_state
 
-    tp_group = parallel_state.get_tensor_model_parallel_group()
-    pp_group = parallel_state.get_pipeline_model_parallel_group()
-    ep_group = parallel_state.get_expert_model_parallel_group()
-    etp_group = parallel_state.get_expert_tensor_parallel_group()
+    with active(ranks):
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        pp_group = parallel_state.get_pipeline_model_parallel_group()
+        ep_group = parallel_state.get_expert_model_parallel_group()
+        etp_group = parallel_state.get_expert_tensor_parallel_group()
     layers = sorted({layer for layer in map(layer_of, local) if layer is not None})
     dtype = next((local[p.megatron].dtype for p in params if p.dtype is None and p.megatron in local), None)
     seen = all_gather_objects((ranks.pp_rank, layers, dtype))

@@ -71,6 +71,11 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
     fields.check(config.model.megatron, mla=kind is MLATransformerConfig)
     values.update(config.model.megatron)
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # refuses what does not divide
+    if values.get("fp8"):
+        if not device.has_cuda():
+            raise ConfigError("model.megatron.fp8: Transformer Engine's FP8 needs a GPU; leave it out here")
+        if values.get("num_moe_experts"):  # matrices of FP8 have multiples of 16 rows: of each expert, too
+            values.setdefault("moe_router_padding_for_quantization", True)
     # Each tensor and context parallel rank weights its part of an auxiliary loss by its own tokens, of which it has
     # 1 / (tp cp), and all are divided by the tokens of the whole: Megatron 0.16.1 loses this factor with
     # calculate_per_token_loss.
@@ -92,15 +97,20 @@ def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[Dist
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
     chunks = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
+    fields.check_ddp(config.train.ddp)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False
+        **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     )
-    wrapped = [Float16Module(settings, chunk) if settings.bf16 else chunk for chunk in chunks]
+    half = [Float16Module(settings, chunk) if settings.bf16 else chunk for chunk in chunks]
     for router in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "expert_bias")):
         # Of which the wrapper has made bf16, as of everything. Megatron puts that right in the first forward, when the
         # biases that were loaded in the meantime have been rounded.
         router._maintain_float32_expert_bias()
-    return [DistributedDataParallel(settings, ddp, module) for module in wrapped]
+    wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in half]
+    if ddp.overlap_grad_reduce:  # only in the last micro-batch's backward pass
+        without = [chunk.no_sync for chunk in wrapped]
+        settings.no_sync_func = without if len(without) > 1 else without[0]
+    return wrapped
 
 
 def _build_chunk(

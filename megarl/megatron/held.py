@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from megarl.megatron.model import MegatronModel
+from megarl.megatron.optimizer import state_tensors
 
 
 def held_bytes(model: MegatronModel) -> dict[str, int]:
@@ -16,18 +17,11 @@ def held_bytes(model: MegatronModel) -> dict[str, int]:
     weights = list(model.local_params().values())
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     own = {tensor.untyped_storage().data_ptr() for tensor in weights}
-    masters: list[torch.Tensor] = []
-    moments: list[torch.Tensor] = []
-    for part in model.optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups if part.buffers else ():
-            for master in group["params"]:
-                masters += [master] if master.untyped_storage().data_ptr() not in own else []
-                state = part.optimizer.state[master]
-                moments += [state["exp_avg"], state["exp_avg_sq"]]
+    states = [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]  # without counts of steps
     return {
         "weights": _bytes(weights),
         "gradients": _bytes(buffer.grad_data for buffer in buffers),
-        "optimizer": _bytes([*masters, *moments]),
+        "optimizer": _bytes(tensor for tensor in states if tensor.untyped_storage().data_ptr() not in own),
     }
 
 

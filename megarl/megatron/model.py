@@ -25,15 +25,18 @@ from megarl.megatron.context import gather_context
 from megarl.megatron.logprobs import vocab_parallel_logprobs
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
+from megarl.megatron.parking import Parking
 from megarl.models.cost import quadratic_cost
 from megarl.models.layout import HFTensor, Param, Replicated
 from megarl.models.registry import family_of
 from megarl.parallel import device
-from megarl.parallel.ranks import Ranks, all_gather_objects
+from megarl.parallel.ranks import Ranks, active, all_gather_objects
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 
 LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
 Get = Callable[[Param, int, int], torch.Tensor]
+FP8_ROWS = 32
+"""Transformer Engine multiplies in FP8 only matrices with multiples of 16 rows, in blocks with scales, of 32."""
 VALUE_HEAD = "score.weight"
 """HF name of a critic's head, that of a sequence classifier with one label."""
 
@@ -50,9 +53,11 @@ class MegatronModel:
         self.role = role
         self.vocab_size = int(family_of(hf_config).gpt_kwargs(hf_config)["vocab_size"])
         self.quadratic_cost = quadratic_cost(hf_config)
-        self.chunks = build_chunks(hf_config, config, role)
+        self._parking = Parking(self._kept_tensors, self._grad_buffers)
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
-        self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
+        with self._at_work():
+            self.chunks = build_chunks(hf_config, config, role)
+            self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
         self.scheduler = optimizer.build_scheduler(settings, self.optimizer, total_updates)
 
     # ---- weights
@@ -69,16 +74,25 @@ class MegatronModel:
 
     def local_params(self) -> dict[str, torch.Tensor]:
         """This rank's parameters, in place, by canonical name (see `names.py`)."""
+        self._parking.restore()
         return {name: tensor.detach() for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items()}
 
     def load(self, get: Get) -> None:
-        """Fill every local parameter with `get(param, parts, part)`, the shard as `models.layout.pieces` cuts it."""
+        """Fill every local parameter with `get(param, parts, part)`, the shard as `models.layout.pieces` cuts it.
+
+        Raises ConfigError on all ranks, naming the first tensor, where some are not finite.
+        """
         table = {param.megatron: param for param in self.params()}
+        not_finite = []
         for name, tensor in self.local_params().items():
             value = get(table[name], *self.ranks.grid(table[name].expert is not None))
             if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)} here, not {tuple(value.shape)}")
             tensor.copy_(value)
+            if not bool(torch.isfinite(tensor).all()):
+                not_finite.append(" or ".join(item.name for item in table[name].hf))
+        if found := [name for names in all_gather_objects(not_finite) for name in names]:
+            raise ConfigError(f"{found[0]} has elements that are not finite; these weights cannot be trained")
         self.optimizer.reload_model_params()  # the fp32 masters
 
     def load_hf(self, folder: str | Path) -> None:
@@ -123,6 +137,29 @@ class MegatronModel:
             tensor.copy_(tensors[name])
             tensors[name].copy_(own)
 
+    # ---- the device's memory
+
+    def park(self) -> int:
+        """Give the device's memory to others, weights and optimizer states going to the host; returns how many bytes.
+        Whatever is asked of the model next takes it back."""
+        return self._parking.park()
+
+    def _kept_tensors(self) -> Iterator[torch.Tensor]:
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+        yield from optimizer.state_tensors(self.optimizer)
+
+    def _grad_buffers(self) -> Iterator[torch.Tensor]:
+        for chunk in self.chunks:
+            yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within the block Megatron is in this model's layout, and the model's memory is the device's."""
+        self._parking.restore()
+        with active(self.ranks):
+            yield
+
     # ---- computing
 
     @torch.no_grad()
@@ -140,7 +177,8 @@ class MegatronModel:
 
         for chunk in self.chunks:
             chunk.eval()
-        done = self._schedule(batch, consume, forward_only=True)
+        with self._at_work():
+            done = self._schedule(batch, consume, forward_only=True)
         return _assemble(batch, all_gather_objects(done if self._speaks() else []))
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
@@ -170,13 +208,14 @@ class MegatronModel:
                 figures[name] = (weights * metric).sum().detach()
             return loss * total_tokens, tokens, figures
 
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        done = self._schedule(batch, consume, forward_only=False)
-        aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(self._plan(batch)[0]))
-        norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
+        with self._at_work():
+            for chunk in self.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            done = self._schedule(batch, consume, forward_only=False)
+            aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(self._plan(batch)[0]))
+            norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
         metrics = _sum_figures(all_gather_objects(_to_floats(done) if self._speaks() else {}))
         metrics.update({f"{self.role}/{name}": value for name, value in aux_losses.items()})
         metrics.update(
@@ -201,7 +240,8 @@ class MegatronModel:
         place = device.device()
         # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
         keep_type = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
-        at = self.ranks.tp, self.ranks.cp, self.ranks.cp_rank
+        fp8 = self.config.model.megatron.get("fp8")
+        at = self.ranks.tp * (FP8_ROWS if fp8 else 1), self.ranks.cp, self.ranks.cp_rank
         micro_batches = [make_micro_batch(batch, indices, place, *at) for indices in mine]
         sources = [iter(micro_batches) for _ in self.chunks]
 
@@ -259,22 +299,24 @@ class MegatronModel:
 
     def sharded_state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Weights, optimizer and scheduler for `megatron.core.dist_checkpointing.save` and `load`."""
-        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        model = {
-            f"chunk{i}": unwrap(chunk).sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.chunks)
-        }
-        return {
-            "model": model,
-            "optimizer": optimizer.sharded_state(self.optimizer, model, is_loading),
-            "scheduler": self.scheduler.state_dict(),
-        }
+        with self._at_work():
+            metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+            model = {
+                f"chunk{i}": unwrap(chunk).sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.chunks)
+            }
+            return {
+                "model": model,
+                "optimizer": optimizer.sharded_state(self.optimizer, model, is_loading),
+                "scheduler": self.scheduler.state_dict(),
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `dist_checkpointing.load(model.sharded_state_dict(is_loading=True), folder)` returned."""
-        for i, chunk in enumerate(self.chunks):
-            unwrap(chunk).load_state_dict(state["model"][f"chunk{i}"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        optimizer.load_state(self.optimizer, state.get("optimizer", {}), self.scheduler.num_steps)
+        with self._at_work():
+            for i, chunk in enumerate(self.chunks):
+                unwrap(chunk).load_state_dict(state["model"][f"chunk{i}"])
+            self.scheduler.load_state_dict(state["scheduler"])
+            optimizer.load_state(self.optimizer, state.get("optimizer", {}), self.scheduler.num_steps)
 
 
 def _assemble(

@@ -14,7 +14,7 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
-from megarl.config import Config, ParallelConfig
+from megarl.config import Config, ParallelConfig, critic_config
 from megarl.models.activations import activation_elements, logits_bytes, micro_batches_in_flight
 from megarl.models.blocks import embedding, final
 from megarl.models.family import HFConfig
@@ -28,18 +28,20 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of a pipeline stage. Every rank of a stage needs the same. All numbers are bytes.
+    """One rank of a pipeline stage of the actor. Every rank of it needs the same. All numbers are bytes.
 
-    While training the engine sleeps and has given its memory back; while generating there are no activations, and the
-    staging of a push is the only thing of the reshard. The states of actor and critic stay on the device in both.
+    While training the engine sleeps and has given its memory back; in a push both sides are there, and what is staged;
+    while generating, the states of actor and critic stay on the device or, with `train.offload`, leave it.
     """
 
     stage: int
-    layers: tuple[int, ...]  # decoder layers of the stage
-    states: dict[str, int]  # there all the time
+    layers: tuple[int, ...]  # the actor's decoder layers of the stage
+    states: dict[str, int]  # of actor and critic
     training: dict[str, int]  # besides, while training
-    generation: dict[str, int]  # besides, while generating
+    generation: dict[str, int]  # while generating, and in a push
+    push: dict[str, int]  # besides, in a push
     host: dict[str, int]  # in the host's memory
+    offloaded: bool
 
     @property
     def training_total(self) -> int:
@@ -47,11 +49,15 @@ class StageMemory:
 
     @property
     def generation_total(self) -> int:
-        return sum(self.states.values()) + sum(self.generation.values())
+        return sum(self.generation.values()) + (0 if self.offloaded else sum(self.states.values()))
+
+    @property
+    def push_total(self) -> int:
+        return sum(self.states.values()) + sum(self.generation.values()) + sum(self.push.values())
 
     @property
     def peak(self) -> int:
-        return max(self.training_total, self.generation_total)
+        return max(self.training_total, self.generation_total, self.push_total)
 
 
 class Elements(NamedTuple):
@@ -64,50 +70,74 @@ class Elements(NamedTuple):
 
 
 def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None) -> list[StageMemory]:
-    """Memory of a rank of each pipeline stage. `critic_hf`: of the critic's model; None where there is no critic.
+    """Memory of a rank of each pipeline stage of the actor. `critic_hf`: of the critic's model; None where there is no
+    critic. Of a critic in a layout of its own the fullest of the stages counts that the ranks have.
 
     Raises ConfigError where the layout does not divide the model.
     """
     parallel, rollout, rl = config.parallel, config.rollout, config.algorithm != "sft"
     size = BYTES[config.model.dtype]
-    models = {"actor": hf} | ({"critic": critic_hf} if critic_hf is not None else {})
-    settings = {role: {**family_of(of).megatron_config(of), **config.model.megatron} for role, of in models.items()}
-    layers = {role: _layers(of, parallel) for role, of in settings.items()}
-    elements = {role: stage_elements(of, parallel, layers[role], role == "critic") for role, of in models.items()}
-    engine: dict[str, int] = {}
+    parts = {"actor": _states_and_activations(hf, config, "actor")}
+    if critic_hf is not None:
+        parts["critic"] = _states_and_activations(critic_hf, critic_config(config), "critic")
+    generation: dict[str, int] = {}
     if rl:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
         cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
-        engine["engine weights"] = engine_bytes(hf, rollout.tp, size)
-        engine["engine KV cache"] = cached * kv_elements(settings["actor"], rollout.tp) * size
-    # A rank has `token_budget` tokens of a micro-batch, or its part of a longer sequence.
-    tokens = max(config.train.token_budget, -(-rollout.max_context // parallel.cp) if rl else 0)
-    dp = parallel.world_size // (parallel.tp * parallel.pp)  # and cp: both share the optimizer's states
-    expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
+        generation["engine weights"] = engine_bytes(hf, rollout.tp, size)
+        generation["engine KV cache"] = cached * kv_elements(family_of(hf).megatron_config(hf), rollout.tp) * size
     stages = []
+    layers = _layers({**family_of(hf).megatron_config(hf), **config.model.megatron}, parallel)
     for stage in range(parallel.pp):
         states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0}
-        in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
-        for role in models:
-            for part, amount in state_bytes(elements[role][stage], dp, expert_dp, size).items():
-                states[f"{role} {part}"] = amount
+        for mine in parts.values():
+            # Stages are runs of ranks: those of the other model that have some of this one's.
+            first, last = stage * len(mine) // parallel.pp, -(-(stage + 1) * len(mine) // parallel.pp)
+            held, kept = max(mine[first:last], key=lambda one: sum(one[0].values()))
+            states |= held
             # One model computes at a time: the greater of the two counts.
-            mine = layers[role][stage]
-            count = len(mine) // parallel.vpp
-            parts = [mine[i * count : (i + 1) * count] for i in range(parallel.vpp)]
-            kept = activation_elements(settings[role], parts, parallel.tp, tokens, in_flight, parallel.etp)
-            training["activations"] = max(training["activations"], kept * size)
+            training["activations"] = max(training["activations"], kept)
         if stage == parallel.pp - 1:
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
-            training["logits"] = logits_bytes(words, hidden, parallel.tp, tokens, config.train.logits_at_once, size)
-        generation = dict(engine)
+            at_once = config.train.logits_at_once
+            training["logits"] = logits_bytes(words, hidden, parallel.tp, _tokens(config), at_once, size)
+        push, host = {}, {}
         if rl:
-            held = states["actor weights"], engine["engine weights"]
-            generation["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, *held)
-        host = {"reference weights": states["actor weights"]} if rl and config.kl.place != "none" else {}
-        stages.append(StageMemory(stage, layers["actor"][stage], states, training, generation, host))
+            weights, engine = states["actor weights"], generation["engine weights"]
+            push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, engine)
+            if config.kl.place != "none":
+                host["reference weights"] = weights
+            if config.train.offload:
+                host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
+        offloaded = rl and config.train.offload
+        stages.append(StageMemory(stage, layers[stage], states, training, generation, push, host, offloaded))
     return stages
+
+
+def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tuple[dict[str, int], int]]:
+    """By pipeline stage of a model in its own layout: bytes of its states by part, and of what it keeps for the
+    backward pass."""
+    parallel, size = config.parallel, BYTES[config.model.dtype]
+    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
+    layers = _layers(settings, parallel)
+    dp = parallel.world_size // (parallel.tp * parallel.pp)  # and cp: both share the optimizer's states
+    expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
+    found = []
+    for stage, elements in enumerate(stage_elements(hf, parallel, layers, role == "critic")):
+        states = state_bytes(elements, dp, expert_dp, size)
+        mine, count = layers[stage], len(layers[stage]) // parallel.vpp
+        runs = [mine[i * count : (i + 1) * count] for i in range(parallel.vpp)]
+        in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
+        kept = activation_elements(settings, runs, parallel.tp, _tokens(config), in_flight, parallel.etp)
+        found.append(({f"{role} {part}": amount for part, amount in states.items()}, kept * size))
+    return found
+
+
+def _tokens(config: Config) -> int:
+    """The most tokens that a rank has of a micro-batch: the budget, or its part of a longer sequence."""
+    longest = config.rollout.max_context if config.algorithm != "sft" else 0
+    return max(config.train.token_budget, -(-longest // config.parallel.cp))
 
 
 def _layers(settings: Mapping[str, Any], parallel: ParallelConfig) -> list[tuple[int, ...]]:

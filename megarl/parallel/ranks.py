@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -35,6 +36,12 @@ class Ranks:
     cp_rank: int = 0
     etp: int = 1
     etp_rank: int = 0
+    vpp: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What a layout is, apart from the number of ranks."""
+        return self.tp, self.cp, self.pp, self.vpp, self.ep, self.etp
 
     def grid(self, expert: bool) -> tuple[int, int]:
         """In how many parts a routed expert's parameter, or another, is cut, and which of them this rank has."""
@@ -42,6 +49,8 @@ class Ranks:
 
 
 _host_group: dist.ProcessGroup | None = None
+_layouts: dict[tuple[int, ...], dict[str, Any]] = {}
+"""Megatron's groups of each layout, as the globals of its parallel_state, by its sizes."""
 
 
 def check_layout(parallel: ParallelConfig) -> None:
@@ -100,20 +109,40 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
     os.environ.setdefault("WORLD_SIZE", "1")
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(device.backend(), timeout=timeout)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.etp,
-        context_parallel_size=parallel.cp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     _host_group = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(
+    ranks = layout(parallel, timeout_s)
+    vars(parallel_state).update(_layouts[ranks.sizes])
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    return ranks
+
+
+def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
+    """This rank's coordinates in a layout of the job's ranks, whose groups are made where nobody has asked for it yet.
+
+    Collective over all ranks. Megatron goes on in the layout that it is in; `active` changes to another.
+    """
+    from megatron.core import parallel_state
+
+    check_layout(parallel)
+    sizes = (parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp)
+    before = _globals(parallel_state)
+    if not _layouts:
+        _layouts[()] = before  # of a Megatron that knows of no groups
+    vars(parallel_state).update(_layouts.get(sizes, _layouts[()]))
+    if sizes not in _layouts:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp,
+            distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+        )
+        _layouts[sizes] = _globals(parallel_state)
+    ranks = Ranks(
         rank=dist.get_rank(),
-        world=world,
+        world=dist.get_world_size(),
         local_rank=int(os.environ.get("LOCAL_RANK", str(dist.get_rank()))),
         tp=parallel.tp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -127,7 +156,27 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
         cp_rank=parallel_state.get_context_parallel_rank(),
         etp=parallel.etp,
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        vpp=parallel.vpp,
     )
+    vars(parallel_state).update(before)
+    return ranks
+
+
+@contextmanager
+def active(ranks: Ranks) -> Iterator[None]:
+    """Within the block Megatron works in the layout of `ranks`, which has its groups in module globals."""
+    from megatron.core import parallel_state
+
+    before = _globals(parallel_state)
+    vars(parallel_state).update(_layouts[ranks.sizes])
+    try:
+        yield
+    finally:
+        vars(parallel_state).update(before)
+
+
+def _globals(parallel_state: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
 def host_group() -> dist.ProcessGroup:
@@ -190,4 +239,5 @@ def shutdown() -> None:
 
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        _layouts.clear()
     _host_group = None

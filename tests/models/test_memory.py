@@ -261,13 +261,38 @@ def test_reshard_staging() -> None:
     assert staging_bytes(1 << 30, 10**10, 10**10) == 2 << 30
     assert staging_bytes(1 << 30, 1000, 500) == 3000  # no more than there is
     grpo = plan_memory(QWEN2, config_of(algorithm="grpo", rollout={"push_bucket_mb": 1}))[0]
-    assert grpo.generation["reshard staging"] == 4 * grpo.states["actor weights"] < 2 << 20
-    assert grpo.generation_total == sum(grpo.states.values()) + sum(grpo.generation.values())
+    assert grpo.push["reshard staging"] == 4 * grpo.states["actor weights"] < 2 << 20
+    both_sides = sum(grpo.states.values()) + sum(grpo.generation.values())
+    assert (grpo.generation_total, grpo.push_total) == (both_sides, both_sides + grpo.push["reshard staging"])
+
+
+def test_states_can_leave_the_device_while_engines_generate() -> None:
+    stay, leave = (plan_memory(QWEN2, config_of(train={"offload": offload}), QWEN2)[0] for offload in (False, True))
+    assert leave.generation_total == sum(leave.generation.values())
+    assert leave.push_total == stay.push_total  # which needs the weights, and the rest is there as well
+    states = [amount for name, amount in stay.states.items() if "gradients" not in name]
+    assert leave.host["states, while generating"] == sum(states)
+    assert leave.host["reference weights"] == stay.host["reference weights"]
+
+
+def test_a_critic_in_a_layout_of_its_own() -> None:
+    def plan(**critic: int) -> Any:
+        parallel = {"world_size": 4, "pp": 2}
+        return plan_memory(QWEN2, config_of(parallel=parallel, critic={"parallel": critic}), QWEN2)
+
+    same, cut = plan(), plan(tp=2)
+    assert [stage.states["actor weights"] for stage in cut] == [stage.states["actor weights"] for stage in same]
+    assert cut[1].states["critic weights"] < 0.6 * same[1].states["critic weights"]
+    # In one stage it is whole on the ranks of both of the actor's; in four each pair of ranks has the fuller of two.
+    whole, fine = plan(pp=1), plan(pp=4)
+    assert whole[0].states["critic weights"] == whole[1].states["critic weights"] > same[0].states["critic weights"]
+    assert fine[0].states["critic weights"] == 2 * held(QWEN2, critic=True, world_size=4, pp=4)[0].dense
+    assert fine[1].states["critic weights"] < fine[0].states["critic weights"]  # a layer, and hardly any head
 
 
 def test_what_a_run_without_rollouts_needs() -> None:
     sft = plan_memory(QWEN2, config_of(algorithm="sft"))[0]
-    assert sft.generation == {} and sft.host == {}
+    assert sft.generation == {} and sft.push == {} and sft.host == {}
     grpo = plan_memory(QWEN2, config_of(algorithm="grpo", kl={"place": "none"}))[0]
     assert grpo.generation["engine weights"] == sum(param_count(QWEN2).values()) * 2
     assert grpo.host == {}

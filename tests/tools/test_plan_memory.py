@@ -74,8 +74,9 @@ def test_which_of_several_layouts_fit(tool: Tool) -> None:
     for row in found["layouts"]:
         peaks = []
         for stage in row["stages"]:
-            states, training, generation = (sum(stage[name].values()) for name in ("states", "training", "generation"))
-            peaks.append(states + max(training, generation))
+            parts = (sum(stage[name].values()) for name in ("states", "training", "generation", "push"))
+            states, training, generation, push = parts
+            peaks.append(states + max(training, generation + push))
         assert max(peaks) == row["peak_bytes"]
         assert row["fits"] == (row["peak_bytes"] <= 0.93 * 80e9 and row["layout"]["world"] <= 16)
     assert found["suggested"] == first["layout"]  # fewer model parallel ranks, and hardly slower
@@ -114,7 +115,7 @@ def test_a_dry_run_says_the_same(tool: Tool) -> None:
     report = validate(from_dict(tree), dry_run=True)
     assert report.ok, report.errors
     for stage, planned in zip(row["stages"], report.memory, strict=True):
-        for name in ("states", "training", "generation", "host"):
+        for name in ("states", "training", "generation", "push", "host"):
             assert stage[name] == getattr(planned, name)
 
 
@@ -169,7 +170,7 @@ def test_where_nothing_fits(tool: Tool) -> None:
             "parallel.ep=3 does not divide the model's 128 experts; sizes that do: 1, 2, 4, 8",
         ),
         (
-            ["--layout", "world=8,pp=2,vpp=5"],
+            ["--layout", "world=8,pp=4,vpp=5"],
             "the nearest that can: set vpp to 4 or 6",
         ),
         (["--layout", "world=32,pp=32,vpp=2"], "the nearest that can: set pp to 24, or vpp to 1"),
