@@ -138,7 +138,7 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     """The family's table divides by tp, its experts by ep, its layers by pp."""
     family, parallel = family_of(hf), config.parallel
     settings = family.megatron_config(hf)
-    megatron_fields.check(config.model.megatron, mla=bool(settings.get("multi_latent_attention")))
+    megatron_fields.check(config.model.megatron, bool(settings.get("multi_latent_attention")), family.extras(hf))
     settings = {**settings, **config.model.megatron}
     family.params(hf, parallel.tp)  # raises for what tp does not divide
     experts = settings.get("num_moe_experts")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,11 +18,15 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config import Config, ConfigError
+from megarl.megatron.gemma import CappedAttention, PostNormLayer, scale_embedding
+from megarl.megatron.group_limited import GroupLimitedRouter
 from megarl.megatron.heads import DeferredLogits, ValueHead
 from megarl.models import megatron_fields as fields
+from megarl.models.family import Extras
 from megarl.models.layout import padded_vocab
 from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of
@@ -66,7 +71,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         )
     elif parallel.ep > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, but the model has no experts; set it to 1")
-    fields.check(config.model.megatron, mla=kind is MLATransformerConfig)
+    fields.check(config.model.megatron, kind is MLATransformerConfig, family.extras(hf))
     values.update(config.model.megatron)
     stage_layers(values["num_layers"], parallel.pp, values)  # refuses what does not divide, with numbers that do
     # Each tensor parallel rank weights its part of an auxiliary loss by its own tokens, of which it has 1 / tp, and
@@ -84,7 +89,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
 
 def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[DistributedDataParallel]:
     """This rank's part of the model: one chunk, since pipelines are not interleaved. Weights are arbitrary at first."""
-    settings = transformer_config(hf, config)
+    settings, extras = transformer_config(hf, config), family_of(hf).extras(hf)
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
@@ -94,12 +99,14 @@ def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[Dist
         arguments["share_embeddings_and_output_weights"] = False
     model = GPTModel(
         config=settings,
-        transformer_layer_spec=_layer_spec(settings),
+        transformer_layer_spec=_layer_spec(settings, extras),
         pre_process=first,
         post_process=last,
         parallel_output=True,
         **arguments,
     )
+    if first and extras.embedding_scale != 1:
+        scale_embedding(model.embedding, extras.embedding_scale)
     if role == "critic" and last:
         model.output_layer = ValueHead(settings)
     elif last:
@@ -117,10 +124,23 @@ def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[Dist
     return [DistributedDataParallel(settings, ddp, wrapped)]
 
 
-def _layer_spec(settings: TransformerConfig) -> Any:
+def _layer_spec(settings: TransformerConfig, extras: Extras) -> Any:
     if device.has_cuda():
-        return get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
-    from megarl.megatron.cpu_modules import adapt_local_spec
+        from megatron.core.extensions.transformer_engine import TENorm as norm
 
-    spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization="RMSNorm")
-    return adapt_local_spec(spec)
+        spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
+    else:
+        from megarl.megatron.cpu_modules import RMSNorm as norm
+        from megarl.megatron.cpu_modules import adapt_local_spec
+
+        spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization="RMSNorm")
+        adapt_local_spec(spec)
+    for layer in spec.layer_specs:  # some are the same object
+        if extras.attention_cap:
+            attention = partial(CappedAttention, cap=extras.attention_cap)
+            layer.submodules.self_attention.submodules.core_attention = attention
+        if extras.post_norms:
+            layer.module, layer.params = PostNormLayer, {"post_norm": norm}
+        if extras.groups_by_best and layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = GroupLimitedRouter
+    return spec

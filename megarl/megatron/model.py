@@ -48,6 +48,7 @@ class MegatronModel:
         self.ranks = ranks
         self.role = role
         self.vocab_size = int(family_of(hf_config).gpt_kwargs(hf_config)["vocab_size"])
+        self.extras = family_of(hf_config).extras(hf_config)
         self.quadratic_cost = quadratic_cost(hf_config)
         self.chunks = build_chunks(hf_config, config, role)
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
@@ -234,6 +235,7 @@ class MegatronModel:
             parallel_state.get_tensor_model_parallel_group(),
             temperature,
             self.config.train.logits_at_once,
+            self.extras.logit_cap,
         )
         return ModelOutput(logprobs=micro.align(logprobs), entropy=micro.align(entropy))
 

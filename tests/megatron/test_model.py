@@ -33,9 +33,9 @@ MOE = "qwen3_moe:actor,deepseek_v3:actor"
 DENSE = "qwen2:actor,qwen3:actor,llama:actor"
 LAYOUTS = {
     # tp, pp, ep, world, family:role
-    "one process": (1, 1, 1, 1, f"{MOE},{DENSE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
-    "TP2 with sequence parallelism": (2, 1, 1, 2, f"{MOE},{DENSE},qwen3_moe:critic"),
-    "PP2": (1, 2, 1, 2, f"{MOE},{DENSE},deepseek_v3:critic"),
+    "one process": (1, 1, 1, 1, f"{MOE},{DENSE},gemma2:actor,deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
+    "TP2 with sequence parallelism": (2, 1, 1, 2, f"{MOE},{DENSE},gemma2:actor,qwen3_moe:critic"),
+    "PP2": (1, 2, 1, 2, f"{MOE},{DENSE},gemma2:actor,gemma2:critic,deepseek_v3:critic"),
     "EP2": (1, 1, 2, 2, "qwen3_moe:actor,deepseek_v3:actor"),
     "DP2": (1, 1, 1, 2, "qwen3_moe:actor,deepseek_v3:actor,qwen2:actor"),
     "TP2 x EP2": (2, 1, 2, 2, f"{MOE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
