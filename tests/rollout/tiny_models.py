@@ -20,6 +20,8 @@ from transformers import (  # noqa: E402
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -126,6 +128,20 @@ def llama(seed: int = 0, **changes: Any) -> PreTrainedModel:
     return randomized(LlamaForCausalLM(LlamaConfig(**(_dense() | {"rope_parameters": rope} | changes))), seed)
 
 
+def gemma2(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """With caps that are felt and a window shorter than a prompt; norms are around 1 + 1, not 1 + 0."""
+    settings = _dense() | {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 12,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+        "attn_implementation": "eager",  # the only one with soft caps
+    }
+    return randomized(Gemma2ForCausalLM(Gemma2Config(**(settings | changes))), seed)
+
+
 def qwen3_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
     settings = _common(2) | {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
     return randomized(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes))), seed)
@@ -162,10 +178,10 @@ def deepseek_v2(seed: int = 0, **changes: Any) -> PreTrainedModel:
     settings = _common(4) | {
         "n_routed_experts": 8,
         "n_shared_experts": 2,
-        "n_group": 1,
+        "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,
-        "topk_method": "greedy",
+        "topk_method": "group_limited_greedy",
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.5,
         "q_lora_rank": None,
@@ -200,6 +216,8 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     config = json.loads(file.read_text())
     if config["model_type"] == "deepseek_v3":
         config |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    if config["model_type"] == "gemma2":
+        config |= {"hidden_act": "gelu_pytorch_tanh"}
     if config["model_type"] == "deepseek_v2":
         config |= {"moe_layer_freq": 1, "scoring_func": "softmax"}
     file.write_text(json.dumps(config))
