@@ -27,6 +27,10 @@ class Extras:
     """Group-limited routing ranks a group of experts by its best one, not by a sum over several."""
 
 
+PLAIN = Extras()
+"""Of a model of which Megatron's configuration says all."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One table. Every function raises ConfigError for an option it does not implement, naming the option."""
@@ -49,7 +53,7 @@ class Family:
     """Routed experts of a layer that has any; 0 for a dense model."""
     tool_call_parser: str
     """SGLang's parser for the calls that these models write."""
-    extras: Callable[[HFConfig], Extras] = lambda hf: Extras()
+    extras: Callable[[HFConfig], Extras] = lambda hf: PLAIN
     """What `megatron_config` cannot say."""
     untrained: Callable[[HFConfig], tuple[str, ...]] = lambda hf: ()
     """Prefixes of HF tensors that are not trained: ignored on load, taken over unchanged on export."""

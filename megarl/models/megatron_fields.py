@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.models.family import Extras
+from megarl.models.family import PLAIN, Extras
 
 OURS = {
     "tensor_model_parallel_size": "parallel.tp",
@@ -65,7 +65,7 @@ def known_fields(mla: bool) -> frozenset[str]:
     return frozenset(names)
 
 
-def check(settings: Mapping[str, Any], mla: bool, extras: Extras) -> None:
+def check(settings: Mapping[str, Any], mla: bool, extras: Extras = PLAIN) -> None:
     """Raise ConfigError for a key of `model.megatron` that Megatron does not know, with the nearest, or is not free;
     also because of what a model has beyond Megatron."""
     for name in settings:

@@ -312,6 +312,41 @@ KIMI_K2 = DEEPSEEK_V3 | {
     "n_routed_experts": 384,
     "n_group": 1,
     "topk_group": 1,
+    # and what else its config.json names
+    "model_type": "kimi_k2",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
 }
 
 
@@ -333,6 +368,22 @@ KIMI_K2 = DEEPSEEK_V3 | {
 )
 def test_published_parameter_counts(hf: dict[str, Any], total: int) -> None:
     assert sum(param_count(hf).values()) == total
+
+
+def test_what_kimi_k2_turns_into() -> None:
+    values = family_of(KIMI_K2).megatron_config(KIMI_K2)
+    assert (values["moe_router_num_groups"], values["moe_router_topk_scaling_factor"]) == (None, 2.827)
+    assert (values["beta_fast"], values["beta_slow"], values["rotary_scaling_factor"]) == (1.0, 1.0, 32.0)
+
+
+def test_what_gemma_2_turns_into() -> None:
+    """Published without layer_types and tie_word_embeddings; every other layer has a window, the first one, too."""
+    values, extras = family_of(GEMMA_2_27B).megatron_config(GEMMA_2_27B), family_of(GEMMA_2_27B).extras(GEMMA_2_27B)
+    assert values["window_attn_skip_freq"] == [1, 0] * 23
+    assert values["window_size"] == (4095, 0)  # a query sees 4096 keys, one of them its own
+    assert values["softmax_scale"] == pytest.approx(1 / 12)
+    assert extras.embedding_scale == pytest.approx(67.882, abs=1e-3)
+    assert family_of(GEMMA_2_27B).gpt_kwargs(GEMMA_2_27B)["share_embeddings_and_output_weights"]
 
 
 def test_parts_of_a_count() -> None:
