@@ -27,7 +27,8 @@ def best_of_groups(
 
 
 class BestOfGroups:
-    """Stands where Megatron's router looks for recorded choices: the only place at which it lets others choose."""
+    """Stands where Megatron's router looks for recorded choices, which is the one place at which others may choose; in
+    front of what is there already, if anything is."""
 
     def __init__(self, replay: Any) -> None:
         self.replay = replay
@@ -35,10 +36,11 @@ class BestOfGroups:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _: Callable[..., Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.replay is None:
-            return best_of_groups(scores, topk, num_groups, group_topk)
-        found: tuple[torch.Tensor, torch.Tensor] = self.replay.get_replay_topk(
-            scores, topk, num_groups, group_topk, best_of_groups
+        arguments = scores, topk, num_groups, group_topk
+        found: tuple[torch.Tensor, torch.Tensor] = (
+            best_of_groups(*arguments)
+            if self.replay is None
+            else self.replay.get_replay_topk(*arguments, best_of_groups)
         )
         return found
 
@@ -48,6 +50,11 @@ class GroupLimitedRouter(TopKRouter):  # type: ignore[misc]
 
     router_replay: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.router_replay = BestOfGroups(self.router_replay)
+    def routing(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        replay = self.router_replay
+        self.router_replay = BestOfGroups(replay)
+        try:
+            probs, routing_map = super().routing(*args, **kwargs)
+        finally:
+            self.router_replay = replay
+        return probs, routing_map

@@ -88,6 +88,13 @@ def rotary(rope_parameters: dict[str, Any]) -> tuple[float, float]:
     return difference, abs(softmax_scale - theirs.DeepseekV3Attention(config, 0).scaling)
 
 
+class Asked:
+    """Stands for what replays routing, where that leaves the choice to the router."""
+
+    def get_replay_topk(self, scores: Any, topk: int, num_groups: int, group_topk: int, compute: Any) -> Any:
+        return compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+
 def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
     """Largest difference of the experts' weights, zeros for those not chosen, over random tokens; and of gradients."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
@@ -111,7 +118,7 @@ def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
         scaling_factor=values.get("moe_router_topk_scaling_factor"),
         score_function=values.get("moe_router_score_function", "softmax"),
         expert_bias=bias if values.get("moe_router_enable_expert_bias") else None,
-        router_replay=BestOfGroups(None) if extras.groups_by_best else None,
+        router_replay=BestOfGroups(Asked() if hf["n_group"] == 8 else None) if extras.groups_by_best else None,
     )
     direction = torch.randn(probs.shape)
     (probs * direction).sum().backward()
