@@ -27,7 +27,7 @@ from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of
 from megarl.parallel import device
 
-Role = Literal["actor", "critic"]
+Role = Literal["actor", "critic", "reward_model"]
 
 
 def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConfig:
@@ -82,15 +82,18 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         raise ConfigError(f"Megatron refuses this model configuration: {error}") from error
 
 
-def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[DistributedDataParallel]:
-    """This rank's part of the model: one chunk, since pipelines are not interleaved. Weights are arbitrary at first."""
+def build_chunks(hf: Mapping[str, Any], config: Config, role: Role, trains: bool = True) -> list[Any]:
+    """This rank's part of the model: one chunk, since pipelines are not interleaved. Weights are arbitrary at first.
+
+    trains: whether it is wrapped for data parallelism, which has gradient buffers; otherwise it has its weights alone.
+    """
     settings = transformer_config(hf, config)
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     arguments = dict(family_of(hf).gpt_kwargs(hf))
     arguments["vocab_size"] = padded_vocab(arguments["vocab_size"], config.parallel.tp)
-    if role == "critic":
+    if role != "actor":
         arguments["share_embeddings_and_output_weights"] = False
     model = GPTModel(
         config=settings,
@@ -100,7 +103,7 @@ def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[Dist
         parallel_output=True,
         **arguments,
     )
-    if role == "critic" and last:
+    if role != "actor" and last:
         model.output_layer = ValueHead(settings)
     elif last:
         model.output_layer.__class__ = DeferredLogits  # the same parameters and state, another forward
@@ -111,6 +114,8 @@ def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[Dist
             parameter.allreduce = False
     model.to(device.device())
     wrapped = Float16Module(settings, model) if settings.bf16 else model
+    if not trains:
+        return [wrapped.requires_grad_(False)]
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False
     )

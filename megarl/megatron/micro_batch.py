@@ -29,6 +29,10 @@ class MicroBatch:
         shifted = emitted.roll(1)[: len(self.has_prediction)]
         return torch.where(self.has_prediction, shifted, torch.zeros_like(shifted))
 
+    def unshifted(self, emitted: torch.Tensor) -> torch.Tensor:
+        """[P] as emitted -> [T], index t about the tokens up to and including t: without the padding, nothing else."""
+        return emitted[: len(self.has_prediction)]
+
 
 def make_micro_batch(batch: TrainBatch, indices: Sequence[int], multiple: int, device: torch.device) -> MicroBatch:
     """Take `indices` out of `batch`, padded to a multiple of `multiple` tokens, at least one; none make all padding."""

@@ -1,4 +1,4 @@
-"""A policy or a critic on Megatron-Core: forward over a batch, a training step, its weights, its state.
+"""A policy, a critic or a reward model on Megatron-Core: forward over a batch, a training step, its weights, its state.
 
 Every method is called by all ranks with the same global batch and returns the same values on all of them. The batch
 is cut here: over data parallel ranks, into micro-batches, and over Megatron's pipeline schedule.
@@ -24,8 +24,10 @@ from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.logprobs import vocab_parallel_logprobs
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
+from megarl.models.classifier import VALUE_HEAD
 from megarl.models.cost import quadratic_cost
-from megarl.models.layout import HFTensor, Param, Replicated
+from megarl.models.layout import Param
+from megarl.models.memory import critic_params
 from megarl.models.registry import family_of
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects
@@ -33,15 +35,24 @@ from megarl.types import ModelOutput, TokenLoss, TrainBatch
 
 LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
 Get = Callable[[Param, int, int], torch.Tensor]
-VALUE_HEAD = "score.weight"
-"""HF name of a critic's head, that of a sequence classifier with one label."""
+NAMES = {"actor": ("logprobs", "entropy"), "critic": ("values",), "reward_model": ("scores",)}
+"""Which fields of ModelOutput a model of each role has."""
 
 
 class MegatronModel:
-    """`total_updates`: optimizer steps of the whole run, for the schedule. Weights are arbitrary until loaded."""
+    """`total_updates`: optimizer steps of the whole run, for the schedule. Weights are arbitrary until loaded.
+
+    With `trains=False` there are no gradients and no optimizer: forward only, from weights that are loaded once.
+    """
 
     def __init__(
-        self, hf_config: Mapping[str, Any], config: Config, ranks: Ranks, role: Role, total_updates: int = 1
+        self,
+        hf_config: Mapping[str, Any],
+        config: Config,
+        ranks: Ranks,
+        role: Role,
+        total_updates: int = 1,
+        trains: bool = True,
     ) -> None:
         self.hf_config = hf_config
         self.config = config
@@ -49,7 +60,10 @@ class MegatronModel:
         self.role = role
         self.vocab_size = int(family_of(hf_config).gpt_kwargs(hf_config)["vocab_size"])
         self.quadratic_cost = quadratic_cost(hf_config)
-        self.chunks = build_chunks(hf_config, config, role)
+        self.chunks = build_chunks(hf_config, config, role, trains)
+        self.optimizer: Any = None
+        if not trains:
+            return
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
         self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
         self.scheduler = optimizer.build_scheduler(settings, self.optimizer, total_updates)
@@ -61,10 +75,7 @@ class MegatronModel:
         table = family_of(self.hf_config).params(self.hf_config, self.ranks.tp)
         if self.role == "actor":
             return table
-        head = Param(
-            "output_layer.weight", (HFTensor(VALUE_HEAD, (1, int(self.hf_config["hidden_size"]))),), Replicated()
-        )
-        return [param for param in table if param.megatron != head.megatron] + [head]
+        return critic_params(table, int(self.hf_config["hidden_size"]))
 
     def local_params(self) -> dict[str, torch.Tensor]:
         """This rank's parameters, in place, by canonical name (see `names.py`)."""
@@ -78,14 +89,15 @@ class MegatronModel:
             if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)} here, not {tuple(value.shape)}")
             tensor.copy_(value)
-        self.optimizer.reload_model_params()  # the fp32 masters
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()  # the fp32 masters
 
     def load_hf(self, folder: str | Path) -> None:
-        """Load an HF folder; a critic's head stays zero unless the folder has one. Raises ConfigError."""
+        """Load an HF folder; a value head stays zero unless the folder has one. Raises ConfigError."""
         from megarl.checkpoint.hf import open_hf
 
         weights = open_hf(folder)
-        heads = (VALUE_HEAD, "lm_head.weight") if self.role == "critic" else ()
+        heads = (VALUE_HEAD, "lm_head.weight") if self.role != "actor" else ()
         weights.check(dict(self.hf_config), optional=heads)
         has_head = VALUE_HEAD in weights.names()
 
@@ -126,15 +138,15 @@ class MegatronModel:
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """What the model says of each token: `logprobs` and `entropy` of a policy, `values` of a critic.
+        """What the model says of each token: `logprobs` and `entropy` of a policy, `values` of a critic, `scores` of a
+        reward model.
 
         Returns [T] fp32 host tensors in the batch's order. `temperature` divides a policy's logits.
         """
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             output = self._read(micro, emitted, temperature)
-            names = ("logprobs", "entropy") if self.role == "actor" else ("values",)
-            found = {name: getattr(output, name).cpu() for name in names}
+            found = {name: getattr(output, name).cpu() for name in NAMES[self.role]}
             return emitted.new_zeros(()), torch.zeros((), dtype=torch.int), (micro.indices, found)
 
         for chunk in self.chunks:
@@ -146,8 +158,8 @@ class MegatronModel:
         """One optimizer step on sum(loss_weights * loss) over `batch`.
 
         Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (1 when the gradient was not finite and
-        nothing was changed) and the aux losses that are on, all under actor/ or critic/, and the metrics of `loss_fn`
-        under their own names.
+        nothing was changed) and the aux losses that are on, all under the role's name, and the metrics of `loss_fn`
+        under their own names. A reward model's loss gets all sequences of a group in one micro-batch.
         """
         if batch.loss_weights is None:
             raise ValueError("a training batch needs loss_weights")
@@ -187,13 +199,15 @@ class MegatronModel:
         )
         return metrics
 
-    def _plan(self, batch: TrainBatch) -> list[list[list[int]]]:
+    def _plan(self, batch: TrainBatch, forward_only: bool = False) -> list[list[list[int]]]:
         lengths, budget = batch.lengths.tolist(), self.config.train.token_budget
-        return plan_micro_batches(lengths, self.ranks.dp, budget, self.quadratic_cost)
+        # The loss of a reward model compares the scores of a group.
+        together = batch.group.tolist() if self.role == "reward_model" and not forward_only else None
+        return plan_micro_batches(lengths, self.ranks.dp, budget, self.quadratic_cost, together=together)
 
     def _schedule(self, batch: TrainBatch, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results."""
-        mine = self._plan(batch)[self.ranks.dp_rank]
+        mine = self._plan(batch, forward_only)[self.ranks.dp_rank]
         place = device.device()
         # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
         keep_type = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
@@ -221,7 +235,9 @@ class MegatronModel:
         )
 
     def _read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float) -> ModelOutput:
-        """[1, P, hidden] states or [1, P, 1] values, as emitted -> [T], shifted."""
+        """[1, P, hidden] states or [1, P, 1] values, as emitted -> [T], shifted but for scores."""
+        if self.role == "reward_model":
+            return ModelOutput(scores=micro.unshifted(emitted[0, :, 0].float()))
         if self.role == "critic":
             return ModelOutput(values=micro.align(emitted[0, :, 0].float()))
         model = unwrap(self.chunks[0])

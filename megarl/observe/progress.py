@@ -18,6 +18,9 @@ from rich.text import Text
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("reward", "rollout/reward_mean", ".3f"),
     ("loss", "actor/nll", ".4f"),
+    ("loss", "reward_model/loss", ".4f"),
+    ("accuracy", "reward_model/accuracy", ".3f"),
+    ("margin", "reward_model/margin", ".3f"),
     ("KL to reference", "actor/kl_to_reference", ".4f"),
     ("entropy", "actor/entropy", ".3f"),
     ("gradient norm", "actor/grad_norm", ".3f"),
@@ -69,8 +72,11 @@ class Progress:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> str:
         """Figures of the state after `step` steps; returns the line that it says."""
         self._values |= metrics
-        rewards = {name.removeprefix("eval/"): value for name, value in metrics.items() if "reward" in name}
-        shown = "  ".join(f"{name} {value:.3f}" for name, value in rewards.items())
+        words = ("reward", "accuracy", "margin")
+        figures = {
+            name.removeprefix("eval/"): value for name, value in metrics.items() if any(w in name for w in words)
+        }
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         line = f"held out, after step {step}: {shown}"
         self.say(line)
         return line

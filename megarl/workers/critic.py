@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megarl.megatron.model import MegatronModel
+from megarl.models.registry import load_hf_config
 from megarl.types import TrainBatch
 from megarl.workers.actor import LossFn
 from megarl.workers.context import Worker
@@ -15,11 +16,10 @@ class CriticWorker(Worker):
 
     def start(self) -> None:
         with self.clock.phase("load"):
-            context = self.context
-            self.model = MegatronModel(
-                context.hf_config, self.config, self.ranks, role="critic", total_updates=context.total_updates
-            )
-            self.model.load_hf(self.config.critic.path or self.config.model.path)
+            context, path = self.context, self.config.critic.path or self.config.model.path
+            hf = load_hf_config(path)
+            self.model = MegatronModel(hf, self.config, self.ranks, role="critic", total_updates=context.total_updates)
+            self.model.load_hf(path)
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
         """[T] fp32 on the host; values[t] is of the state before token t."""
