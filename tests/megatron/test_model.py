@@ -17,6 +17,8 @@ BOUNDS = {
     "entropy": 1e-5,
     "temperature": 1e-5,  # log-probs at temperature 0.7
     "values": 1e-5,
+    "scores": 1e-5,
+    "serving": 0.0,  # the same by a model without gradients and optimizer
     "loss": 5e-6,
     "metric": 5e-6,
     "grad_norm": 1e-5,  # relative
@@ -33,11 +35,17 @@ MOE = "qwen3_moe:actor,deepseek_v3:actor"
 DENSE = "qwen2:actor,qwen3:actor,llama:actor"
 LAYOUTS = {
     # tp, pp, ep, world, family:role
-    "one process": (1, 1, 1, 1, f"{MOE},{DENSE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
-    "TP2 with sequence parallelism": (2, 1, 1, 2, f"{MOE},{DENSE},qwen3_moe:critic"),
-    "PP2": (1, 2, 1, 2, f"{MOE},{DENSE},deepseek_v3:critic"),
+    "one process": (
+        1,
+        1,
+        1,
+        1,
+        f"{MOE},{DENSE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic,llama:reward_model",
+    ),
+    "TP2 with sequence parallelism": (2, 1, 1, 2, f"{MOE},{DENSE},qwen3_moe:critic,qwen2:reward_model"),
+    "PP2": (1, 2, 1, 2, f"{MOE},{DENSE},deepseek_v3:critic,qwen3:reward_model"),
     "EP2": (1, 1, 2, 2, "qwen3_moe:actor,deepseek_v3:actor"),
-    "DP2": (1, 1, 1, 2, "qwen3_moe:actor,deepseek_v3:actor,qwen2:actor"),
+    "DP2": (1, 1, 1, 2, "qwen3_moe:actor,deepseek_v3:actor,qwen2:actor,qwen3_moe:reward_model"),
     "TP2 x EP2": (2, 1, 2, 2, f"{MOE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
 }
 
@@ -57,7 +65,8 @@ def test_layout(
             assert flags == {"skipped": 1.0, "unchanged": 1.0, "resumed": 1.0}, (rank, model)
             too_large = {name: value for name, value in numbers.items() if not value <= BOUNDS[name]}
             assert not too_large, (rank, model, too_large)
-            assert ("values" if model.endswith("critic") else "logprobs") in numbers
+            says = {"actor": "logprobs", "critic": "values", "reward_model": "scores"}
+            assert says[model.split(":")[1]] in numbers
             if aux and world // (tp * pp) == 1:  # with one replica the micro-batches are those of the one process
                 alone = units["aux_losses"]["aux"]
                 assert aux == pytest.approx({name: alone[f"actor/{name}"] for name in aux}, rel=1e-5)
