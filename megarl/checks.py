@@ -184,7 +184,7 @@ def _vocabulary(folder: str) -> dict[str, int]:
             raise ConfigError(f"{file} is not valid JSON: {error}") from None
         if name == "vocab.json":
             return dict(tree)
-        words = tree["model"].get("vocab") or {}  # a list of (token, score) for a unigram model
+        words = (tree.get("model") or {}).get("vocab") or {}  # a list of (token, score) for a unigram model
         ids = dict(words) if isinstance(words, dict) else {word: i for i, (word, _) in enumerate(words)}
         return ids | {token["content"]: token["id"] for token in tree.get("added_tokens") or ()}
     return {}

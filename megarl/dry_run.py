@@ -119,8 +119,9 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
     ]
     sequences, per_epoch = checks.sequences_per_step(config), run.num_update // run.epochs
     what = "pairs" if config.algorithm == "reward_model" else "sequences"
+    samples = f" prompts x {rollout.samples_per_prompt}" if config.generates else ""
     batch = [
-        (f"{what} a step", f"{config.data.prompts_per_step} prompts x {sequences // config.data.prompts_per_step}"),
+        (f"{what} a step", f"{config.data.prompts_per_step}{samples}"),
         ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
         ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel(config)}"),
         ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),

@@ -121,7 +121,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         else:
             truth = reference.scores(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
             result["scores"] = float((found["scores"] - truth).abs().max())
-            frozen = MegatronModel(tiny.HF[family], tiny.config(**layout), RANKS, "reward_model", trains=False)
+            frozen = MegatronModel(tiny.HF[family], model.config, RANKS, "reward_model", trains=False)
             frozen.load(lambda param, tp, rank: shard(param, weights, tp, rank))
             result["serving"] = float((frozen.forward(batch)["scores"] - found["scores"]).abs().max())
             assert not any(tensor.requires_grad for chunk in frozen.chunks for tensor in chunk.parameters())
