@@ -120,13 +120,13 @@ class HybridFlow:
 
     def load_preferences(self, path: str) -> Preferences:
         """Read pairs; those that do not fit into a micro-batch or the model are dropped, and a line says how many."""
-        budget = self.config.train.token_budget
+        budget = self.config.train.token_budget * self.config.parallel.cp
         longest = int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
         pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest)
         if dropped:
             self.log.say(
                 f"{path}: {dropped} of {len(pairs) + dropped} pairs are left out: together longer than "
-                f"train.token_budget={budget}, or one beyond the model's {longest} positions"
+                f"the {budget} of a micro-batch (train.token_budget), or one beyond the model's {longest} positions"
             )
         return pairs
 
@@ -195,6 +195,7 @@ class HybridFlow:
         self.hf_config = load_hf_config(config.model.path)
         self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools))
         self.log.tokenizer = self.chat.tokenizer
+        self.chat.check_vocabulary(self.hf_config["vocab_size"])
         context = Context(
             config=config,
             ranks=self.ranks,

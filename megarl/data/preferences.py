@@ -78,7 +78,7 @@ def read_preferences(path: str | Path, tokenizer: Any, max_tokens: int, max_leng
     if dropped and not rows:
         raise ConfigError(
             f"{path}: all {dropped} pairs are too long: the shortest has {shortest} tokens in its two conversations, "
-            f"train.token_budget allows {max_tokens}, and the model {max_length} in one; raise train.token_budget"
+            f"a micro-batch holds {max_tokens}, and the model {max_length} in one; raise train.token_budget"
         )
     if not rows:
         raise ConfigError(f"{path} holds no pair")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from megarl.config import critic_config
 from megarl.megatron.model import MegatronModel
 from megarl.models.registry import load_hf_config
+from megarl.parallel import ranks
 from megarl.types import TrainBatch
 from megarl.workers.actor import LossFn
 from megarl.workers.context import Worker
@@ -16,10 +18,12 @@ class CriticWorker(Worker):
 
     def start(self) -> None:
         with self.clock.phase("load"):
-            context, path = self.context, self.config.critic.path or self.config.model.path
-            hf = load_hf_config(path)
-            self.model = MegatronModel(hf, self.config, self.ranks, role="critic", total_updates=context.total_updates)
+            context, config = self.context, critic_config(self.config)
+            layout = ranks.layout(config.parallel, config.run.timeout_s)
+            path = config.critic.path or config.model.path
+            self.model = MegatronModel(load_hf_config(path), config, layout, "critic", context.total_updates)
             self.model.load_hf(path)
+            context.models.append(self.model)
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
         """[T] fp32 on the host; values[t] is of the state before token t."""

@@ -143,7 +143,9 @@ def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> Non
     assert [len(read(path, *limits)[0]) for limits in ((57, 43), (56, 43), (57, 42), (32, 18))] == [3, 2, 2, 2]
     pairs, dropped = read(path, 56)
     assert dropped == 1 and [text(pair.chosen) for pair in pairs] == ["(u:1+1;\n(a:?2;"] * 2
-    with pytest.raises(ConfigError, match=r"all 3 pairs are too long: the shortest has 32 tokens .*budget allows 31"):
+    with pytest.raises(
+        ConfigError, match=r"all 3 pairs are too long: the shortest has 32 tokens .*micro-batch holds 31"
+    ):
         read(path, 31)
 
 
