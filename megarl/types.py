@@ -8,7 +8,9 @@ Alignment, written down here once and meant everywhere else: **index t speaks ab
 token t was chosen (that is, before it), `advantages[t]`, `returns[t]` and `rewards[t]` belong to the choice of
 token t, and `loss_mask[t]` is True when the policy chose token t. The first token of a sequence has no
 prediction: its entries are 0 and its mask is False. Models emit at index t what they predict for t + 1; the
-shift happens in `megarl/megatron/` and nowhere else.
+shift happens in `megarl/megatron/` and nowhere else. `scores[t]`, of a reward model, is about the
+conversation up to and including token t, which is where it is emitted: there is no shift, and the score of the whole is
+at its last token.
 
 A worked example, one tool call in two turns (ids made up; A = action):
 
@@ -199,11 +201,12 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a model says of a micro-batch, already shifted: index t speaks about token t. On the device."""
+    """What a model says of a micro-batch; index t speaks about token t, as at the head of this file. On the device."""
 
     logprobs: torch.Tensor | None = None  # [T] of the policy
     entropy: torch.Tensor | None = None  # [T] of the distribution that token t was drawn from
     values: torch.Tensor | None = None  # [T] of the critic
+    scores: torch.Tensor | None = None  # [T] of a reward model, of each beginning of the sequence
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ BOUNDS = {
     "entropy": 1e-5,
     "temperature": 1e-5,  # log-probs at temperature 0.7
     "values": 1e-5,
+    "scores": 1e-5,  # of a reward model
+    "serving": 0.0,  # the same by one without gradients and optimizer
     "loss": 5e-6,
     "metric": 5e-6,
     "grad_norm": 1e-5,  # relative

@@ -1,4 +1,4 @@
-"""What the policy-gradient controllers share: their prompts, their loss, and the figures of a sampled batch."""
+"""What the policy-gradient controllers share: prompts, evaluation, loss, and the figures of a sampled batch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,34 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ppo_policy_loss
 from megarl.config import Config
+from megarl.controllers.base import Controller
+from megarl.observe.metrics import rollout_metrics
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
 
-def rollout_prompts(flow: HybridFlow) -> Sequence[Prompt]:
-    """The training prompts, rendered; those that leave no room for an answer are dropped and counted."""
-    return flow.load_prompts(flow.config.data.train)
+class PolicyController(Controller):
+    """One whose items are prompts, and whose policy is evaluated by what it answers to held-out ones."""
+
+    def items(self, flow: HybridFlow) -> Sequence[Prompt]:
+        """The training prompts, rendered; those that leave no room for an answer are dropped and counted."""
+        return flow.load_prompts(self.config.data.train)
+
+    def eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+        return () if self.config.rollout.replay else flow.load_prompts(self.config.data.eval)
+
+    def evaluate(self, flow: HybridFlow, items: Sequence[Prompt]) -> dict[str, float]:
+        """Reward on the held-out prompts, one answer each: greedy, and sampled as in training."""
+        metrics = {}
+        for name, greedy in (("greedy", True), ("sampled", False)):
+            rollouts = flow.reward.score(flow.rollout.generate(items, 1, greedy=greedy))
+            for metric, value in rollout_metrics(rollouts).items():
+                short = metric.removeprefix("rollout/").replace("reward_mean", "reward")
+                if short in ("reward", "turns_mean", "response_length_mean"):
+                    metrics[f"eval/{short}_{name}"] = value
+        return metrics
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:

@@ -32,7 +32,7 @@ from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of
 from megarl.parallel import device
 
-Role = Literal["actor", "critic"]
+Role = Literal["actor", "critic", "reward_model"]
 
 
 def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConfig:
@@ -96,20 +96,24 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         raise ConfigError(f"Megatron refuses this model configuration: {error}") from error
 
 
-def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[DistributedDataParallel]:
-    """This rank's part of the model: one chunk, or `parallel.vpp` of them. Weights are arbitrary at first."""
+def build_chunks(hf: Mapping[str, Any], config: Config, role: Role, trains: bool = True) -> list[Any]:
+    """This rank's part of the model: one chunk, or `parallel.vpp` of them. Weights are arbitrary at first.
+
+    trains: whether they are wrapped for data parallelism, which has gradient buffers, or are their weights alone.
+    """
     settings = transformer_config(hf, config)
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
-    chunks = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
+    chunks: list[Any] = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
+    if settings.bf16:
+        chunks = [Float16Module(settings, chunk) for chunk in chunks]
+    if not trains:
+        return [chunk.requires_grad_(False) for chunk in chunks]
     fields.check_ddp(config.train.ddp)
     ddp = DistributedDataParallelConfig(
         **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     )
-    wrapped = [
-        DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if settings.bf16 else chunk)
-        for chunk in chunks
-    ]
+    wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in chunks]
     if ddp.overlap_grad_reduce:  # only in the last micro-batch's backward pass
         without = [chunk.no_sync for chunk in wrapped]
         settings.no_sync_func = without if len(without) > 1 else without[0]
@@ -125,7 +129,7 @@ def _build_chunk(
     extras = family_of(hf).extras(hf)
     arguments = dict(family_of(hf).gpt_kwargs(hf))
     arguments["vocab_size"] = padded_vocab(arguments["vocab_size"], config.parallel.tp)
-    if role == "critic":
+    if role != "actor":
         arguments["share_embeddings_and_output_weights"] = False
     model = GPTModel(
         config=settings,
@@ -138,7 +142,7 @@ def _build_chunk(
     )
     if first and extras.embedding_scale != 1:
         scale_embedding(model.embedding, extras.embedding_scale)
-    if role == "critic" and last:
+    if role != "actor" and last:
         model.output_layer = ValueHead(settings)
     elif last:
         model.output_layer.__class__ = DeferredLogits  # the same parameters and state, another forward

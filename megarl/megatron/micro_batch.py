@@ -37,6 +37,10 @@ class MicroBatch:
         shifted = emitted.roll(1)[self.real]
         return torch.where(self.has_prediction, shifted, torch.zeros_like(shifted))
 
+    def unshifted(self, emitted: torch.Tensor) -> torch.Tensor:
+        """[P] as emitted -> [T], index t about the tokens up to and including t: without the padding, nothing else."""
+        return emitted[self.real]
+
 
 def make_micro_batch(
     batch: TrainBatch, indices: Sequence[int], device: torch.device, tp: int = 1, cp: int = 1, cp_rank: int = 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megarl.algorithms.weights import pair_mean_weights
 from megarl.config import Config, from_dict
 from megarl.types import TrainBatch
 
@@ -165,3 +166,10 @@ def batch(lengths: tuple[int, ...] = (7, 19, 12, 3, 1, 26, 11), vocab: int = 200
         returns=torch.randn(total, generator=generator),
         loss_weights=mask / mask.sum(),
     )
+
+
+def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 11, 9)) -> TrainBatch:
+    """The same, of which each two in turn are a pair, for a reward model; one is longer than a micro-batch."""
+    made = batch(lengths)
+    group = torch.arange(len(lengths) // 2).repeat_interleave(2)
+    return made.with_(group=group, loss_weights=pair_mean_weights(made.cu_seqlens))
