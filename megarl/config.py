@@ -209,6 +209,19 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    rank: int = 0
+    """Rank of the adapters that are then all that is trained, beside a critic's head (arXiv:2106.09685); 0 trains all
+    weights. Policy and critic alike; their learning rates want to be about ten times as high."""
+    alpha: float = 32.0
+    """What the adapters add is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get an adapter, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2, MLA's
+    linear_q_down_proj ...), with what they are in where that matters (experts.linear_fc1, shared_experts.linear_fc2);
+    empty for all of attention, MLPs and experts."""
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     functions: tuple[str, ...] = ()
     """Reward functions as `module:name`; each takes a Rollout and returns a number. The reward is their sum."""
@@ -240,6 +253,7 @@ class Config:
     """The policy's optimizer."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megarl.config import ConfigError
 from megarl.models.layout import Param, layer_of, local_shape, unshard
+from megarl.parallel.device import device
 from megarl.parallel.ranks import Ranks, all_gather_objects
 
 
@@ -80,7 +81,8 @@ def gather_hf(
     seen = all_gather_objects((ranks.pp_rank, layers, dtype))
     stages: list[list[int]] = [next(held for stage, held, _ in seen if stage == s) for s in range(ranks.pp)]
     owner = owners(params, stages, ranks.ep)
-    dtypes = sorted({str(d) for *_, d in seen})
+    dtypes = sorted({str(d) for *_, d in seen if d is not None})  # a stage may have none of the table's parameters
+    dtype = next((d for *_, d in seen if d is not None), None)
     problems = [
         *([f"the ranks' parameters have different types: {', '.join(dtypes)}"] if len(dtypes) > 1 else []),
         *(problem for found in all_gather_objects(_problems(local, params, owner, ranks, dtype)) for problem in found),
@@ -88,13 +90,13 @@ def gather_hf(
     if problems:
         raise ValueError(f"the model's shards do not fit its table: {problems[0]} ({len(problems)} such)")
     assert dtype is not None  # an empty model is a problem above
-    device = next(iter(local.values())).device
+    place = device()
 
     for bucket in _runs(params, owner, dtype, bucket_bytes, ranks.tp):
         stage, ep_rank = owner[bucket[0].megatron]
         tp = ranks.tp if ep_rank is None else 1
         sizes = [prod(local_shape(param, tp, 0)) for param in bucket]
-        buffer = torch.empty((tp, sum(sizes)), dtype=bucket[0].dtype or dtype, device=device)
+        buffer = torch.empty((tp, sum(sizes)), dtype=bucket[0].dtype or dtype, device=place)
         if stage == ranks.pp_rank and ep_rank in (None, ranks.ep_rank):
             mine = buffer[ranks.tp_rank if ep_rank is None else 0]
             for param, part in zip(bucket, mine.split(sizes), strict=True):

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.config import Config, ConfigError
 from megarl.megatron.heads import DeferredLogits, ValueHead
+from megarl.megatron.lora import add_adapters
 from megarl.models import megatron_fields as fields
 from megarl.models.layout import padded_vocab
 from megarl.models.memory import stage_layers
@@ -109,6 +110,8 @@ def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[Dist
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+    if config.lora.rank:
+        add_adapters(model, hf, config)
     model.to(device.device())
     wrapped = Float16Module(settings, model) if settings.bf16 else model
     ddp = DistributedDataParallelConfig(
