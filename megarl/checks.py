@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.config import Config, ConfigError
 from megarl.models import megatron_fields
+from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of, load_hf_config
@@ -147,6 +148,19 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     if experts and experts % parallel.ep:
         raise ConfigError(f"parallel.ep={parallel.ep} does not divide the model's {experts} experts")
     stage_layers(int(settings["num_layers"]), parallel.pp, settings)
+
+
+def check_lora(hf: HFConfig, config: Config) -> None:
+    lora = config.lora
+    if lora.rank < 0:
+        raise ConfigError(f"lora.rank must not be negative, but is {lora.rank}; 0 trains all weights")
+    if lora.rank == 0:
+        if lora.targets:
+            raise ConfigError("lora.targets is set, but lora.rank=0 trains all weights; set lora.rank")
+        return
+    if lora.alpha <= 0:
+        raise ConfigError(f"lora.alpha must be above 0, not {lora.alpha:g}: adapters are scaled by alpha / rank")
+    adapter_params(family_of(hf).params(hf, config.parallel.tp), lora)  # raises for a target that is not there
 
 
 def check_engine(hf: HFConfig, config: Config) -> None:

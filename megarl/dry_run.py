@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megarl import checks
 from megarl.config import Config, ConfigError
+from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory, stage_layers
 from megarl.models.registry import family_of, param_count
@@ -82,8 +83,10 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     hf, critic_hf = models
     assert hf is not None
     divides = passes(checks.check_training_layout, hf, config)
+    divides = divides and passes(checks.check_lora, hf, config)
     if critic_hf is not None and critic_hf is not hf:
         divides = passes(checks.check_training_layout, critic_hf, config) and divides
+        divides = divides and passes(checks.check_lora, critic_hf, config)
     if config.algorithm != "sft":
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)
@@ -106,6 +109,10 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
         ("critic", "none" if critic_hf is None else _count(sum(critic_counts.values()))),
     ]
+    if config.lora.rank:
+        adapters = adapter_params(family_of(hf).params(hf, 1), config.lora)
+        count = _count(sum(param.size for param in adapters))
+        model.append(("trained", f"adapters of rank {config.lora.rank}, {count} parameters of the policy"))
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
         ("dense layers", f"tp {parallel.tp} x pp {parallel.pp} x dp {checks.data_parallel(config)}"),

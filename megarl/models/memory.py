@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from megarl.config import Config, ConfigError
+from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape, padded_vocab
@@ -66,7 +67,11 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
     models = {}
     for role, (table, shape) in tables.items():
         layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape)
-        models[role] = (shape, layers, stage_elements(table, parallel.tp, parallel.ep, layers))
+        adapters = adapter_params(table, config.lora) if config.lora.rank else []
+        heads = [param for param in table if param.slot is None]  # a critic's is trained with LoRA, too
+        held = stage_elements([*table, *adapters], parallel.tp, parallel.ep, layers)
+        trained = stage_elements([*adapters, *heads], parallel.tp, parallel.ep, layers) if adapters else held
+        models[role] = (shape, layers, held, trained)
     generation = {}
     if config.algorithm != "sft":
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
@@ -83,8 +88,9 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
         states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0}
         host = {}
-        for role, (shape, layers, elements) in models.items():
-            for part, amount in state_bytes(*elements[stage], dp, expert_dp, size).items():
+        for role, (shape, layers, held, trained) in models.items():
+            weights = {"weights": state_bytes(*held[stage], dp, expert_dp, size)["weights"]}
+            for part, amount in (state_bytes(*trained[stage], dp, expert_dp, size) | weights).items():
                 states[f"{role} {part}"] = amount
             # One model computes at a time: the greater of the two counts.
             used = activation_elements(shape, layers[stage], parallel.tp, tokens, in_flight=parallel.pp - stage) * size
@@ -92,7 +98,7 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
         if stage == parallel.pp - 1:
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             training["logits"] = logits_bytes(words, hidden, parallel.tp, tokens, config.train.logits_at_once, size)
-        if config.algorithm != "sft" and config.kl.place != "none":
+        if config.algorithm != "sft" and config.kl.place != "none" and not config.lora.rank:
             host["reference weights"] = states["actor weights"]
         stages.append(StageMemory(stage, models["actor"][1][stage], states, training, generation, host))
     return stages
