@@ -9,19 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Config, ConfigError
+from megarl.config import Config, ConfigError, critic_config
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
-from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of, load_hf_config
+from megarl.models.stages import stage_layers
+from megarl.parallel.ranks import check_layout
 from megarl.rewards.functions import load_functions
 from megarl.rollout import server_args
 from megarl.rollout.tools import load_tools
 
 
 def data_parallel(config: Config) -> int:
-    return config.parallel.world_size // (config.parallel.tp * config.parallel.pp)
+    return config.parallel.world_size // (config.parallel.tp * config.parallel.cp * config.parallel.pp)
 
 
 def sequences_per_step(config: Config) -> int:
@@ -136,22 +137,38 @@ def _whole_folder(path: str, key: str) -> str:
 
 
 def check_training_layout(hf: HFConfig, config: Config) -> None:
-    """The family's table divides by tp, its experts by ep, its layers by pp."""
+    """The family's table divides by tp, its experts by ep, its layers by pp; it has the layers that LoRA adapts."""
     family, parallel = family_of(hf), config.parallel
     settings = family.megatron_config(hf)
+    megatron_fields.check_ddp(config.train.ddp)
     megatron_fields.check(config.model.megatron, mla=bool(settings.get("multi_latent_attention")))
     settings = {**settings, **config.model.megatron}
-    family.params(hf, parallel.tp)  # raises for what tp does not divide
+    family.params(hf, parallel.tp, parallel.etp)  # raises for what tp or etp does not divide
     experts = settings.get("num_moe_experts")
-    if not experts and parallel.ep > 1:
-        raise ConfigError(f"parallel.ep={parallel.ep}, but {family.architecture} has no experts; set it to 1")
+    for name in ("ep", "etp"):
+        if not experts and (size := getattr(parallel, name)) > 1:
+            raise ConfigError(f"parallel.{name}={size}, but {family.architecture} has no experts; set it to 1")
     if experts and experts % parallel.ep:
         raise ConfigError(f"parallel.ep={parallel.ep} does not divide the model's {experts} experts")
-    stage_layers(int(settings["num_layers"]), parallel.pp, settings)
+    stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
+    check_lora(hf, config)
+
+
+def check_critic_layout(hf: HFConfig, config: Config) -> None:
+    """The same for the critic, which may have a layout of its own."""
+    for name in ("world_size", "ranks_per_node"):
+        if name in config.critic.parallel:
+            raise ConfigError(f"critic.parallel.{name}: actor and critic are on the same ranks; leave it out")
+    own = critic_config(config)
+    try:
+        check_layout(own.parallel)
+        check_training_layout(hf, own)
+    except ConfigError as error:
+        raise ConfigError(f"the critic: {str(error).replace('parallel.', 'critic.parallel.')}") from None
 
 
 def check_lora(hf: HFConfig, config: Config) -> None:
-    lora = config.lora
+    lora, parallel = config.lora, config.parallel
     if lora.rank < 0:
         raise ConfigError(f"lora.rank must not be negative, but is {lora.rank}; 0 trains all weights")
     if lora.rank == 0:
@@ -160,7 +177,7 @@ def check_lora(hf: HFConfig, config: Config) -> None:
         return
     if lora.alpha <= 0:
         raise ConfigError(f"lora.alpha must be above 0, not {lora.alpha:g}: adapters are scaled by alpha / rank")
-    adapter_params(family_of(hf).params(hf, config.parallel.tp), lora)  # raises for a target that is not there
+    adapter_params(family_of(hf).params(hf, parallel.tp, parallel.etp), lora)  # raises for a target that is not there
 
 
 def check_engine(hf: HFConfig, config: Config) -> None:

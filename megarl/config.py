@@ -66,11 +66,17 @@ class ParallelConfig:
     ranks_per_node: int = 8
     """Ranks on one machine."""
     tp: int = 1
-    """Tensor parallel ranks of the dense layers; more than one turns sequence parallelism on. Experts have TP 1."""
+    """Tensor parallel ranks of the dense layers; more than one turns sequence parallelism on."""
     pp: int = 1
     """Pipeline stages."""
+    vpp: int = 1
+    """Parts of a pipeline stage, in turn with those of the others (interleaved schedule): less waiting, more talk."""
+    cp: int = 1
+    """Context parallel ranks: each has two parts of every sequence, which is padded to a multiple of 2 cp tokens."""
     ep: int = 1
-    """Expert parallel ranks; they are taken from TP x DP."""
+    """Expert parallel ranks; with `etp` they are taken from TP x CP x DP."""
+    etp: int = 1
+    """Tensor parallel ranks of the experts, which are whole by default."""
 
 
 @dataclass(frozen=True)
@@ -196,16 +202,22 @@ class CriticConfig:
     """As `actor_optimizer`."""
     warmup_rollouts: int = 0
     """Steps in which only the critic is updated."""
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """Layout of the critic where it differs: keys of `parallel` but world_size and ranks_per_node."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     token_budget: int = 3072
-    """Tokens in one micro-batch of one data-parallel rank; a longer sequence is a micro-batch of its own."""
+    """Tokens of a micro-batch on one rank, `cp` times as many in all; a longer sequence is a micro-batch of its own."""
     logits_at_once: int = 512
     """Tokens whose logits exist at the same time: in bf16 about 18 bytes for each token and word, over tp."""
     deterministic: bool = True
     """Equal runs give equal bits. Turn off where speed on a GPU matters more."""
+    offload: bool = False
+    """Weights and optimizer states go to the host while engines generate; it must have room for both models'."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's DistributedDataParallelConfig, by its own names: overlap_grad_reduce, for one."""
 
 
 @dataclass(frozen=True)
@@ -284,6 +296,12 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
                 raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
         node[leaf] = _parse_scalar(text)
     return from_dict(tree)
+
+
+def critic_config(config: Config) -> Config:
+    """The configuration as the critic sees it, in its own layout."""
+    parallel = {**to_dict(config.parallel), **config.critic.parallel}
+    return dataclasses.replace(config, parallel=_build(ParallelConfig, parallel, "critic.parallel."))
 
 
 def from_dict(tree: dict[str, Any]) -> Config:

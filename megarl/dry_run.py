@@ -18,8 +18,9 @@ from megarl import checks
 from megarl.config import Config, ConfigError
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
-from megarl.models.memory import StageMemory, plan_memory, stage_layers
+from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of, param_count
+from megarl.models.stages import stage_layers
 from megarl.parallel.ranks import check_layout
 from megarl.reshard.configured import engine_layout, push_plan
 
@@ -83,10 +84,8 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     hf, critic_hf = models
     assert hf is not None
     divides = passes(checks.check_training_layout, hf, config)
-    divides = divides and passes(checks.check_lora, hf, config)
-    if critic_hf is not None and critic_hf is not hf:
-        divides = passes(checks.check_training_layout, critic_hf, config) and divides
-        divides = divides and passes(checks.check_lora, critic_hf, config)
+    if critic_hf is not None and (critic_hf is not hf or config.critic.parallel):
+        divides = passes(checks.check_critic_layout, critic_hf, config) and divides
     if config.algorithm != "sft":
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)
@@ -102,8 +101,10 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
     counts, experts = param_count(hf), settings.get("num_moe_experts")
     critic_counts = counts if critic_hf is hf or critic_hf is None else param_count(critic_hf)
     here = min(parallel.world_size, parallel.ranks_per_node)
-    expert_dp = parallel.world_size // (parallel.ep * parallel.pp)
-    layers = [len(stage) for stage in stage_layers(int(settings["num_layers"]), parallel.pp, settings)]
+    expert_dp = parallel.world_size // (parallel.ep * parallel.etp * parallel.pp)
+    layers = [len(stage) for stage in stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)]
+    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
+    cut = f"etp {parallel.etp} x " if parallel.etp > 1 else ""
     model = [
         ("architecture", family_of(hf).architecture),
         ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
@@ -115,9 +116,12 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         model.append(("trained", f"adapters of rank {config.lora.rank}, {count} parameters of the policy"))
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
-        ("dense layers", f"tp {parallel.tp} x pp {parallel.pp} x dp {checks.data_parallel(config)}"),
-        *([("experts", f"ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}")] if experts else []),
-        ("layers by stage", " ".join(map(str, layers))),
+        ("dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {checks.data_parallel(config)}"),
+        *([("experts", f"{cut}ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}")] if experts else []),
+        (
+            "layers by stage",
+            " ".join(map(str, layers)) + (f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""),
+        ),
     ]
     sequences, per_epoch = checks.sequences_per_step(config), run.num_update // run.epochs
     batch = [
@@ -184,8 +188,7 @@ def _memory_table(stages: list[StageMemory]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="memory per rank", title_justify="left")
     table.add_column("")
     for stage in shown:
-        first, last = stage.layers.start, stage.layers.stop - 1
-        table.add_column(f"stage {stage.stage}\nlayers {first}-{last}", justify="right")
+        table.add_column(f"stage {stage.stage}\nlayers {stage.layers[0]}-{stage.layers[-1]}", justify="right")
     blocks: list[tuple[list[dict[str, int]], str, list[int]]] = [
         ([s.states for s in shown], "", []),
         ([s.training for s in shown], "in training", [s.training_total for s in shown]),

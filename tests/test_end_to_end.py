@@ -138,8 +138,9 @@ def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path,
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 
-def test_the_hello_script_with_deepseek_lora_and_one_engine_over_two_nodes(tmp_path: Path) -> None:
+def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_two_nodes(tmp_path: Path) -> None:
     """`ranks_per_node=1` makes two nodes of this machine, and the engine's two tensor parallel ranks one on each. The
+    actor is context parallel, the critic tensor parallel, and both leave the device while the engine generates. The
     entropy bonus moves the policy, whatever its answers are."""
     folder = make_folder(tmp_path / "deepseek", "deepseek_v3")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -148,8 +149,19 @@ def test_the_hello_script_with_deepseek_lora_and_one_engine_over_two_nodes(tmp_p
         f"data.train={folder}/train.jsonl",
         f"run.dir={tmp_path}/hello",
         *SMALL[1:],
-        *("parallel.ranks_per_node=1", "rollout.tp=2", "rollout.max_new_tokens=8", "rollout.max_turns=2"),
-        *("lora.rank=4", "actor_optimizer.lr=0.01", "loss.entropy_coef=0.1"),
+        *(
+            "parallel.ranks_per_node=1",
+            "parallel.tp=1",
+            "parallel.cp=2",
+            "critic.parallel={tp: 2, cp: 1}",
+            "train.offload=true",
+            "rollout.tp=2",
+            "rollout.max_new_tokens=8",
+            "rollout.max_turns=2",
+            "lora.rank=4",
+            "actor_optimizer.lr=0.01",
+            "loss.entropy_coef=0.1",
+        ),
     ]
     done = subprocess.run(
         [*command, "launch/ppo_hello.py", *overrides],

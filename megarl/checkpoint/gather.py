@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from megarl.config import ConfigError
 from megarl.models.layout import Param, layer_of, local_shape, unshard
-from megarl.parallel.device import device
-from megarl.parallel.ranks import Ranks, all_gather_objects
+from megarl.parallel import device
+from megarl.parallel.ranks import Ranks, active, all_gather_objects
 
 
 class Owner(NamedTuple):
-    """Where a parameter lives: on this pipeline stage, and on this expert rank alone or (None) cut over TP."""
+    """Where a parameter lives: on this pipeline stage, and cut over the expert tensor parallel ranks of this expert
+    parallel rank alone, or (None) over tensor parallel ranks."""
 
     stage: int
     ep_rank: int | None
@@ -73,9 +74,11 @@ def gather_hf(
     """
     from megatron.core import parallel_state
 
-    tp_group = parallel_state.get_tensor_model_parallel_group()
-    pp_group = parallel_state.get_pipeline_model_parallel_group()
-    ep_group = parallel_state.get_expert_model_parallel_group()
+    with active(ranks):
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        pp_group = parallel_state.get_pipeline_model_parallel_group()
+        ep_group = parallel_state.get_expert_model_parallel_group()
+        etp_group = parallel_state.get_expert_tensor_parallel_group()
     layers = sorted({layer for layer in map(layer_of, local) if layer is not None})
     dtype = next((local[p.megatron].dtype for p in params if p.dtype is None and p.megatron in local), None)
     seen = all_gather_objects((ranks.pp_rank, layers, dtype))
@@ -90,27 +93,26 @@ def gather_hf(
     if problems:
         raise ValueError(f"the model's shards do not fit its table: {problems[0]} ({len(problems)} such)")
     assert dtype is not None  # an empty model is a problem above
-    place = device()
 
-    for bucket in _runs(params, owner, dtype, bucket_bytes, ranks.tp):
+    for bucket in _runs(params, owner, dtype, bucket_bytes, ranks):
         stage, ep_rank = owner[bucket[0].megatron]
-        tp = ranks.tp if ep_rank is None else 1
-        sizes = [prod(local_shape(param, tp, 0)) for param in bucket]
-        buffer = torch.empty((tp, sum(sizes)), dtype=bucket[0].dtype or dtype, device=place)
-        if stage == ranks.pp_rank and ep_rank in (None, ranks.ep_rank):
-            mine = buffer[ranks.tp_rank if ep_rank is None else 0]
-            for param, part in zip(bucket, mine.split(sizes), strict=True):
-                part.view(local[param.megatron].shape).copy_(local[param.megatron].detach())
+        parts, part = ranks.grid(ep_rank is not None)
+        sizes = [prod(local_shape(param, parts, 0)) for param in bucket]
+        buffer = torch.empty((parts, sum(sizes)), dtype=bucket[0].dtype or dtype, device=device.device())
         if stage == ranks.pp_rank:
-            if ep_rank is None and tp > 1:
-                dist.all_gather(list(buffer), buffer[ranks.tp_rank].clone(), group=tp_group)
-            elif ep_rank is not None and ranks.ep > 1:
+            if ep_rank in (None, ranks.ep_rank):
+                for param, place in zip(bucket, buffer[part].split(sizes), strict=True):
+                    place.view(local[param.megatron].shape).copy_(local[param.megatron].detach())
+                if parts > 1:
+                    group = tp_group if ep_rank is None else etp_group
+                    dist.all_gather(list(buffer), buffer[part].clone(), group=group)
+            if ep_rank is not None and ranks.ep > 1:
                 dist.broadcast(buffer, dist.get_global_rank(ep_group, ep_rank), group=ep_group)
         if ranks.pp > 1:
             dist.broadcast(buffer, dist.get_global_rank(pp_group, stage), group=pp_group)
         at = 0
         for param, size in zip(bucket, sizes, strict=True):
-            shards = [row[at : at + size].view(local_shape(param, tp, r)) for r, row in enumerate(buffer)]
+            shards = [row[at : at + size].view(local_shape(param, parts, r)) for r, row in enumerate(buffer)]
             at += size
             yield from unshard(param, shards).items()
 
@@ -131,7 +133,7 @@ def _problems(
         if param.megatron not in local:
             found.append(f"rank {ranks.rank} lacks {param.megatron}")
             continue
-        tensor, shape = local[param.megatron], local_shape(param, ranks.tp, ranks.tp_rank)
+        tensor, shape = local[param.megatron], local_shape(param, *ranks.grid(param.expert is not None))
         if tuple(tensor.shape) != shape:
             found.append(f"{param.megatron} on rank {ranks.rank} has shape {tuple(tensor.shape)}, not {shape}")
         if tensor.dtype != (param.dtype or dtype):
@@ -142,14 +144,14 @@ def _problems(
 
 
 def _runs(
-    params: Sequence[Param], owner: Mapping[str, Owner], dtype: torch.dtype, bucket_bytes: int, tp: int
+    params: Sequence[Param], owner: Mapping[str, Owner], dtype: torch.dtype, bucket_bytes: int, ranks: Ranks
 ) -> Iterator[list[Param]]:
     """The table cut into buckets of consecutive parameters with one owner and one type; the same on all ranks."""
     bucket: list[Param] = []
     size = 0
     for param in params:
-        copies = 1 if param.expert is not None else tp
-        bytes_ = copies * prod(local_shape(param, tp, 0)) * (param.dtype or dtype).itemsize
+        parts, _ = ranks.grid(param.expert is not None)
+        bytes_ = parts * prod(local_shape(param, parts, 0)) * (param.dtype or dtype).itemsize
         same = bucket and (owner[param.megatron], param.dtype) == (owner[bucket[0].megatron], bucket[0].dtype)
         if bucket and (not same or size + bytes_ > bucket_bytes):
             yield bucket

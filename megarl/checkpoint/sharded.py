@@ -26,9 +26,11 @@ def save_model(model: MegatronModel, folder: Path) -> None:
     if ranks.is_lead():
         folder.mkdir(parents=True, exist_ok=True)
     ranks.barrier()
-    dist_checkpointing.save(model.sharded_state_dict(), str(folder))
+    with ranks.active(model.ranks):
+        dist_checkpointing.save(model.sharded_state_dict(), str(folder))
 
 
 def restore_model(model: MegatronModel, folder: Path) -> None:
     """Read what `save_model` wrote into a model that was built in the same way. All ranks take part."""
-    model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(is_loading=True), str(folder)))
+    with ranks.active(model.ranks):
+        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(is_loading=True), str(folder)))

@@ -12,7 +12,7 @@ import numpy as np
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], dp: int, token_budget: int, quadratic: float = 0.0
+    lengths: Sequence[int], dp: int, token_budget: int, quadratic: float = 0.0, multiple: int = 1
 ) -> list[list[list[int]]]:
     """Share out sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
@@ -20,9 +20,9 @@ def plan_micro_batches(
     batches cost about the same, those that ranks compute at the same time most of all, and so do whole ranks.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. Every rank gets the same
-    number of micro-batches, at least one, because a collective of expert or pipeline parallelism needs all its ranks;
-    a rank that has less to do gets empty ones. A sequence longer than the budget is a micro-batch of its own. The most
-    expensive micro-batches come first.
+    number of micro-batches, a multiple of `multiple`, because a collective of expert or pipeline parallelism needs all
+    its ranks; a rank that has less to do gets empty ones. A sequence longer than the budget is a micro-batch of its
+    own. The most expensive micro-batches come first.
     """
     if dp < 1 or token_budget < 1:
         raise ValueError(f"dp and token_budget must be at least 1, not {dp} and {token_budget}")
@@ -32,12 +32,12 @@ def plan_micro_batches(
     costs = np.array([n + quadratic * n * n for n in lengths], dtype=np.float64)
     short = [n for n in lengths if n <= token_budget]
     fewest = len(lengths) - len(short) + -(-sum(short) // token_budget)  # no plan has fewer micro-batches
-    count = max(1, -(-fewest // dp))
+    count = max(1, -(-fewest // (dp * multiple))) * multiple
     while True:
         parts = partition(costs, dp * count)
         if all(len(part) <= 1 or sum(lengths[index] for index in part) <= token_budget for part in parts):
             break
-        count += 1  # ends at the latest when each sequence has a micro-batch of its own
+        count += multiple  # ends at the latest when each sequence has a micro-batch of its own
     parts.sort(key=lambda part: (-costs[part].sum(), part))
     plan: list[list[list[int]]] = [[] for _ in range(dp)]
     loads = [0.0] * dp

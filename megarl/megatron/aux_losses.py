@@ -19,7 +19,7 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
         "load_balancing_loss": ranks.dp,
         "seq_load_balancing_loss": ranks.dp,
         "global_load_balancing_loss": 1,
-        "z_loss": ranks.dp * ranks.tp,
+        "z_loss": ranks.dp * ranks.tp * ranks.cp,
     }
     names = _enabled(config)
     if not names:

@@ -42,6 +42,8 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
@@ -62,21 +64,23 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
             )
         values.update(
             expert_model_parallel_size=parallel.ep,
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=parallel.etp,
             moe_grouped_gemm=device.has_cuda(),
         )
-    elif parallel.ep > 1:
-        raise ConfigError(f"parallel.ep={parallel.ep}, but the model has no experts; set it to 1")
+    elif max(parallel.ep, parallel.etp) > 1:
+        raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
     fields.check(config.model.megatron, mla=kind is MLATransformerConfig)
     values.update(config.model.megatron)
-    stage_layers(values["num_layers"], parallel.pp, values)  # refuses what does not divide, with numbers that do
-    # Each tensor parallel rank weights its part of an auxiliary loss by its own tokens, of which it has 1 / tp, and
-    # all are divided by the tokens of the whole: Megatron 0.16.1 loses a factor of tp with calculate_per_token_loss.
+    stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # refuses what does not divide
+    # Each tensor and context parallel rank weights its part of an auxiliary loss by its own tokens, of which it has
+    # 1 / (tp cp), and all are divided by the tokens of the whole: Megatron 0.16.1 loses this factor with
+    # calculate_per_token_loss.
+    ranks_of_a_sequence = parallel.tp * parallel.cp
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if isinstance(weight := values.get(name), list):
-            values[name] = [item * parallel.tp for item in weight]
+            values[name] = [item * ranks_of_a_sequence for item in weight]
         elif weight:
-            values[name] = weight * parallel.tp
+            values[name] = weight * ranks_of_a_sequence
     try:
         return kind(**values)
     except (AssertionError, TypeError, ValueError) as error:
@@ -84,46 +88,64 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
 
 
 def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[DistributedDataParallel]:
-    """This rank's part of the model: one chunk, since pipelines are not interleaved. Weights are arbitrary at first."""
+    """This rank's part of the model: one chunk, or `parallel.vpp` of them. Weights are arbitrary at first."""
     settings = transformer_config(hf, config)
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    chunks = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
+    fields.check_ddp(config.train.ddp)
+    ddp = DistributedDataParallelConfig(
+        **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
+    )
+    wrapped = [
+        DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if settings.bf16 else chunk)
+        for chunk in chunks
+    ]
+    if ddp.overlap_grad_reduce:  # only in the last micro-batch's backward pass
+        without = [chunk.no_sync for chunk in wrapped]
+        settings.no_sync_func = without if len(without) > 1 else without[0]
+    return wrapped
+
+
+def _build_chunk(
+    hf: Mapping[str, Any], config: Config, role: Role, settings: TransformerConfig, chunk: int
+) -> GPTModel:
+    vp_stage = chunk if config.parallel.vpp > 1 else None
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     arguments = dict(family_of(hf).gpt_kwargs(hf))
     arguments["vocab_size"] = padded_vocab(arguments["vocab_size"], config.parallel.tp)
     if role == "critic":
         arguments["share_embeddings_and_output_weights"] = False
     model = GPTModel(
         config=settings,
-        transformer_layer_spec=_layer_spec(settings),
+        transformer_layer_spec=_layer_spec(settings, vp_stage),
         pre_process=first,
         post_process=last,
         parallel_output=True,
+        vp_stage=vp_stage,
         **arguments,
     )
     if role == "critic" and last:
         model.output_layer = ValueHead(settings)
     elif last:
         model.output_layer.__class__ = DeferredLogits  # the same parameters and state, another forward
-    # Megatron takes routed experts for dense parameters unless EP > 1. With tensor parallel size 1 for experts only,
-    # their replicas on other tensor parallel ranks see other tokens, and the gradients must be summed over these too.
+    # Megatron takes routed experts for dense parameters unless EP > 1. But their replicas lie otherwise: those on other
+    # tensor or context parallel ranks see other tokens, and the gradients must be summed over these too.
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
     if config.lora.rank:
         add_adapters(model, hf, config)
-    model.to(device.device())
-    wrapped = Float16Module(settings, model) if settings.bf16 else model
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False
-    )
-    return [DistributedDataParallel(settings, ddp, wrapped)]
+    return model.to(device.device())
 
 
-def _layer_spec(settings: TransformerConfig) -> Any:
+def _layer_spec(settings: TransformerConfig, vp_stage: int | None) -> Any:
     if device.has_cuda():
-        return get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
+        return get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
     from megarl.megatron.cpu_modules import adapt_local_spec
 
-    spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization="RMSNorm")
+    spec = get_gpt_decoder_block_spec(
+        settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+    )
     return adapt_local_spec(spec)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -21,12 +22,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.megatron.context import gather_context, zigzag
+
 
 class PackedAttention(MegatronModule):
     """Causal core attention on `scaled_dot_product_attention`, for GQA and MLA, one call per packed sequence.
 
     A call per sequence costs the sum of the squared lengths; one call with a block-diagonal mask would cost the square
-    of the sum, forty times as much for a micro-batch of forty sequences.
+    of the sum, forty times as much for a micro-batch of forty sequences. With context parallelism every rank gathers
+    the keys and values of all, and computes the two parts of each sequence whose queries it has.
     """
 
     def __init__(
@@ -58,14 +62,35 @@ class PackedAttention(MegatronModule):
         `packed_seq_params` [s, b, heads, d] and so on -> [s, b, heads * d_v]."""
         if packed_seq_params is None:
             return self._attend(query, key, value)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        return torch.cat([self._attend(q[:, None], k[:, None], v[:, None])[:, 0] for q, k, v in parts])
+        cu_seqlens, cp = packed_seq_params.cu_seqlens_q, self.config.context_parallel_size
+        if cp > 1:
+            group = parallel_state.get_context_parallel_group()
+            places = zigzag(cu_seqlens, cp)
+            key, value = (gather_context(x, places, group, same_gradient=False) for x in (key, value))
+        outputs, at = [], 0
+        for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+            size = (stop - start) // (2 * cp) if cp > 1 else stop - start
+            for part in (group.rank(), 2 * cp - 1 - group.rank()) if cp > 1 else (0,):
+                end = start + (part + 1) * size
+                q, k, v = query[at : at + size], key[start:end], value[start:end]
+                outputs.append(self._attend(q[:, None], k[:, None], v[:, None])[:, 0])
+                at += size
+        return torch.cat(outputs)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The queries are those of the last keys."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+        before = len(key) - len(query)
+        mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(before) if before else None
         output = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=True, dropout_p=self.dropout if self.training else 0.0
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=True,
+            dropout_p=self.dropout if self.training else 0.0,
         )
         return output.permute(2, 0, 1, 3).flatten(2)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megarl.parallel import device
 
@@ -159,6 +160,7 @@ def _patch_megatron() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import megatron.core.tensor_parallel.mappings as mappings
         import megatron.core.tensor_parallel.random as random
         import megatron.core.transformer.moe.moe_utils as moe_utils
         import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -170,6 +172,24 @@ def _patch_megatron() -> None:
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    gather_equal, scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(input_: torch.Tensor, group: Any, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather_equal(input_, group, sizes, *args)
+        output = input_.new_empty(sum(sizes), *input_.shape[1:])
+        own = [len(input_)] * group.size()
+        dist.all_to_all_single(output, torch.cat([input_] * group.size()), sizes, own, group=group)
+        return output
+
+    def reduce_scatter(input_: torch.Tensor, group: Any, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter_equal(input_, group, sizes, *args)
+        own = sizes[group.rank()]
+        parts = input_.new_empty(group.size() * own, *input_.shape[1:])
+        dist.all_to_all_single(parts, input_.contiguous(), [own] * group.size(), sizes, group=group)
+        return parts.view(group.size(), own, *input_.shape[1:]).sum(0)
 
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -183,6 +203,16 @@ def _patch_megatron() -> None:
         "_set_main_param_and_optimizer_states",
         set_states_but_step,
         "torch's AdamW has a step count among its states, which the checkpoint keeps elsewhere and loads before",
+    )
+    why = "experts cut by etp see other numbers of tokens on each rank, and gloo's collectives want equal sizes"
+    _patch(mappings, "_gather_along_first_dim", gather, why)
+    _patch(mappings, "_reduce_scatter_along_first_dim", reduce_scatter, why)
+    without_output = random.CheckpointWithoutOutput.__init__
+    _patch(
+        random.CheckpointWithoutOutput,
+        "__init__",
+        lambda self, fp8=False: without_output(self, None),
+        "takes fp8=False for FP8 too, and then asks Transformer Engine",
     )
     _patch(random, "_set_cuda_rng_state", set_state, "waits for a CUDA initialisation that never comes")
     _patch(mla, "HAVE_TE", False, "True although Transformer Engine is missing, and then isinstance() of a mock fails")

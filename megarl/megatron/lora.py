@@ -139,7 +139,7 @@ def add_adapters(model: GPTModel, hf: Mapping[str, Any], config: Config) -> None
     """Freeze all of a model chunk but a critic's head, and give it adapters. A is uniform in +- 1 / sqrt(in), PEFT's
     Kaiming initialisation, drawn for each weight by its name, so that it is the same in any layout; B is zero."""
     family = family_of(hf)
-    targeted = adapted_weights(family.params(hf, config.parallel.tp), config.lora.targets)
+    targeted = adapted_weights(family.params(hf, config.parallel.tp, config.parallel.etp), config.lora.targets)
     table = {param.megatron: param for param in targeted}
     model.requires_grad_(False)
     if isinstance(getattr(model, "output_layer", None), ValueHead):

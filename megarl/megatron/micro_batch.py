@@ -1,55 +1,75 @@
-"""One micro-batch as Megatron takes it, and the shift between what a model emits and the token that it is about."""
+"""One micro-batch as Megatron takes it, and the shift between what a model emits and the token that it is about.
+
+Sequences are laid end to end. Where padding is needed it follows a sequence, which a causal model does not notice, or
+all of them, as a sequence of its own: P tokens, of which a context parallel rank has the P / cp that `context.py` says.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import lcm
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megarl.megatron.context import zigzag
 from megarl.types import TrainBatch
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some sequences of a batch, on the device, padded to P tokens by a dummy sequence at the end."""
+    """Some sequences of a batch, on the device."""
 
     indices: list[int]  # of the sequences in the whole batch
     batch: TrainBatch  # those sequences, T tokens, without padding; T may be 0
-    tokens: torch.Tensor  # [1, P] int64
-    positions: torch.Tensor  # [1, P] int64
-    targets: torch.Tensor  # [P] int64, the next token of the sequence; 0 where there is none
+    tokens: torch.Tensor  # [1, P / cp] int64, of this context parallel rank
+    positions: torch.Tensor  # [1, P / cp] int64
+    targets: torch.Tensor  # [P / cp] int64, the next token of the sequence; 0 where there is none
+    places: torch.Tensor  # [cp, P / cp] int64, where in the whole micro-batch each rank's tokens are
+    real: torch.Tensor  # [T] int64, where in it the tokens of `batch` are
     has_prediction: torch.Tensor  # [T] bool, False for the first token of a sequence
     packed: PackedSeqParams
 
     def align(self, emitted: torch.Tensor) -> torch.Tensor:
         """[P] as emitted, index t about token t + 1 -> [T], index t about token t, 0 for the first of a sequence."""
-        shifted = emitted.roll(1)[: len(self.has_prediction)]
+        shifted = emitted.roll(1)[self.real]
         return torch.where(self.has_prediction, shifted, torch.zeros_like(shifted))
 
 
-def make_micro_batch(batch: TrainBatch, indices: Sequence[int], multiple: int, device: torch.device) -> MicroBatch:
-    """Take `indices` out of `batch`, padded to a multiple of `multiple` tokens, at least one; none make all padding."""
+def make_micro_batch(
+    batch: TrainBatch, indices: Sequence[int], device: torch.device, tp: int = 1, cp: int = 1, cp_rank: int = 0
+) -> MicroBatch:
+    """Take `indices` out of `batch`; none make all padding.
+
+    P is at least 1 and each rank's part a multiple of `tp`, for sequence parallelism; with cp > 1 every sequence is
+    padded to a multiple of 2 cp.
+    """
     chosen = batch.select(indices)
-    real = len(chosen.tokens)
-    padded = max(1, -(-real // multiple)) * multiple
-    lengths = chosen.lengths.tolist() + ([padded - real] if padded > real else [])
+    unit, multiple = (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)
+    lengths = [-(-length // unit) * unit for length in chosen.lengths.tolist()]
+    rest = max(1, -(-sum(lengths) // multiple)) * multiple - sum(lengths)
+    lengths += [rest] if rest else []
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = torch.cat([chosen.tokens, chosen.tokens.new_zeros(padded - real)])
-    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+    real = cu_seqlens[chosen.sequence_ids] + chosen.positions
+    tokens = chosen.tokens.new_zeros(int(cu_seqlens[-1]))
+    tokens[real] = chosen.tokens
     targets = tokens.roll(-1)
     targets[cu_seqlens[1:] - 1] = 0
-    positions = torch.arange(padded) - starts
+    positions = torch.arange(len(tokens)) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+    places = zigzag(cu_seqlens, cp)
+    mine = places[cp_rank]
     offsets = cu_seqlens.to(device=device, dtype=torch.int32)
     return MicroBatch(
         indices=list(indices),
         batch=_moved(chosen, device),
-        tokens=tokens[None].to(device),
-        positions=positions[None].to(device),
-        targets=targets.to(device),
-        has_prediction=(positions[:real] > 0).to(device),
+        tokens=tokens[None, mine].to(device),
+        positions=positions[None, mine].to(device),
+        targets=targets[mine].to(device),
+        places=places.to(device),
+        real=real.to(device),
+        has_prediction=(chosen.positions > 0).to(device),
         packed=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=offsets,

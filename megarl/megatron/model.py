@@ -21,15 +21,17 @@ from megarl.data.packing import plan_micro_batches
 from megarl.megatron import lora, optimizer
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
+from megarl.megatron.context import gather_context
 from megarl.megatron.logprobs import vocab_parallel_logprobs
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
+from megarl.megatron.parking import Parking
 from megarl.models.adapters import adapter_params
 from megarl.models.cost import quadratic_cost
 from megarl.models.layout import HFTensor, Param, Replicated
 from megarl.models.registry import family_of
 from megarl.parallel import device
-from megarl.parallel.ranks import Ranks, all_gather_objects
+from megarl.parallel.ranks import Ranks, active, all_gather_objects
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 
 LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
@@ -50,16 +52,18 @@ class MegatronModel:
         self.role = role
         self.vocab_size = int(family_of(hf_config).gpt_kwargs(hf_config)["vocab_size"])
         self.quadratic_cost = quadratic_cost(hf_config)
-        self.chunks = build_chunks(hf_config, config, role)
+        self._parking = Parking(self._kept_tensors, self._grad_buffers)
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
-        self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
+        with self._at_work():
+            self.chunks = build_chunks(hf_config, config, role)
+            self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
         self.scheduler = optimizer.build_scheduler(settings, self.optimizer, total_updates)
 
     # ---- weights
 
     def params(self) -> list[Param]:
         """The table of all parameters of this model, on whatever ranks they are."""
-        table = family_of(self.hf_config).params(self.hf_config, self.ranks.tp)
+        table = family_of(self.hf_config).params(self.hf_config, self.ranks.tp, self.ranks.etp)
         if self.role == "actor":
             return table
         head = Param(
@@ -69,10 +73,12 @@ class MegatronModel:
 
     def local_params(self) -> dict[str, torch.Tensor]:
         """This rank's parameters, in place, by canonical name (see `names.py`). With LoRA they are the base model's."""
+        self._parking.restore()
         return {name: tensor.detach() for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items()}
 
     def local_adapters(self) -> dict[str, torch.Tensor]:
         """This rank's factors of `adapter_params`, in place, by canonical name; none without LoRA."""
+        self._parking.restore()
         return lora.local_adapters(self.chunks)
 
     def adapter_params(self) -> list[Param]:
@@ -87,10 +93,10 @@ class MegatronModel:
         return lora.Merged(self.local_params(), self.local_adapters(), settings.alpha / settings.rank)
 
     def load(self, get: Get) -> None:
-        """Fill every local parameter with `get(param, tp, tp_rank)`, the shard as `models.layout.pieces` cuts it."""
+        """Fill every local parameter with `get(param, parts, part)`, the shard as `models.layout.pieces` cuts it."""
         table = {param.megatron: param for param in self.params()}
         for name, tensor in self.local_params().items():
-            value = get(table[name], self.ranks.tp, self.ranks.tp_rank)
+            value = get(table[name], *self.ranks.grid(table[name].expert is not None))
             if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)} here, not {tuple(value.shape)}")
             tensor.copy_(value)
@@ -105,10 +111,10 @@ class MegatronModel:
         weights.check(dict(self.hf_config), optional=heads)
         has_head = VALUE_HEAD in weights.names()
 
-        def get(param: Param, tp: int, rank: int) -> torch.Tensor:
+        def get(param: Param, parts: int, part: int) -> torch.Tensor:
             tensor = param.hf[0]
             if tensor.name != VALUE_HEAD:
-                return weights.shard(param, tp, rank)
+                return weights.shard(param, parts, part)
             if has_head and weights.shape(VALUE_HEAD) != tensor.shape:
                 raise ConfigError(f"{VALUE_HEAD} in {folder} has shape {weights.shape(VALUE_HEAD)}, not {tensor.shape}")
             return weights.get(VALUE_HEAD) if has_head else torch.zeros(tensor.shape)
@@ -142,6 +148,29 @@ class MegatronModel:
             tensor.copy_(tensors[name])
             tensors[name].copy_(own)
 
+    # ---- the device's memory
+
+    def park(self) -> int:
+        """Give the device's memory to others, weights and optimizer states going to the host; returns how many bytes.
+        Whatever is asked of the model next takes it back."""
+        return self._parking.park()
+
+    def _kept_tensors(self) -> Iterator[torch.Tensor]:
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+        yield from optimizer.state_tensors(self.optimizer)
+
+    def _grad_buffers(self) -> Iterator[torch.Tensor]:
+        for chunk in self.chunks:
+            yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within the block Megatron is in this model's layout, and the model's memory is the device's."""
+        self._parking.restore()
+        with active(self.ranks):
+            yield
+
     # ---- computing
 
     @torch.no_grad()
@@ -159,7 +188,8 @@ class MegatronModel:
 
         for chunk in self.chunks:
             chunk.eval()
-        done = self._schedule(batch, consume, forward_only=True)
+        with self._at_work():
+            done = self._schedule(batch, consume, forward_only=True)
         return _assemble(batch, all_gather_objects(done if self._speaks() else []))
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
@@ -176,7 +206,8 @@ class MegatronModel:
         total_tokens = len(batch.tokens)
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            tokens = torch.tensor(len(micro.batch.tokens), dtype=torch.int, device=emitted.device)
+            own = 0 if self.ranks.cp_rank else len(micro.batch.tokens)  # each token is counted once
+            tokens = torch.tensor(own, dtype=torch.int, device=emitted.device)
             if not micro.indices:  # padding, so that this rank takes part in its peers' collectives
                 return emitted.float().sum() * 0.0, tokens, {}
             result = loss_fn(self._read(micro, emitted, temperature), micro.batch)
@@ -188,13 +219,14 @@ class MegatronModel:
                 figures[name] = (weights * metric).sum().detach()
             return loss * total_tokens, tokens, figures
 
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        done = self._schedule(batch, consume, forward_only=False)
-        aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(self._plan(batch)[0]))
-        norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
+        with self._at_work():
+            for chunk in self.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            done = self._schedule(batch, consume, forward_only=False)
+            aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(self._plan(batch)[0]))
+            norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
         metrics = _sum_figures(all_gather_objects(_to_floats(done) if self._speaks() else {}))
         metrics.update({f"{self.role}/{name}": value for name, value in aux_losses.items()})
         metrics.update(
@@ -208,8 +240,10 @@ class MegatronModel:
         return metrics
 
     def _plan(self, batch: TrainBatch) -> list[list[list[int]]]:
-        lengths, budget = batch.lengths.tolist(), self.config.train.token_budget
-        return plan_micro_batches(lengths, self.ranks.dp, budget, self.quadratic_cost)
+        parallel, budget = self.config.parallel, self.config.train.token_budget * self.ranks.cp
+        # Megatron's interleaved schedule takes micro-batches by the pipeline's length.
+        multiple = parallel.pp if parallel.vpp > 1 else 1
+        return plan_micro_batches(batch.lengths.tolist(), self.ranks.dp, budget, self.quadratic_cost, multiple)
 
     def _schedule(self, batch: TrainBatch, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results."""
@@ -217,7 +251,9 @@ class MegatronModel:
         place = device.device()
         # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
         keep_type = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
-        micro_batches = iter([make_micro_batch(batch, indices, self.ranks.tp, place) for indices in mine])
+        at = self.ranks.tp, self.ranks.cp, self.ranks.cp_rank
+        micro_batches = [make_micro_batch(batch, indices, place, *at) for indices in mine]
+        sources = [iter(micro_batches) for _ in self.chunks]
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(source)
@@ -232,7 +268,7 @@ class MegatronModel:
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=micro_batches,
+            data_iterator=sources if len(sources) > 1 else sources[0],
             model=self.chunks,
             num_microbatches=len(mine),
             seq_length=1,  # ignored: stages tell each other the length of each micro-batch
@@ -241,10 +277,18 @@ class MegatronModel:
         )
 
     def _read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float) -> ModelOutput:
-        """[1, P, hidden] states or [1, P, 1] values, as emitted -> [T], shifted."""
+        """[1, P / cp, hidden] states or [1, P / cp, 1] values, as emitted -> [T], shifted.
+
+        Every context parallel rank has all of a micro-batch's numbers and computes the same loss of them.
+        """
+
+        def whole(local: torch.Tensor) -> torch.Tensor:
+            group = parallel_state.get_context_parallel_group()
+            return micro.align(gather_context(local, micro.places, group, same_gradient=True))
+
         if self.role == "critic":
-            return ModelOutput(values=micro.align(emitted[0, :, 0].float()))
-        model = unwrap(self.chunks[0])
+            return ModelOutput(values=whole(emitted[0, :, 0].float()))
+        model = unwrap(self.chunks[-1])
         tied = model.share_embeddings_and_output_weights
         logprobs, entropy = vocab_parallel_logprobs(
             emitted[0],
@@ -255,29 +299,34 @@ class MegatronModel:
             temperature,
             self.config.train.logits_at_once,
         )
-        return ModelOutput(logprobs=micro.align(logprobs), entropy=micro.align(entropy))
+        return ModelOutput(logprobs=whole(logprobs), entropy=whole(entropy))
 
     def _speaks(self) -> bool:
         """One rank of each data parallel replica reports what its last stage computed."""
-        return self.ranks.pp_rank == self.ranks.pp - 1 and self.ranks.tp_rank == 0
+        return self.ranks.pp_rank == self.ranks.pp - 1 and self.ranks.tp_rank == self.ranks.cp_rank == 0
 
     # ---- state
 
     def sharded_state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Weights, optimizer and scheduler for `megatron.core.dist_checkpointing.save` and `load`."""
-        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        model = unwrap(self.chunks[0]).sharded_state_dict(metadata=metadata)
-        return {
-            "model": model,
-            "optimizer": optimizer.sharded_state(self.optimizer, model, is_loading),
-            "scheduler": self.scheduler.state_dict(),
-        }
+        with self._at_work():
+            metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+            model = {
+                f"chunk{i}": unwrap(chunk).sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.chunks)
+            }
+            return {
+                "model": model,
+                "optimizer": optimizer.sharded_state(self.optimizer, model, is_loading),
+                "scheduler": self.scheduler.state_dict(),
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `dist_checkpointing.load(model.sharded_state_dict(is_loading=True), folder)` returned."""
-        unwrap(self.chunks[0]).load_state_dict(state["model"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        optimizer.load_state(self.optimizer, state.get("optimizer", {}), self.scheduler.num_steps)
+        with self._at_work():
+            for i, chunk in enumerate(self.chunks):
+                unwrap(chunk).load_state_dict(state["model"][f"chunk{i}"])
+            self.scheduler.load_state_dict(state["scheduler"])
+            optimizer.load_state(self.optimizer, state.get("optimizer", {}), self.scheduler.num_steps)
 
 
 def _assemble(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,15 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 inner.state[parameter] = {"step": torch.tensor(0.0), **zeros}
     return optimizer
+
+
+def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """This rank's masters and moments."""
+    for _, part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for values in part.optimizer.state.values():
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:

@@ -26,10 +26,10 @@ from megarl.models.layout import (
 from megarl.models.options import need, rope
 
 
-def checked(params: list[Param], tp: int) -> list[Param]:
-    """The same table; raises ConfigError for the first tensor that `tp` does not divide."""
+def checked(params: list[Param], tp: int, etp: int) -> list[Param]:
+    """The same table; raises ConfigError for the first tensor that `tp`, or of an expert `etp`, does not divide."""
     for param in params:
-        pieces(param, tp, 0)
+        pieces(param, tp if param.expert is None else etp, 0)
     return params
 
 

@@ -38,10 +38,11 @@ class Family:
     mtp_layers: Callable[[HFConfig], int] = lambda hf: 0
     """How many layers of multi-token prediction follow the decoder's."""
 
-    def params(self, hf: HFConfig, tp: int) -> list[Param]:
-        """Every trained parameter of the model, layer by layer, checked to divide by this tensor parallel size."""
+    def params(self, hf: HFConfig, tp: int, etp: int = 1) -> list[Param]:
+        """Every trained parameter of the model, layer by layer, checked to divide by these tensor parallel sizes, of
+        routed experts by `etp`, of the others by `tp`."""
         self.check(hf)
         layers = range(need(hf, "num_hidden_layers"))
         experts = range(self.num_experts(hf))
         rows = [row for layer in layers for row in self.layer(hf, layer, experts)]
-        return blocks.checked(blocks.embedding(hf) + rows + blocks.final(hf), tp)
+        return blocks.checked(blocks.embedding(hf) + rows + blocks.final(hf), tp, etp)

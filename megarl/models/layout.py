@@ -192,13 +192,11 @@ class Param:
 
 
 def pieces(param: Param, tp: int, rank: int) -> Pieces:
-    """The shard of tensor-parallel rank `rank` of `tp`. Experts are whole whatever `tp` is: they have a
-    tensor parallel size of their own, for which `cut_pieces` is there. Raises ConfigError where `tp` does not divide.
+    """The shard of tensor-parallel rank `rank` of `tp`: for a routed expert of its own tensor parallel size and rank.
+    Raises ConfigError where `tp` does not divide.
     """
     if not 0 <= rank < tp:
         raise ValueError(f"rank {rank} of {tp} tensor parallel ranks")
-    if param.expert is not None:
-        tp, rank = 1, 0
     return cut_pieces(param, param.cut, tp, rank)
 
 

@@ -15,7 +15,10 @@ from megarl.config import ConfigError
 OURS = {
     "tensor_model_parallel_size": "parallel.tp",
     "pipeline_model_parallel_size": "parallel.pp",
+    "virtual_pipeline_model_parallel_size": "parallel.vpp",
+    "context_parallel_size": "parallel.cp",
     "expert_model_parallel_size": "parallel.ep",
+    "expert_tensor_parallel_size": "parallel.etp",
     "params_dtype": "model.dtype",
     "bf16": "model.dtype",
     "pipeline_dtype": "model.dtype",
@@ -26,9 +29,6 @@ OURS = {
 FIXED = {
     "fp16": "training in fp16 is not implemented",
     "sequence_parallel": "it is on exactly where parallel.tp > 1",
-    "expert_tensor_parallel_size": "experts have tensor parallel size 1",
-    "context_parallel_size": "context parallelism is not implemented",
-    "virtual_pipeline_model_parallel_size": "interleaved pipelines are not implemented",
     "pipeline_model_parallel_layout": "give num_layers_in_first_pipeline_stage and ..._last_... instead",
     "account_for_embedding_in_pipeline_split": "give num_layers_in_first_pipeline_stage instead",
     "account_for_loss_in_pipeline_split": "give num_layers_in_last_pipeline_stage instead",
@@ -39,6 +39,17 @@ FIXED = {
 }
 """Fields that cannot be set at all, and why."""
 
+DDP_FIXED = {
+    "use_distributed_optimizer": "it is always on",
+    "grad_reduce_in_fp32": "it is always on",
+    "overlap_param_gather": "weights must be whole after a step, for the push",
+    "average_in_collective": "losses are sums over tokens",
+    "use_megatron_fsdp": "weights are cut by the layout, not by FSDP",
+    "use_custom_fsdp": "weights are cut by the layout, not by FSDP",
+}
+"""Fields of DistributedDataParallelConfig that cannot be set at all, and why."""
+
+_DDP = ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
 _CLASSES = (
     ("model_parallel_config.py", "ModelParallelConfig"),
     ("transformer/transformer_config.py", "TransformerConfig"),
@@ -46,14 +57,18 @@ _CLASSES = (
 _MLA = ("transformer/transformer_config.py", "MLATransformerConfig")
 
 
-@functools.cache
 def known_fields(mla: bool) -> frozenset[str]:
     """Names of the fields of TransformerConfig, or of MLATransformerConfig. Raises ConfigError without Megatron."""
+    return _fields(*_CLASSES, *([_MLA] if mla else []))
+
+
+@functools.cache
+def _fields(*classes: tuple[str, str]) -> frozenset[str]:
     spec = importlib.util.find_spec("megatron.core")  # finds the package without running it
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("Megatron-Core is not installed; run `bash launch/install.sh`")
     names: set[str] = set()
-    for file, name in (*_CLASSES, *([_MLA] if mla else [])):
+    for file, name in classes:
         source = Path(spec.submodule_search_locations[0], file).read_text()
         body = next(n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
         annotated = (node.target for node in body if isinstance(node, ast.AnnAssign))
@@ -69,7 +84,20 @@ def check(settings: Mapping[str, Any], mla: bool) -> None:
         if name in FIXED:
             raise ConfigError(f"model.megatron.{name} cannot be set: {FIXED[name]}")
         if name not in known_fields(mla):
-            near = difflib.get_close_matches(name, known_fields(mla), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
             kind = "MLATransformerConfig" if mla else "TransformerConfig"
-            raise ConfigError(f"model.megatron.{name} is not a field of Megatron's {kind}{hint}")
+            raise ConfigError(_unknown("model.megatron", name, kind, known_fields(mla)))
+
+
+def check_ddp(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key of `train.ddp` that Megatron does not know, with the nearest, or is not free."""
+    for name in settings:
+        if name in DDP_FIXED:
+            raise ConfigError(f"train.ddp.{name} cannot be set: {DDP_FIXED[name]}")
+        if name not in _fields(_DDP):
+            raise ConfigError(_unknown("train.ddp", name, _DDP[1], _fields(_DDP)))
+
+
+def _unknown(section: str, name: str, kind: str, known: frozenset[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{section}.{name} is not a field of Megatron's {kind}{hint}"

@@ -7,17 +7,18 @@ themselves is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from megarl.config import Config, ConfigError
+from megarl.config import Config
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape, padded_vocab
 from megarl.models.registry import family_of
+from megarl.models.stages import stage_layers
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -31,7 +32,7 @@ class StageMemory:
     """
 
     stage: int
-    layers: range  # decoder layers of the stage
+    layers: tuple[int, ...]  # decoder layers of the stage
     states: dict[str, int]  # there all the time
     training: dict[str, int]  # besides, while training
     generation: dict[str, int]  # besides, while generating
@@ -66,7 +67,7 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
         tables["critic"] = (critic_params(table, int(critic_hf["hidden_size"])), critic_settings)
     models = {}
     for role, (table, shape) in tables.items():
-        layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape)
+        layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape, parallel.vpp)
         adapters = adapter_params(table, config.lora) if config.lora.rank else []
         heads = [param for param in table if param.slot is None]  # a critic's is trained with LoRA, too
         held = stage_elements([*table, *adapters], parallel.tp, parallel.ep, layers)
@@ -104,56 +105,15 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
     return stages
 
 
-def stage_layers(num_layers: int, pp: int, settings: Mapping[str, Any]) -> list[range]:
-    """Which decoder layers each pipeline stage has: as Megatron-Core 0.16 deals them out, evenly, or with
-    `num_layers_in_first_pipeline_stage` and `..._last_...` (keys of `model.megatron`) given and the rest even.
-
-    Raises ConfigError where the layers do not divide, with numbers that do.
-    """
-    first = settings.get("num_layers_in_first_pipeline_stage")
-    last = settings.get("num_layers_in_last_pipeline_stage")
-    middle = num_layers - (first or 0) - (last or 0)
-    stages = pp - (first is not None) - (last is not None)
-    if stages < 0 or (pp == 1 and stages == 0):
-        raise ConfigError(f"model.megatron gives the layers of the first or last stage, but parallel.pp={pp}")
-    if middle < 0 or (middle > 0) != (stages > 0) or (stages and middle % stages):
-        remedy = _uneven_remedy(num_layers, pp)
-        raise ConfigError(
-            f"{num_layers} layers cannot be dealt out to parallel.pp={pp} stages (first: {first or 'even'}, last: "
-            f"{last or 'even'}); {remedy}"
-        )
-    counts = [middle // stages] * stages if stages else []
-    counts = ([first] if first is not None else []) + counts + ([last] if last is not None else [])
-    starts = [sum(counts[:i]) for i in range(pp)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-
-
-def _uneven_remedy(num_layers: int, pp: int) -> str:
-    """What would fit: another pp, or a shorter last stage."""
-    fits = ", ".join(str(n) for n in range(1, num_layers + 1) if num_layers % n == 0 and n <= 4 * pp)
-    per_stage = -(-num_layers // pp)
-    last = num_layers - per_stage * (pp - 1)
-    if pp > 1 and last > 0:
-        return f"set model.megatron.num_layers_in_last_pipeline_stage={last}, or parallel.pp to one of {fits}"
-    if pp > 2 and num_layers >= pp:
-        per_stage = num_layers // (pp - 1)
-        while per_stage and num_layers - per_stage * (pp - 2) < 2:
-            per_stage -= 1
-        ends = num_layers - per_stage * (pp - 2)
-        return (
-            f"set model.megatron.num_layers_in_first_pipeline_stage={ends - ends // 2} and "
-            f"num_layers_in_last_pipeline_stage={ends // 2}, or parallel.pp to one of {fits}"
-        )
-    return f"set parallel.pp to one of {fits}"
-
-
 def critic_params(policy: Sequence[Param], hidden: int) -> list[Param]:
     """A policy's table with a head of one value in place of the output layer."""
     head = Param("output_layer.weight", (HFTensor("score.weight", (1, hidden)),), Replicated())
     return [*(param for param in policy if param.megatron != head.megatron), head]
 
 
-def stage_elements(params: Sequence[Param], tp: int, ep: int, stages: Sequence[range]) -> list[tuple[int, int]]:
+def stage_elements(
+    params: Sequence[Param], tp: int, ep: int, stages: Sequence[Collection[int]]
+) -> list[tuple[int, int]]:
     """Elements of (dense, routed expert) parameters that one rank of each stage holds, vocabulary padding included.
 
     `stages`: the decoder layers of each, see `stage_layers`.
@@ -194,7 +154,9 @@ def state_bytes(dense: int, expert: int, dp: int, expert_dp: int, size: int) -> 
     }
 
 
-def activation_elements(settings: Mapping[str, Any], layers: range, tp: int, tokens: int, in_flight: int) -> int:
+def activation_elements(
+    settings: Mapping[str, Any], layers: Collection[int], tp: int, tokens: int, in_flight: int
+) -> int:
     """Elements that the layers of a stage keep for the backward pass: an estimate.
 
     The tensors that enter a matrix product, a norm, an activation function or flash attention are kept, as counted in

@@ -30,6 +30,12 @@ def select() -> None:
         torch.cuda.set_device(device())
 
 
+def empty_cache() -> None:
+    """Give freed memory back, so that other processes on the device can have it."""
+    if _HAS_CUDA:
+        torch.cuda.empty_cache()
+
+
 def peak_memory_bytes() -> int:
     """Most memory this process has used: on the device, or resident on the host where there is none."""
     if _HAS_CUDA:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from megarl.parallel import device
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's coordinates. Sizes are those of the dense layout; experts have tensor parallel size 1."""
+    """This rank's coordinates. Dense parameters are cut by tp, routed experts dealt out by ep and cut by etp."""
 
     rank: int
     world: int
@@ -30,27 +32,55 @@ class Ranks:
     ep_rank: int
     dp: int
     dp_rank: int
+    cp: int = 1
+    cp_rank: int = 0
+    etp: int = 1
+    etp_rank: int = 0
+    vpp: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What a layout is, apart from the number of ranks."""
+        return self.tp, self.cp, self.pp, self.vpp, self.ep, self.etp
+
+    def grid(self, expert: bool) -> tuple[int, int]:
+        """In how many parts a routed expert's parameter, or another, is cut, and which of them this rank has."""
+        return (self.etp, self.etp_rank) if expert else (self.tp, self.tp_rank)
 
 
 _host_group: dist.ProcessGroup | None = None
+_layouts: dict[tuple[int, ...], dict[str, Any]] = {}
+"""Megatron's groups of each layout, as the globals of its parallel_state, by its sizes."""
 
 
 def check_layout(parallel: ParallelConfig) -> None:
     """Raise ConfigError where the layout does not divide the world; says what would."""
-    model_parallel = parallel.tp * parallel.pp
-    if min(parallel.world_size, parallel.tp, parallel.pp, parallel.ep, parallel.ranks_per_node) < 1:
-        raise ConfigError("parallel.world_size, tp, pp, ep and ranks_per_node must each be at least 1")
+    for name, size in vars(parallel).items():
+        if size < 1:
+            raise ConfigError(f"parallel.{name} must be at least 1, not {size}")
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
+    shown = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
+    model_parallel = prod(sizes.values())
     if parallel.world_size % model_parallel:
         raise ConfigError(
-            f"parallel.world_size={parallel.world_size} is not a multiple of tp x pp = {parallel.tp} x {parallel.pp} = "
-            f"{model_parallel}; the nearest that are: {_nearest_multiples(parallel.world_size, model_parallel)}"
+            f"parallel.world_size={parallel.world_size} is not a multiple of {' x '.join(shown)} = "
+            f"{' x '.join(map(str, shown.values()))} = {model_parallel}; the nearest that are: "
+            f"{_nearest_multiples(parallel.world_size, model_parallel)}"
         )
     expert_ranks = parallel.world_size // parallel.pp
-    if expert_ranks % parallel.ep:
-        fits = [n for n in range(1, expert_ranks + 1) if expert_ranks % n == 0]
+    if expert_ranks % (parallel.ep * parallel.etp):
+        for name, size, other in (("ep", parallel.ep, parallel.etp), ("etp", parallel.etp, parallel.ep)):
+            fits = [n for n in range(1, expert_ranks + 1) if expert_ranks % (n * other) == 0]
+            if size not in fits:
+                beside = f", beside {'etp' if name == 'ep' else 'ep'}={other}" if other > 1 else ""
+                raise ConfigError(
+                    f"parallel.{name}={size} does not divide the {expert_ranks} ranks of a pipeline stage "
+                    f"(world_size / pp){beside}; possible: {', '.join(map(str, fits)) or 'none'}"
+                )
+    if parallel.vpp > 1 and parallel.pp < 3:
+        # With two stages each is before and behind the other, and Megatron 0.16.1 mixes up what it sends both ways.
         raise ConfigError(
-            f"parallel.ep={parallel.ep} does not divide the {expert_ranks} ranks of a pipeline stage "
-            f"(world_size / pp); possible: {', '.join(map(str, fits))}"
+            f"parallel.vpp={parallel.vpp} needs at least 3 pipeline stages, not parallel.pp={parallel.pp}"
         )
 
 
@@ -79,18 +109,40 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
     os.environ.setdefault("WORLD_SIZE", "1")
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(device.backend(), timeout=timeout)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     _host_group = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(
+    ranks = layout(parallel, timeout_s)
+    vars(parallel_state).update(_layouts[ranks.sizes])
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    return ranks
+
+
+def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
+    """This rank's coordinates in a layout of the job's ranks, whose groups are made where nobody has asked for it yet.
+
+    Collective over all ranks. Megatron goes on in the layout that it is in; `active` changes to another.
+    """
+    from megatron.core import parallel_state
+
+    check_layout(parallel)
+    sizes = (parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp)
+    before = _globals(parallel_state)
+    if not _layouts:
+        _layouts[()] = before  # of a Megatron that knows of no groups
+    vars(parallel_state).update(_layouts.get(sizes, _layouts[()]))
+    if sizes not in _layouts:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp,
+            distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+        )
+        _layouts[sizes] = _globals(parallel_state)
+    ranks = Ranks(
         rank=dist.get_rank(),
-        world=world,
+        world=dist.get_world_size(),
         local_rank=int(os.environ.get("LOCAL_RANK", str(dist.get_rank()))),
         tp=parallel.tp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -100,7 +152,31 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        cp=parallel.cp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        etp=parallel.etp,
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        vpp=parallel.vpp,
     )
+    vars(parallel_state).update(before)
+    return ranks
+
+
+@contextmanager
+def active(ranks: Ranks) -> Iterator[None]:
+    """Within the block Megatron works in the layout of `ranks`, which has its groups in module globals."""
+    from megatron.core import parallel_state
+
+    before = _globals(parallel_state)
+    vars(parallel_state).update(_layouts[ranks.sizes])
+    try:
+        yield
+    finally:
+        vars(parallel_state).update(before)
+
+
+def _globals(parallel_state: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
 def host_group() -> dist.ProcessGroup:
@@ -163,4 +239,5 @@ def shutdown() -> None:
 
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        _layouts.clear()
     _host_group = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.config import Config, ConfigError
 from megarl.models.fp8 import is_fp8
 from megarl.models.layout import HFConfig
-from megarl.models.memory import stage_layers
+from megarl.models.stages import stage_layers
 from megarl.reshard.flows import Wire
 from megarl.reshard.layout import EngineLayout, TrainLayout
 from megarl.reshard.planner import Plan
@@ -16,8 +16,8 @@ WIRES: dict[str, Wire] = {"bfloat16": "bf16", "float32": "fp32"}
 def train_layout(hf: HFConfig, config: Config) -> TrainLayout:
     """Of the ranks that a configuration describes."""
     parallel = config.parallel
-    stages = stage_layers(int(hf["num_hidden_layers"]), parallel.pp, config.model.megatron)
-    return TrainLayout(parallel.world_size, parallel.tp, parallel.ep, tuple(tuple(layers) for layers in stages))
+    stages = stage_layers(int(hf["num_hidden_layers"]), parallel.pp, config.model.megatron, parallel.vpp)
+    return TrainLayout(parallel.world_size, parallel.tp, parallel.ep, tuple(stages), parallel.etp, parallel.cp)
 
 
 def engine_layout(config: Config) -> EngineLayout:

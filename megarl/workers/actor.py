@@ -27,6 +27,7 @@ class ActorWorker(Worker):
                 context.hf_config, self.config, self.ranks, role="actor", total_updates=context.total_updates
             )
             self.model.load_hf(self.config.model.path)
+            context.models.append(self.model)
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """Log-probs and entropies, [T] fp32 on the host, of the policy as it is now."""

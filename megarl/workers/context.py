@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
+from megarl.megatron.model import MegatronModel
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Ranks
 from megarl.rollout.chat import Chat
@@ -22,6 +23,8 @@ class Context:
     run_dir: Path
     total_updates: int
     """Optimizer steps of the whole run, for the learning-rate schedule."""
+    models: list[MegatronModel] = field(default_factory=list)
+    """Those on the device, which leave it to the engines where `train.offload` says so."""
 
 
 class Worker:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from megarl.config import critic_config
 from megarl.megatron.model import MegatronModel
+from megarl.models.registry import load_hf_config
+from megarl.parallel import ranks
 from megarl.types import TrainBatch
 from megarl.workers.actor import LossFn
 from megarl.workers.context import Worker
@@ -15,11 +18,12 @@ class CriticWorker(Worker):
 
     def start(self) -> None:
         with self.clock.phase("load"):
-            context = self.context
-            self.model = MegatronModel(
-                context.hf_config, self.config, self.ranks, role="critic", total_updates=context.total_updates
-            )
-            self.model.load_hf(self.config.critic.path or self.config.model.path)
+            context, config = self.context, critic_config(self.config)
+            layout = ranks.layout(config.parallel, config.run.timeout_s)
+            path = config.critic.path or config.model.path
+            self.model = MegatronModel(load_hf_config(path), config, layout, "critic", context.total_updates)
+            self.model.load_hf(path)
+            context.models.append(self.model)
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
         """[T] fp32 on the host; values[t] is of the state before token t."""

@@ -76,6 +76,9 @@ class RolloutWorker(Worker):
         with self.clock.phase("generate"):
             if config.rollout.replay:
                 return self._replayed()
+            if config.train.offload:
+                for model in self.context.models:
+                    model.park()
             first = len(prompts) * self.engine_index // self.engines
             end = len(prompts) * (self.engine_index + 1) // self.engines
             mine = _on_any(

@@ -76,7 +76,8 @@ def cut(params: list[Param], full: Tensors, place: ranks.Ranks) -> Tensors:
     for param in params:
         stage, ep_rank = owner[param.megatron]
         if stage == place.pp_rank and ep_rank in (None, place.ep_rank):
-            local[param.megatron] = shard(param, full, place.tp, place.tp_rank).requires_grad_(not param.buffer)
+            mine = shard(param, full, *place.grid(param.expert is not None))
+            local[param.megatron] = mine.requires_grad_(not param.buffer)
     return local
 
 
@@ -107,13 +108,13 @@ def error_of(local: Tensors, params: list[Param], place: ranks.Ranks) -> str:
     return ""
 
 
-def main(tp: int, pp: int, ep: int) -> None:
+def main(tp: int, pp: int, ep: int, etp: int) -> None:
     world = int(os.environ["WORLD_SIZE"])
-    place = ranks.initialize(ParallelConfig(world_size=world, tp=tp, pp=pp, ep=ep), timeout_s=60)
+    place = ranks.initialize(ParallelConfig(world_size=world, tp=tp, pp=pp, ep=ep, etp=etp), timeout_s=60)
     result: dict[str, Any] = {"held_everything": False}
     for family, options in MODELS.items():
         hf = COMMON | options
-        params = family_of(hf).params(hf, tp)
+        params = family_of(hf).params(hf, tp, etp)
         full = random_weights(params)
         local = cut(params, full, place)
         if family == "qwen2" and place.pp_rank == pp - 1:

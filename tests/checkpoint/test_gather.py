@@ -16,17 +16,20 @@ Run = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "pp", "ep"), [(2, 2, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 2), (4, 2, 2, 2)]
+    ("world", "tp", "pp", "ep", "etp"),
+    [(2, 2, 1, 1, 1), (2, 1, 1, 2, 1), (2, 1, 2, 1, 1), (2, 2, 1, 2, 1), (4, 2, 2, 2, 1), (4, 1, 1, 2, 2)],
 )
-def test_every_rank_gathers_every_tensor_bitwise(run_ranks: Run, world: int, tp: int, pp: int, ep: int) -> None:
-    for rank, result in enumerate(run_ranks(world, SCRIPT, str(tp), str(pp), str(ep))):
+def test_every_rank_gathers_every_tensor_bitwise(
+    run_ranks: Run, world: int, tp: int, pp: int, ep: int, etp: int
+) -> None:
+    for rank, result in enumerate(run_ranks(world, SCRIPT, str(tp), str(pp), str(ep), str(etp))):
         for family in ("qwen2", "qwen3_moe", "deepseek_v3"):
             assert result[family] == [True] * 3, family  # tiny, small and endless buckets
         assert result["held_everything"] == (pp == ep == 1)
         # What is wrong on the last rank is an error on all, before anybody waits for anybody.
         name, faults = "decoder.layers.2.mlp.experts.3.linear_fc2.weight", result["faults"]
         assert f"rank {world - 1} lacks {name}" in faults["missing"], rank
-        assert f"{name} on rank {world - 1} has shape (1, 4), not (8, 4)" in faults["misshapen"]
+        assert f"{name} on rank {world - 1} has shape (1, {4 // etp}), not (8, {4 // etp})" in faults["misshapen"]
         assert f"{name} on rank {world - 1} is torch.float32, not torch.bfloat16" in faults["dtype"]
         assert f"rank {world - 1} has value_head.weight, which the table does not know" in faults["unknown"]
 

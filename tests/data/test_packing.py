@@ -13,6 +13,13 @@ def test_by_hand():
     assert plan_micro_batches([5, 9, 2, 7, 4], dp=2, token_budget=10) == [[[1], [0]], [[3], [2, 4]]]
 
 
+def test_a_multiple_of_micro_batches():
+    # Three micro-batches would do; asked for an even number, all four are used.
+    plan = plan_micro_batches([5, 9, 2, 7, 4], dp=1, token_budget=10, multiple=2)
+    assert plan == [[[1], [3], [2, 4], [0]]]
+    assert plan_micro_batches([5], dp=1, token_budget=10, multiple=3) == [[[0], [], []]]
+
+
 def test_partition_by_hand():
     # The example of Karmarkar and Karp's method: greedily 8 7 6 5 4 is 17 to 13, differencing makes it 16 to 14.
     parts = partition(np.array([8.0, 7.0, 6.0, 5.0, 4.0]), 2)

@@ -1,6 +1,8 @@
 """One layout: forward, loss, every gradient and one optimizer step of each family against transformers and torch.
 
-Arguments: tp pp ep families(comma separated) folder-for-checkpoints. Prints the largest differences.
+Arguments: layout (tp=2,ep=2), family:role (separated by blanks), folder for checkpoints. A layout may have words
+besides (tp=2,overlap,recompute). family:role@pp=2 is in a layout of its own, as a critic can be. Prints the largest
+differences.
 """
 
 from __future__ import annotations
@@ -63,8 +65,10 @@ def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, t
         stage = min(where.pp_rank for where, _ in holders)  # a tied embedding is on two stages
         holders = [(where, tensor) for where, tensor in holders if where.pp_rank == stage]
         shards = []
-        for tp_rank in range(1 if param.expert is not None else model.ranks.tp):
-            copies = [tensor for where, tensor in holders if param.expert is not None or where.tp_rank == tp_rank]
+        expert = param.expert is not None
+        parts, _ = model.ranks.grid(expert)
+        for part in range(parts):
+            copies = [tensor for where, tensor in holders if where.grid(expert)[1] == part]
             shards.append(torch.stack(copies).sum(0) if add else copies[0])
             if not add:
                 assert all(torch.equal(copy, copies[0]) for copy in copies), f"{param.megatron} differs between ranks"
@@ -82,16 +86,35 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     from megarl.megatron.model import MegatronModel
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
-    if layout["pp"] > 1 and family == "deepseek_v3":  # of three layers: an uneven split, and a stage without experts
-        sections["model"] = {"megatron": {"num_layers_in_first_pipeline_stage": 1}}
+    train: dict[str, Any] = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 10_000}} if "overlap" in WORDS else {}
+    megatron: dict[str, Any] = {}
+    if "recompute" in WORDS:
+        megatron = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if "selective" in WORDS:
+        megatron = {
+            "recompute_granularity": "selective",
+            "recompute_modules": [
+                "core_attn",
+                "layernorm",
+                *(["mla_up_proj"] if "kv_lora_rank" in tiny.HF[family] else []),
+            ],
+        }
+    if layout.get("vpp", 1) > 1:
+        tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"]
+    elif (
+        layout.get("pp", 1) > 1 and family == "deepseek_v3"
+    ):  # of three layers: an uneven split, and a stage without experts
+        megatron["num_layers_in_first_pipeline_stage"] = 1
     batch = tiny.batch()
     trainer = reference.Trainer(family, role)
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
 
     def build(budget: int = 26) -> Any:
-        chosen = tiny.config(**layout, **sections, train={"token_budget": budget})
-        model = MegatronModel(tiny.HF[family], chosen, RANKS, role, total_updates=3)  # type: ignore[arg-type]
+        own = {"train": {"token_budget": budget, **train}, "model": {"megatron": megatron}}
+        chosen = tiny.config(**layout, **sections, **own)
+        place = parallel_ranks.layout(chosen.parallel)
+        model = MegatronModel(tiny.HF[family], chosen, place, role, total_updates=3)  # type: ignore[arg-type]
         model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
         return model
 
@@ -111,6 +134,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             result["values"] = float((found["values"] - truth).abs().max())
 
     before = model.snapshot()
+    result["parked"] = float(model.park() > 0 and sum(map(memory, model._kept_tensors())) == 0)
     metrics = model.train_step(batch, loss_fn)
     adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
     betas = (ADAM["beta1"], ADAM["beta2"])
@@ -153,7 +177,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     if family == "qwen3_moe" and role == "actor":
         result |= aux_losses(layout, weights)
     if folder:
-        result["resumed"] = float(resume(model, build, batch, loss_fn, f"{folder}/{family}_{role}"))
+        result["resumed"] = float(resume(model, build, batch, loss_fn, folder))
     return result
 
 
@@ -161,7 +185,8 @@ def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict
     """What is logged of a step with auxiliary losses; no sequence needs padding, which would be in them."""
     from megarl.megatron.model import MegatronModel
 
-    config = tiny.config(**layout, model={"megatron": tiny.AUX_LOSSES})
+    budget = {"token_budget": 26 // layout.get("cp", 1)}  # the same micro-batches in every layout
+    config = tiny.config(**layout, model={"megatron": tiny.AUX_LOSSES}, train=budget)
     model = MegatronModel(tiny.HF["qwen3_moe"], config, RANKS, "actor")
     model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
     metrics = model.train_step(tiny.batch((8, 20, 12)), lambda output, _: TokenLoss(-output.logprobs))
@@ -193,6 +218,11 @@ def vocabulary(real: int) -> float:
     return max(float(gap.detach().abs().max()) for gap in gaps)
 
 
+def memory(tensor: torch.Tensor) -> int:
+    """Bytes behind a tensor; a step count's are not for parking."""
+    return tensor.untyped_storage().nbytes() if tensor.dim() else 0
+
+
 def spoilt(result: TokenLoss) -> TokenLoss:
     return TokenLoss(result.loss * torch.inf)
 
@@ -210,16 +240,22 @@ def resume(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str)
     return first == second and all(torch.equal(a, b) for a, b in pairs)
 
 
+def sizes(text: str) -> dict[str, int]:
+    """What `tiny.config` makes a layout of all ranks of."""
+    pairs = (item.split("=") for item in text.split(",") if "=" in item)
+    return {"world": int(os.environ["WORLD_SIZE"])} | {name: int(size) for name, size in pairs}
+
+
 if __name__ == "__main__":
-    tp, pp, ep = map(int, sys.argv[1:4])
-    world = int(os.environ["WORLD_SIZE"])
-    layout = dict(tp=tp, pp=pp, ep=ep, world=world)
+    layout, WORDS = sizes(sys.argv[1]), sys.argv[1].split(",")
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}
-    for item in sys.argv[4].split(","):
-        family, role = item.split(":")
-        results[item] = check(family, role, layout, sys.argv[5] if len(sys.argv) > 5 else "")
-    if tp > 1:
+    for item in sys.argv[2].split():
+        what, _, own = item.partition("@")
+        family, role = what.split(":")
+        folder = f"{sys.argv[3]}/{len(results)}" if len(sys.argv) > 3 else ""
+        results[item] = check(family, role, sizes(own) if own else layout, folder)
+    if RANKS.tp > 1:
         for item in results.values():
             item["vocabulary"] = max(vocabulary(real) for real in (7, 13, 16))
     print("RESULT " + json.dumps(results))

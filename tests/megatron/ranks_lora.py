@@ -1,6 +1,6 @@
-"""LoRA in one layout: log-probs, every gradient, one step, merging, checkpoints of each family, against transformers.
+"""LoRA: log-probs, every gradient, one step, merging, checkpoints of models in some layouts, against transformers.
 
-Arguments: tp pp ep family:role[:targets](comma separated, targets by +) folder-for-checkpoints. Prints differences.
+Arguments: family:role[:targets]@layout (separated by blanks, targets by +), folder for checkpoints. Prints differences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from megarl.types import TrainBatch  # noqa: E402
 
 RANK, ALPHA = 3, 6.0
 SHARED_A = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # Megatron has them in one weight
-MOE = ("qwen3_moe", "deepseek_v3")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -141,8 +140,9 @@ def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
     for param in [*model.adapter_params(), *(param for param in model.params() if param.hf[0].name == reference.HEAD)]:
         holders = [(where, tensors[param.megatron]) for where, tensors in everyone if param.megatron in tensors]
         shards = []
-        for tp_rank in range(1 if param.expert is not None else model.ranks.tp):
-            copies = [tensor for where, tensor in holders if param.expert is not None or where.tp_rank == tp_rank]
+        expert = param.expert is not None
+        for part in range(model.ranks.grid(expert)[0]):
+            copies = [tensor for where, tensor in holders if where.grid(expert)[1] == part]
             shards.append(torch.stack(copies).sum(0) if add else copies[0])
             assert add or all(torch.equal(copy, copies[0]) for copy in copies), f"{param.megatron} differs"
         result |= unshard(param, shards)
@@ -190,11 +190,10 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     from megarl.megatron.model import MegatronModel
     from megarl.models.adapters import adapted_weights, peft_tensors
 
-    layout = {**layout, "ep": layout["ep"] if family in MOE else 1}
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
     megatron: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
     megatron |= {"recompute_num_layers": 1}
-    if layout["pp"] > 1 and family == "deepseek_v3":  # a stage without experts
+    if layout.get("pp", 1) > 1 and family == "deepseek_v3":  # a stage without experts
         megatron = {"num_layers_in_first_pipeline_stage": 1}
     batch, truth = tiny.batch(), Reference(family, role, targets)
     weights, value = truth.weights(), "logprobs" if role == "actor" else "values"
@@ -204,8 +203,9 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
         if recompute or "recompute_granularity" not in megatron:
             options["model"] = {"megatron": megatron}
         chosen = tiny.config(**layout, **sections, **options)
-        model = MegatronModel(tiny.HF[family], chosen, RANKS, role, total_updates=3)  # type: ignore[arg-type]
-        model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+        ranks = parallel_ranks.layout(chosen.parallel)
+        model = MegatronModel(tiny.HF[family], chosen, ranks, role, total_updates=3)  # type: ignore[arg-type]
+        model.load(lambda param, parts, part: shard(param, weights, parts, part))
         return model
 
     model = build()
@@ -224,7 +224,7 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     def fill(model: Any) -> None:
         for param in model.adapter_params():
             if param.megatron in (local := model.local_adapters()):
-                local[param.megatron].copy_(shard(param, factors, model.ranks.tp, model.ranks.tp_rank))
+                local[param.megatron].copy_(shard(param, factors, *model.ranks.grid(param.expert is not None)))
         model.optimizer.reload_model_params()
 
     factors = {name: tensor.detach().clone() for name, tensor in truth.factors.items()}
@@ -237,7 +237,7 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
         result["adapters matter"] = float((truth.outputs(batch) - truth.outputs(batch, adapters=False)).abs().max())
 
         # Merged weights, in shards and as whole HF tensors, against products in float64; and as a model of their own.
-        merged = dict(gather_hf(model.merged(), model.params(), RANKS))
+        merged = dict(gather_hf(model.merged(), model.params(), model.ranks))
         exact = {
             name: weights[name].double() + ALPHA / RANK * factors[names[2]].double() @ factors[names[1]].double()
             for name in merged
@@ -246,12 +246,12 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
         result["merged"] = largest({name: merged[name].double() for name in exact}, exact)
         assert all(torch.equal(merged[name], weights[name]) for name in merged.keys() - exact.keys())
     plain = build(rank=0)
-    plain.load(lambda param, tp, rank: shard(param, {**weights, **merged}, tp, rank))
+    plain.load(lambda param, parts, part: shard(param, {**weights, **merged}, parts, part))
     result["merged outputs"] = float((plain.forward(batch)[value] - model.forward(batch)[value]).abs().max())
     del plain
 
     # PEFT's tensors: A for each of the HF weights, and B.
-    whole = dict(gather_hf(model.local_adapters(), model.adapter_params(), RANKS))
+    whole = dict(gather_hf(model.local_adapters(), model.adapter_params(), model.ranks))
     peft = peft_tensors(whole, adapted_weights(model.params(), targets), RANK)
     for name in exact:
         module, a, b = factor_names(name)
@@ -273,11 +273,8 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     result["step"] = largest(gather(model, dict(trained(model))), after) / ADAM["lr"]
     frozen = {name for name in before if name != "output_layer.weight" or role == "actor"}
     result["frozen"] = float(all(torch.equal(before[name], model.local_params()[name]) for name in frozen))
-    if not folder:
-        return result
-
     # Saved, a step; loaded into a fresh model, a step: equal bits; and nearly so where activations are recomputed.
-    place = Path(folder) / f"{family}_{role}_{len(targets)}"
+    place = Path(folder)
     save_model(model, place)
     first = model.train_step(batch, loss_fn)
     for name, recompute in (("resumed", False), ("recomputed", True)):
@@ -374,14 +371,14 @@ def stand_ins() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    tp, pp, ep = map(int, sys.argv[1:4])
-    layout = dict(tp=tp, pp=pp, ep=ep, world=int(os.environ["WORLD_SIZE"]))
-    RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
-    results = {}
-    if layout["tp"] == 1:
-        results["stand-ins"] = stand_ins()
-    for item in sys.argv[4].split(","):
-        family, role, *rest = item.split(":")
-        results[item] = check(family, role, rest[0].split("+") if rest else [], layout, sys.argv[5])
+    world = int(os.environ["WORLD_SIZE"])
+    parallel_ranks.initialize(tiny.config(world=world).parallel, timeout_s=120)
+    results = {"stand-ins": stand_ins()}
+    for item in sys.argv[1].split():
+        what, _, layout = item.partition("@")
+        family, role, *targets = what.split(":")
+        sizes = {name: int(size) for name, size in (pair.split("=") for pair in layout.split(","))}
+        chosen = targets[0].split("+") if targets else []
+        results[item] = check(family, role, chosen, {**sizes, "world": world}, f"{sys.argv[2]}/{len(results)}")
     print("RESULT " + json.dumps(results))
     parallel_ranks.shutdown()

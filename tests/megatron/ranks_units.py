@@ -90,20 +90,36 @@ def logprobs() -> dict[str, float]:
     }
 
 
+def context_parts(batch: TrainBatch) -> dict[str, Any]:
+    """The same two sequences over two context parallel ranks, each of which has a multiple of 10 tokens."""
+    from megarl.megatron.micro_batch import make_micro_batch
+
+    micros = [make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=10, cp=2, cp_rank=rank) for rank in (0, 1)]
+    whole = torch.arange(10.0, 30.0)
+    return {
+        "tokens": [micro.tokens.tolist() for micro in micros],
+        "positions": [micro.positions.tolist() for micro in micros],
+        "targets": [micro.targets.tolist() for micro in micros],
+        "cu_seqlens": micros[0].packed.cu_seqlens_q.tolist(),
+        "aligned": micros[0].align(whole).tolist(),
+    }
+
+
 def micro_batch() -> dict[str, Any]:
     """Sequences [1 2 3], [4], [5 6] of which the first and last are taken, padded to a multiple of 4."""
     from megarl.megatron.micro_batch import make_micro_batch
 
     batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
-    micro = make_micro_batch(batch, [0, 2], 4, torch.device("cpu"))
+    micro = make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=4)
     emitted = torch.tensor([10.0, 20, 30, 50, 60, -1, -1, -1])
-    empty = make_micro_batch(batch, [], 4, torch.device("cpu"))
+    empty = make_micro_batch(batch, [], torch.device("cpu"), tp=4)
     return {
         "tokens": micro.tokens.tolist(),
         "positions": micro.positions.tolist(),
         "targets": micro.targets.tolist(),
         "cu_seqlens": micro.packed.cu_seqlens_q.tolist(),
         "aligned": micro.align(emitted).tolist(),
+        "cp": context_parts(batch),
         "empty": [empty.tokens.tolist(), empty.packed.cu_seqlens_q.tolist(), empty.align(torch.ones(4)).tolist()],
     }
 

@@ -13,6 +13,17 @@ def test_padding_targets_and_alignment_by_hand(units: dict[str, Any]) -> None:
     assert micro["aligned"] == [0, 10, 20, 0, 50]
 
 
+def test_context_parallel_parts_by_hand(units: dict[str, Any]) -> None:
+    """[1 2 3 .] and [5 6 . .]: rank 0 has the first and last quarter of each, rank 1 those between; then 12 tokens of
+    padding, because each rank is to have a multiple of 10 tokens."""
+    parts = units["micro_batch"]["cp"]
+    assert parts["tokens"] == [[[1, 0, 5, 0, 0, 0, 0, 0, 0, 0]], [[2, 3, 6, 0, 0, 0, 0, 0, 0, 0]]]
+    assert parts["positions"] == [[[0, 3, 0, 3, 0, 1, 2, 9, 10, 11]], [[1, 2, 1, 2, 3, 4, 5, 6, 7, 8]]]
+    assert parts["targets"] == [[2, 0, 6, 0, 0, 0, 0, 0, 0, 0], [3, 0, 0, 0, 0, 0, 0, 0, 0, 0]]
+    assert parts["cu_seqlens"] == [0, 4, 8, 20]
+    assert parts["aligned"] == [0, 10, 11, 0, 14]
+
+
 def test_a_micro_batch_without_sequences_is_all_padding(units: dict[str, Any]) -> None:
     tokens, cu_seqlens, aligned = units["micro_batch"]["empty"]
     assert tokens == [[0, 0, 0, 0]]

@@ -27,18 +27,22 @@ BOUNDS = {
     "vocabulary": 5e-6,  # vocab_parallel_logprobs with padding that fills a rank, part of one, or nothing
     "swapped": 0.0,  # forward with the first weights swapped in, after a step
 }
-FLAGS = ("skipped", "unchanged", "resumed")
+FLAGS = ("skipped", "unchanged", "resumed", "parked")
 
-MOE = "qwen3_moe:actor,deepseek_v3:actor"
-DENSE = "qwen2:actor,qwen3:actor,llama:actor"
+MOE = "qwen3_moe:actor deepseek_v3:actor"
+DENSE = "qwen2:actor qwen3:actor llama:actor"
 LAYOUTS = {
-    # tp, pp, ep, world, family:role
-    "one process": (1, 1, 1, 1, f"{MOE},{DENSE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
-    "TP2 with sequence parallelism": (2, 1, 1, 2, f"{MOE},{DENSE},qwen3_moe:critic"),
-    "PP2": (1, 2, 1, 2, f"{MOE},{DENSE},deepseek_v3:critic"),
-    "EP2": (1, 1, 2, 2, "qwen3_moe:actor,deepseek_v3:actor"),
-    "DP2": (1, 1, 1, 2, "qwen3_moe:actor,deepseek_v3:actor,qwen2:actor"),
-    "TP2 x EP2": (2, 1, 2, 2, f"{MOE},deepseek_v2:actor,glm4_moe:actor,deepseek_v3:critic"),
+    # ranks, layout, family:role
+    "one process": (1, "", f"{MOE} {DENSE} deepseek_v2:actor glm4_moe:actor deepseek_v3:critic"),
+    "TP2 with sequence parallelism": (2, "tp=2", f"{MOE} {DENSE} qwen3_moe:critic"),
+    "PP2": (2, "pp=2", f"{MOE} {DENSE} deepseek_v3:critic"),
+    "EP2 with full recomputation": (2, "ep=2,recompute", "qwen3_moe:actor deepseek_v3:actor"),
+    "DP2": (2, "overlap", "qwen3_moe:actor deepseek_v3:actor qwen2:actor"),
+    "CP2 with selective recomputation": (2, "cp=2,selective", "qwen2:actor deepseek_v3:actor"),
+    "TP2 x ETP2 x EP2": (4, "tp=2,etp=2,ep=2", "qwen3_moe:actor glm4_moe:actor"),
+    "TP2 x CP2 x EP2": (4, "tp=2,cp=2,ep=2", "qwen3_moe:actor deepseek_v3:critic"),
+    "PP3 in two parts each": (3, "pp=3,vpp=2", "qwen3:actor deepseek_v3:critic"),
+    "TP2 x EP2": (2, "tp=2,ep=2", f"{MOE} deepseek_v2:actor glm4_moe:actor deepseek_v3:critic deepseek_v3:critic@pp=2"),
 }
 
 
@@ -46,19 +50,19 @@ LAYOUTS = {
 def test_layout(
     layout: str, run_ranks: Callable[..., list[dict[str, Any]]], units: dict[str, Any], tmp_path: Path
 ) -> None:
-    tp, pp, ep, world, models = LAYOUTS[layout]
-    results = run_ranks(world, "tests/megatron/ranks_layout.py", str(tp), str(pp), str(ep), models, str(tmp_path))
+    world, sizes, models = LAYOUTS[layout]
+    results = run_ranks(world, "tests/megatron/ranks_layout.py", sizes, models, str(tmp_path))
     assert len(results) == world
     for rank, result in enumerate(results):
-        assert result.keys() == set(models.split(","))
+        assert result.keys() == set(models.split())
         for model, numbers in result.items():
             aux = {name.removeprefix("aux "): numbers.pop(name) for name in list(numbers) if name.startswith("aux ")}
             flags = {name: numbers.pop(name) for name in FLAGS}
-            assert flags == {"skipped": 1.0, "unchanged": 1.0, "resumed": 1.0}, (rank, model)
+            assert flags == dict.fromkeys(FLAGS, 1.0), (rank, model)
             too_large = {name: value for name, value in numbers.items() if not value <= BOUNDS[name]}
             assert not too_large, (rank, model, too_large)
-            assert ("values" if model.endswith("critic") else "logprobs") in numbers
-            if aux and world // (tp * pp) == 1:  # with one replica the micro-batches are those of the one process
+            assert ("values" if ":critic" in model else "logprobs") in numbers
+            if aux and layout != "DP2":  # whose micro-batches are others than those of the one process
                 alone = units["aux_losses"]["aux"]
                 assert aux == pytest.approx({name: alone[f"actor/{name}"] for name in aux}, rel=1e-5)
 

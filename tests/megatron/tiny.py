@@ -121,10 +121,12 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def config(tp: int = 1, pp: int = 1, ep: int = 1, world: int = 1, **sections: Any) -> Config:
+def config(
+    tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, etp: int = 1, vpp: int = 1, world: int = 1, **sections: Any
+) -> Config:
     tree: dict[str, Any] = {
         "model": {"dtype": "float32"},
-        "parallel": {"world_size": world, "tp": tp, "pp": pp, "ep": ep},
+        "parallel": {"world_size": world, "tp": tp, "pp": pp, "ep": ep, "cp": cp, "etp": etp, "vpp": vpp},
         "train": {"token_budget": 26, "logits_at_once": 5},
     }
     for name, values in sections.items():

@@ -88,8 +88,8 @@ def test_vocabulary_is_padded_with_zeros() -> None:
 
 def test_experts_are_whole_but_their_cut_answers_for_a_grid_of_their_own() -> None:
     fc2 = Param("e", (HFTensor("down", (2, 4)),), Columns(4, "ffn"), expert=0)
-    assert local_shape(fc2, 4, 3) == (2, 4)
-    assert fc2.cut.pieces([(2, 4)], 4, 3) == Pieces(1, (Slice(0, 3, 4),))
+    assert local_shape(fc2, 1, 0) == (2, 4)
+    assert pieces(fc2, 4, 3) == Pieces(1, (Slice(0, 3, 4),))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import Config, ConfigError, from_dict, load_config
+from megarl.config import Config, from_dict, load_config
 from megarl.models.memory import (
     activation_elements,
     critic_params,
@@ -17,10 +17,10 @@ from megarl.models.memory import (
     logits_bytes,
     plan_memory,
     stage_elements,
-    stage_layers,
     state_bytes,
 )
 from megarl.models.registry import family_of, load_hf_config, param_count
+from megarl.models.stages import stage_layers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ROOT / "configs" / "models"
@@ -128,35 +128,6 @@ def test_the_671b_policy_alone_takes_18_bytes_an_expert_weight() -> None:
     with_critic = plan_memory(hf, config, hf)
     assert sum(with_critic[1].states.values()) == 2 * sum(stages[1].states.values())  # no embedding, no head: the same
     assert max(stage.peak for stage in with_critic) < 0.93 * 141e9
-
-
-def test_stages_as_megatron_deals_them_out() -> None:
-    assert stage_layers(8, 4, {}) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-    uneven = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}
-    assert stage_layers(8, 4, uneven) == [range(0, 3), range(3, 5), range(5, 7), range(7, 8)]
-    assert stage_layers(7, 4, {"num_layers_in_last_pipeline_stage": 1})[-1] == range(6, 7)
-    assert stage_layers(5, 2, {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 3}) == [
-        range(0, 2),
-        range(2, 5),
-    ]
-
-
-@pytest.mark.parametrize("layers, pp", [(61, 16), (61, 8), (94, 8), (7, 2), (5, 4), (10, 4)])
-def test_the_remedy_for_layers_that_do_not_divide_is_one(layers: int, pp: int) -> None:
-    with pytest.raises(ConfigError) as caught:
-        stage_layers(layers, pp, {})
-    text = str(caught.value)
-    keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    given = {key: int(text.split(f"{key}=")[1].split()[0].rstrip(",")) for key in keys if f"{key}=" in text}
-    assert given
-    assert sum(len(stage) for stage in stage_layers(layers, pp, given)) == layers
-
-
-def test_an_impossible_pipeline() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.pp to one of 1, 2"):
-        stage_layers(2, 3, {})
-    with pytest.raises(ConfigError, match="parallel.pp=1"):
-        stage_layers(4, 1, {"num_layers_in_last_pipeline_stage": 1})
 
 
 def test_engine_weights() -> None:
