@@ -184,10 +184,12 @@ class HybridFlow:
         self.clock = Clock(self.log.phase)
         self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools))
         self.log.tokenizer = self.chat.tokenizer
+        hf_config = load_hf_config(config.model.path)
+        self.chat.check_vocabulary(hf_config["vocab_size"])
         context = Context(
             config=config,
             ranks=self.ranks,
-            hf_config=load_hf_config(config.model.path),
+            hf_config=hf_config,
             chat=self.chat,
             clock=self.clock,
             run_dir=self.log.run_dir,

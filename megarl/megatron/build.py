@@ -72,6 +72,11 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
     fields.check(config.model.megatron, mla=kind is MLATransformerConfig)
     values.update(config.model.megatron)
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # refuses what does not divide
+    if values.get("fp8"):
+        if not device.has_cuda():
+            raise ConfigError("model.megatron.fp8: Transformer Engine's FP8 needs a GPU; leave it out here")
+        if values.get("num_moe_experts"):  # matrices of FP8 have multiples of 16 rows: of each expert, too
+            values.setdefault("moe_router_padding_for_quantization", True)
     # Each tensor and context parallel rank weights its part of an auxiliary loss by its own tokens, of which it has
     # 1 / (tp cp), and all are divided by the tokens of the whole: Megatron 0.16.1 loses this factor with
     # calculate_per_token_loss.

@@ -43,8 +43,8 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Take `indices` out of `batch`; none make all padding.
 
-    P is at least 1 and each rank's part a multiple of `tp`, for sequence parallelism; with cp > 1 every sequence is
-    padded to a multiple of 2 cp.
+    P is at least 1 and each rank's part a multiple of `tp`, for sequence parallelism, or of a multiple of that; with
+    cp > 1 every sequence is padded to a multiple of 2 cp.
     """
     chosen = batch.select(indices)
     unit, multiple = (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)

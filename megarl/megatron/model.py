@@ -36,6 +36,8 @@ from megarl.types import ModelOutput, TokenLoss, TrainBatch
 
 LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
 Get = Callable[[Param, int, int], torch.Tensor]
+FP8_ROWS = 32
+"""Transformer Engine multiplies in FP8 only matrices with multiples of 16 rows, in blocks with scales, of 32."""
 VALUE_HEAD = "score.weight"
 """HF name of a critic's head, that of a sequence classifier with one label."""
 
@@ -93,13 +95,21 @@ class MegatronModel:
         return lora.Merged(self.local_params(), self.local_adapters(), settings.alpha / settings.rank)
 
     def load(self, get: Get) -> None:
-        """Fill every local parameter with `get(param, parts, part)`, the shard as `models.layout.pieces` cuts it."""
+        """Fill every local parameter with `get(param, parts, part)`, the shard as `models.layout.pieces` cuts it.
+
+        Raises ConfigError on all ranks, naming the first tensor, where some are not finite.
+        """
         table = {param.megatron: param for param in self.params()}
+        not_finite = []
         for name, tensor in self.local_params().items():
             value = get(table[name], *self.ranks.grid(table[name].expert is not None))
             if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)} here, not {tuple(value.shape)}")
             tensor.copy_(value)
+            if not bool(torch.isfinite(tensor).all()):
+                not_finite.append(" or ".join(item.name for item in table[name].hf))
+        if found := [name for names in all_gather_objects(not_finite) for name in names]:
+            raise ConfigError(f"{found[0]} has elements that are not finite; these weights cannot be trained")
         self.optimizer.reload_model_params()  # the fp32 masters
 
     def load_hf(self, folder: str | Path) -> None:
@@ -251,7 +261,8 @@ class MegatronModel:
         place = device.device()
         # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
         keep_type = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
-        at = self.ranks.tp, self.ranks.cp, self.ranks.cp_rank
+        fp8 = self.config.model.megatron.get("fp8")
+        at = self.ranks.tp * (FP8_ROWS if fp8 else 1), self.ranks.cp, self.ranks.cp_rank
         micro_batches = [make_micro_batch(batch, indices, place, *at) for indices in mine]
         sources = [iter(micro_batches) for _ in self.chunks]
 

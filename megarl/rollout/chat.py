@@ -38,6 +38,15 @@ class Chat:
             raise ConfigError(f"model.path: no tokenizer in {folder}: {error}") from None
         return cls(tokenizer, tools)
 
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ConfigError where the tokenizer has ids that a model of `size` words does not know."""
+        word, highest = max(self.tokenizer.get_vocab().items(), key=lambda item: int(item[1]))
+        if highest >= size:
+            raise ConfigError(
+                f"model.path: the tokenizer gives {word!r} the id {highest}, but config.json has vocab_size={size}; "
+                "the tokenizer is another model's"
+            )
+
     def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
         """Schemas of the tools that this prompt allows. Raises ConfigError for one that is not in rollout.tools."""
         for name in prompt.tools:

@@ -170,6 +170,7 @@ def refusals() -> dict[str, str]:
         "ours": error("qwen3_moe", model={"megatron": {"tensor_model_parallel_size": 2}}),
         "fixed": error("qwen3_moe", model={"megatron": {"sequence_parallel": True}}),
         "refused": error("qwen3_moe", model={"megatron": {"recompute_granularity": "half"}}),
+        "fp8": error("qwen3_moe", model={"megatron": {"fp8": "hybrid"}}),
         "experts": error("qwen3_moe", ep=3, world=3),
         "dense": error("qwen2", ep=2, world=2),
         "layers": error("qwen2", pp=3, world=3),
@@ -221,6 +222,13 @@ def folder() -> dict[str, Any]:
         with torch.no_grad():
             truth = reference.values(tiny.hf_model("qwen3_moe"), head, batch)
         result["head"] = float((critic.forward(batch)["values"] - truth).abs().max())
+        tensors = load_file(file)
+        tensors["model.layers.1.self_attn.k_proj.weight"][0, 0] = torch.nan
+        save_file(tensors, file, metadata={"format": "pt"})
+        try:
+            critic.load_hf(f"{place}/qwen3_moe")
+        except ConfigError as error:
+            result["not finite"] = str(error)
     return result
 
 

@@ -12,6 +12,7 @@ import pytest
         ("ours", ["tensor_model_parallel_size", "set parallel.tp"]),
         ("fixed", ["sequence_parallel", "parallel.tp > 1"]),
         ("refused", ["Megatron refuses", "half must be"]),
+        ("fp8", ["model.megatron.fp8", "needs a GPU"]),
         ("experts", ["parallel.ep=3", "4 experts"]),
         ("dense", ["parallel.ep=2", "no experts"]),
         ("layers", ["2 layers", "parallel.pp=3"]),

@@ -26,6 +26,13 @@ def test_render_has_the_tools_and_the_head_of_the_first_turn(chat: Chat) -> None
     assert text.endswith("<|im_start|>user\nWhat is 1+2?<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_a_tokenizer_of_another_model_is_refused(chat: Chat) -> None:
+    words = len(chat.tokenizer)
+    chat.check_vocabulary(words)
+    with pytest.raises(ConfigError, match=f"gives '</tool_call>' the id {words - 1}, but .*vocab_size={words - 1}"):
+        chat.check_vocabulary(words - 1)
+
+
 def test_the_end_of_turn_is_read_from_the_template(chat: Chat) -> None:
     assert chat.text([chat.end_of_turn]) == "<|im_end|>"
     assert chat.end_of_turn == 2

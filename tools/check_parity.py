@@ -1,0 +1,250 @@
+"""Whether every family computes the same in every layout, in training and in the engine: one table, 0 as exit status.
+
+    python tools/check_parity.py [--family qwen3_moe ...] [--layout cp=2 ...] [--engine none] [--readme README.md]
+
+Tiny random models in fp32. In each layout, as ranks on this machine, Megatron's log-probs, loss, every gradient and one
+step of its distributed optimizer are compared with `transformers`, one sequence at a time, and with torch's AdamW; and
+SGLang's log-probs of the same tokens, with the same weights, with `transformers`. Since both are compared with a third,
+trainer and engine are no further from each other than the two gaps together.
+
+All of it takes some twenty minutes on two cores. The tests run a part of it (`tests/megatron/test_model.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "tests/megatron/ranks_layout.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+LAYOUTS = {
+    "": 1,
+    "tp=2": 2,
+    "pp=2": 2,
+    "cp=2,selective": 2,
+    "overlap": 2,
+    "ep=2,recompute": 2,
+    "tp=2,ep=2": 2,
+    "pp=3,vpp=2": 3,
+    "tp=2,etp=2,ep=2": 4,
+    "tp=2,cp=2,ep=2": 4,
+    "pp=2,cp=2": 4,
+    "tp=2,pp=2,cp=2,ep=2": 8,
+}
+"""Ranks of each; what is not taken by tp, pp and cp is data parallel. Words are switches of `ranks_layout.py`."""
+
+ENGINES = ("tp=1", "tp=2", "tp=2,ep=2")
+
+BOUNDS = {
+    "logprobs": 1e-5,
+    "entropy": 1e-5,
+    "temperature": 1e-5,  # log-probs at temperature 0.7
+    "values": 1e-5,
+    "loss": 5e-6,
+    "metric": 5e-6,
+    "grad_norm": 1e-5,  # relative
+    "gradients": 5e-6,  # largest difference of any gradient over the largest gradient
+    "step": 1e-4,  # largest difference of any weight after one clipped AdamW step, in units of the learning rate
+    "packing": 5e-6,  # loss with other micro-batches
+    "packing_step": 1e-4,
+    "vocabulary": 5e-6,  # vocab_parallel_logprobs with padding that fills a rank, part of one, or nothing
+    "swapped": 0.0,  # forward with the first weights swapped in, after a step
+}
+"""Largest difference that counts as equal. Weights are of the order of 0.1, log-probs of the order of 5."""
+
+FLAGS = ("skipped", "unchanged", "resumed", "parked")
+"""1 where a step without finite gradients was skipped and left all as it was, where a step after loading a checkpoint
+gave the same bits, and where a model that was off the device computes the same."""
+
+SHOWN = ("logprobs", "values", "loss", "gradients", "step")
+MARKS = "<!-- parity: tools/check_parity.py --readme -->", "<!-- /parity -->"
+
+
+def misses(numbers: dict[str, float]) -> list[str]:
+    """Names of the figures that are beyond their bound, or not numbers."""
+    gaps = [name for name, bound in BOUNDS.items() if name in numbers and not numbers[name] <= bound]
+    return gaps + [name for name in FLAGS if name in numbers and numbers[name] != 1.0]
+
+
+def title(layout: str) -> str:
+    """`tp=2,ep=2` as TP2 x EP2."""
+    sizes = [part.replace("=", "").upper() for part in layout.split(",") if "=" in part]
+    words = [part for part in layout.split(",") if part and "=" not in part]
+    ranks = LAYOUTS.get(layout, 1)
+    name = " x ".join(sizes) or (f"DP{ranks}" if ranks > 1 else "one process")
+    return f"{name}, {' '.join(words)}" if words else name
+
+
+def run_layout(layout: str, families: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Start the ranks of a layout; figures by family."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [layout, " ".join(f"{family}:actor" for family in families), folder]
+        environment = _environment(WORLD_SIZE=str(LAYOUTS[layout]), MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(SCRIPT), *arguments],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(LAYOUTS[layout])
+        ]
+        try:
+            output, _ = ranks[0].communicate(timeout=1800)
+        finally:
+            for process in ranks:
+                if ranks[0].returncode != 0:  # the others may wait for it for ever
+                    process.kill()
+                process.wait()
+    return {name.partition(":")[0]: numbers for name, numbers in _result(output).items()}
+
+
+def run_engine(family: str, layout: str) -> dict[str, float]:
+    """Start an engine in a process of its own, for Megatron's shim and `transformers` do not go together."""
+    command = [sys.executable, "-W", "ignore", __file__, "--engine-of", family, layout]
+    done = subprocess.run(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return _result(done.stdout)
+
+
+def engine_gap(family: str, layout: str) -> dict[str, float]:
+    """Largest difference between SGLang's and transformers' log-probs of the tokens that the layouts are checked on."""
+    sys.path.insert(0, str(ROOT / "tests/rollout"))
+    import reference
+    import tiny
+    import tiny_models
+    import torch
+
+    from megarl.config import from_dict
+    from megarl.rollout.engine import Engine
+
+    batch, model = tiny.batch(), tiny.hf_model(family)
+    sizes = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}
+    with torch.no_grad():
+        truth, _ = reference.policy(model, batch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(tiny_models.save(model, Path(folder) / "model"))
+        rollout = {"max_context": 64, "max_new_tokens": 8, "concurrency": 8, **sizes}
+        settings = {"run": {"dir": folder}, "model": {"path": path, "dtype": "float32"}, "rollout": rollout}
+        engine = Engine(from_dict(settings), threads=1)
+        engine.start()
+        try:
+            engine.wait_ready()
+            gaps = [0.0]
+            for start, stop in reference.sequences(batch):
+                tokens = batch.tokens[start:stop].tolist()
+                body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+                request = urllib.request.Request(
+                    engine.url + "/generate",
+                    json.dumps({**body, "logprob_start_len": 0}).encode(),
+                    {"Content-Type": "application/json", "Authorization": f"Bearer {engine.api_key}"},
+                )
+                with urllib.request.urlopen(request, timeout=120) as answer:
+                    found = json.load(answer)["meta_info"]["input_token_logprobs"]
+                gaps += [abs(pair[0] - float(truth[start + t])) for t, pair in enumerate(found) if t]
+        finally:
+            engine.shutdown()
+    return {"logprobs": max(gaps)}
+
+
+def _result(output: str) -> Any:
+    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"a check did not come to its end:\n{output[-4000:]}")
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def _environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
+    """Rows: family and layout. results: layout's title -> family -> figures."""
+    shown = Table(box=box.SIMPLE_HEAD)
+    for column in ("family", "layout", *SHOWN, "missed"):
+        shown.add_column(column, justify="left" if column in ("family", "layout", "missed") else "right")
+    families = list(dict.fromkeys(family for of_layout in results.values() for family in of_layout))
+    for family in families:
+        for layout, of_layout in results.items():
+            if numbers := of_layout.get(family):
+                cells = [f"{numbers[name]:.1e}" if name in numbers else "" for name in SHOWN]
+                shown.add_row(family, layout, *cells, ", ".join(misses(numbers)))
+        shown.add_section()
+    return shown
+
+
+def markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
+    """README's table: families down, layouts across, the largest log-prob gap in each."""
+    families = list(dict.fromkeys(family for of_layout in results.values() for family in of_layout))
+    lines = [["", *results], ["---"] * (len(results) + 1)]
+    for family in families:
+        cells = [results[layout].get(family) for layout in results]
+        lines.append([family, *(f"{cell['logprobs']:.0e}" if cell else "-" for cell in cells)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> int:
+    import tiny
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--family", nargs="+", choices=list(tiny.HF), default=list(tiny.HF), metavar="F")
+    parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), metavar="L")
+    parser.add_argument("--engine", nargs="+", choices=[*ENGINES, "none"], default=list(ENGINES), metavar="L")
+    parser.add_argument("--readme", type=Path, help="write the table into this file, between its two marks")
+    parser.add_argument("--engine-of", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine_of:
+        print("RESULT " + json.dumps(engine_gap(*options.engine_of)))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+
+    def fits(family: str, layout: str) -> bool:
+        return "ep=" not in layout or any("experts" in key for key in tiny.HF[family])
+
+    for layout in options.layout:
+        families = [family for family in options.family if fits(family, layout)]
+        if families:
+            console.print(f"{title(layout)}: {', '.join(families)}", style="dim")
+            results[title(layout)] = run_layout(layout, families)
+    for layout in options.engine:
+        for family in options.family:
+            if layout != "none" and fits(family, layout):
+                console.print(f"engine {title(layout)}: {family}", style="dim")
+                results.setdefault(f"engine {title(layout)}", {})[family] = run_engine(family, layout)
+    console.print(table(results))
+    if options.readme:
+        start, end = MARKS
+        text = options.readme.read_text()
+        pattern = re.compile(f"{re.escape(start)}.*{re.escape(end)}", re.DOTALL)
+        options.readme.write_text(pattern.sub(f"{start}\n{markdown(results)}\n{end}", text))
+    missed = sum(bool(misses(numbers)) for of_layout in results.values() for numbers in of_layout.values())
+    checked = sum(map(len, results.values()))
+    console.print(f"{checked} checked, {missed} beyond a bound")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
