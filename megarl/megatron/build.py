@@ -25,6 +25,7 @@ from megarl.config import Config, ConfigError
 from megarl.megatron.gemma import CappedAttention, PostNormLayer, scale_embedding
 from megarl.megatron.group_limited import GroupLimitedRouter
 from megarl.megatron.heads import DeferredLogits, ValueHead
+from megarl.megatron.lora import add_adapters
 from megarl.models import megatron_fields as fields
 from megarl.models.family import Extras
 from megarl.models.layout import padded_vocab
@@ -151,6 +152,8 @@ def _build_chunk(
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+    if config.lora.rank:
+        add_adapters(model, hf, config)
     return model.to(device.device())
 
 

@@ -104,8 +104,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             return None, None, *nothing
         hidden, weight, local_targets, mine, log_z, entropy = ctx.saved_tensors
         columns, scale, cap = ctx.columns, ctx.scale, ctx.cap
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-        total_weight = torch.zeros(columns, weight.shape[1], dtype=torch.float32, device=weight.device)
+        grad_hidden, total_weight = torch.zeros_like(hidden), None
+        if ctx.needs_input_grad[1]:  # not where it is frozen
+            total_weight = torch.zeros(columns, weight.shape[1], dtype=torch.float32, device=weight.device)
         for rows in _slices(len(hidden), ctx.at_once) if columns else ():
             log_p = _logits(hidden[rows], weight[:columns], scale, cap).sub_(log_z[rows, None])
             p = log_p.exp()
@@ -121,7 +122,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 total *= 1 - tanh.square_()
             grad = (total * scale).to(weight.dtype)
             grad_hidden[rows] = grad @ weight[:columns]
-            total_weight += grad.T @ hidden[rows]
+            if total_weight is not None:
+                total_weight += grad.T @ hidden[rows]
+        if total_weight is None:
+            return grad_hidden, None, *nothing
+        grad_weight = torch.zeros_like(weight)
         grad_weight[:columns] = total_weight
         return grad_hidden, grad_weight, *nothing
 
