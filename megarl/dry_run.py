@@ -84,6 +84,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     divides = passes(checks.check_training_layout, hf, config)
     if critic_hf is not None and critic_hf is not hf:
         divides = passes(checks.check_training_layout, critic_hf, config) and divides
+    passes(checks.check_routing, hf, config)
     if config.algorithm != "sft":
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)

@@ -23,6 +23,7 @@ class MicroBatch:
     targets: torch.Tensor  # [P] int64, the next token of the sequence; 0 where there is none
     has_prediction: torch.Tensor  # [T] bool, False for the first token of a sequence
     packed: PackedSeqParams
+    routing: torch.Tensor | None  # [P, MoE layers, topk] int16, laid out like the tokens; -1 in the padding
 
     def align(self, emitted: torch.Tensor) -> torch.Tensor:
         """[P] as emitted, index t about token t + 1 -> [T], index t about token t, 0 for the first of a sequence."""
@@ -43,9 +44,12 @@ def make_micro_batch(batch: TrainBatch, indices: Sequence[int], multiple: int, d
     targets[cu_seqlens[1:] - 1] = 0
     positions = torch.arange(padded) - starts
     offsets = cu_seqlens.to(device=device, dtype=torch.int32)
+    routing = chosen.routing
+    if routing is not None:
+        routing = torch.cat([routing, routing.new_full((padded - real, *routing.shape[1:]), -1)]).to(device)
     return MicroBatch(
         indices=list(indices),
-        batch=_moved(chosen, device),
+        batch=_moved(chosen.with_(routing=None), device),
         tokens=tokens[None].to(device),
         positions=positions[None].to(device),
         targets=targets.to(device),
@@ -57,6 +61,7 @@ def make_micro_batch(batch: TrainBatch, indices: Sequence[int], multiple: int, d
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         ),
+        routing=routing,
     )
 
 

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.config import Config, ConfigError
 from megarl.data.packing import plan_micro_batches
-from megarl.megatron import optimizer
+from megarl.megatron import optimizer, routing
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.logprobs import vocab_parallel_logprobs
@@ -27,6 +27,7 @@ from megarl.megatron.names import named_params, unwrap
 from megarl.models.cost import quadratic_cost
 from megarl.models.layout import HFTensor, Param, Replicated
 from megarl.models.registry import family_of
+from megarl.models.routing import RoutingShape, routing_shape
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
@@ -50,6 +51,10 @@ class MegatronModel:
         self.vocab_size = int(family_of(hf_config).gpt_kwargs(hf_config)["vocab_size"])
         self.quadratic_cost = quadratic_cost(hf_config)
         self.chunks = build_chunks(hf_config, config, role)
+        self.replays: RoutingShape | None = None
+        if role == "actor" and config.train.replay_routing:
+            self.replays = routing_shape(hf_config, config.model.megatron)
+            routing.install(self.chunks, self.replays)
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
         self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
         self.scheduler = optimizer.build_scheduler(settings, self.optimizer, total_updates)
@@ -201,6 +206,8 @@ class MegatronModel:
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(source)
+            if self.replays is not None:
+                routing.begin(model, micro.routing, self.replays, self.ranks.tp, self.ranks.tp_rank)
             output = model(
                 input_ids=micro.tokens,
                 position_ids=micro.positions,

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 import reference  # noqa: E402
+import replay  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.models.layout import shard, unshard  # noqa: E402
@@ -152,6 +153,10 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     if family == "qwen3_moe" and role == "actor":
         result |= aux_losses(layout, weights)
+    if role == "actor" and "num_experts_per_tok" in tiny.HF[family]:
+        uneven = sections.get("model", {}).get("megatron", {})
+        found = replay.check(family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
+        result |= {f"replay {name}": value for name, value in found.items()}
     if folder:
         result["resumed"] = float(resume(model, build, batch, loss_fn, f"{folder}/{family}_{role}"))
     return result

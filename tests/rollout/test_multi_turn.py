@@ -49,7 +49,7 @@ class Script:
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
         self.at_once = self.most_at_once = 0
 
-    async def generate(self, context: Sequence[int], params: dict[str, Any]) -> Generation:
+    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         self.asked.append((list(context), params))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -219,7 +219,7 @@ def test_each_sample_has_a_seed_of_its_own_that_does_not_depend_on_the_others() 
 
 def test_a_failing_engine_is_one_error() -> None:
     class Gone(Script):
-        async def generate(self, context: Sequence[int], params: dict[str, Any]) -> Generation:
+        async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
             raise RuntimeError("the engine cannot be reached")
 
     with pytest.raises(RuntimeError, match="cannot be reached"):
