@@ -153,7 +153,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     if family == "qwen3_moe" and role == "actor":
         result |= aux_losses(layout, weights)
-    if role == "actor" and "num_experts_per_tok" in tiny.HF[family]:
+    if role == "actor" and family in ("qwen3_moe", "deepseek_v3"):
         uneven = sections.get("model", {}).get("megatron", {})
         found = replay.check(family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
         result |= {f"replay {name}": value for name, value in found.items()}

@@ -26,6 +26,12 @@ BOUNDS = {
     "packing_step": 1e-4,
     "vocabulary": 5e-6,  # vocab_parallel_logprobs with padding that fills a rank, part of one, or nothing
     "swapped": 0.0,  # forward with the first weights swapped in, after a step
+    "replay same experts": 0.0,  # log-probs, loss, gradients with the model's own experts given, against not given
+    "replay logprobs": 1e-5,  # with random experts given, against transformers with the same
+    "replay loss": 5e-6,
+    "replay gradients": 5e-6,
+    "replay recompute full": 0.0,  # against the same without recomputation
+    "replay recompute moe": 0.0,
 }
 FLAGS = ("skipped", "unchanged", "resumed")
 
@@ -55,6 +61,7 @@ def test_layout(
             aux = {name.removeprefix("aux "): numbers.pop(name) for name in list(numbers) if name.startswith("aux ")}
             flags = {name: numbers.pop(name) for name in FLAGS}
             assert flags == {"skipped": 1.0, "unchanged": 1.0, "resumed": 1.0}, (rank, model)
+            assert numbers.pop("replay moved", 1.0) > 0.1  # other experts, other log-probs
             too_large = {name: value for name, value in numbers.items() if not value <= BOUNDS[name]}
             assert not too_large, (rank, model, too_large)
             assert ("values" if model.endswith("critic") else "logprobs") in numbers
