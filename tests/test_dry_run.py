@@ -142,7 +142,6 @@ def test_a_mistake_is_named_with_its_remedy(plan, overrides: list[str], message:
         (MOE | {"architectures": ["GPT2LMHeadModel"]}, [], r"no table for the architecture GPT2LMHeadModel"),
         (DENSE, [], r"parallel.ep=2, but Qwen2ForCausalLM has no experts; set it to 1"),
         (DENSE, ["parallel.ep=1", "rollout.tp=2", "rollout.ep=2"], r"rollout.ep=2, but the model has no experts"),
-        (DENSE, ["parallel.ep=1", "train.replay_routing=true"], r"Qwen2ForCausalLM has no experts; set it to false"),
         (DENSE | {"intermediate_size": 98}, ["parallel.ep=1", "rollout.tp=4"], r"would cut.*diate_size=98 in 4"),
         (MOE | {"moe_intermediate_size": 49}, ["rollout.tp=2"], r"would cut the model's moe_intermediate_size=49 in 2"),
         (MOE | {"num_experts": 6}, ["rollout.tp=4", "rollout.ep=4"], r"rollout.ep=4 does not divide the model's 6"),
@@ -153,6 +152,11 @@ def test_a_model_that_does_not_fit_the_layout(plan, hf: dict[str, Any], override
     report = plan(*overrides, hf=hf)
     assert len(report.errors) == 1 and re.search(message, report.errors[0]), report.errors
     assert report.memory == []
+
+
+def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
+    report = plan("parallel.ep=1", "train.replay_routing=true", hf=DENSE)
+    assert report.errors == ["train.replay_routing=true, but Qwen2ForCausalLM has no experts; set it to false"]
 
 
 def test_every_mistake_is_told_at_once(plan) -> None:
