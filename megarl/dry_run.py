@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megarl import checks
 from megarl.config import Config, ConfigError
+from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of, param_count
@@ -24,7 +25,8 @@ from megarl.parallel.ranks import check_layout
 from megarl.reshard.configured import engine_layout, push_plan
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
-ESTIMATES = {"activations": "about ", "engine KV cache": "about ", "reshard staging": "at most "}
+ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
+ESTIMATES["reshard staging"] = "at most "
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
 
 
@@ -83,16 +85,23 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
         return Report(errors, warnings, {}, [])
     hf, critic_hf = models
     assert hf is not None
+    if not passes(lambda: models.append(checks.reward_model(hf, config, dry_run, warnings))):
+        return Report(errors, warnings, {}, [])
+    reward_hf = models[-1]
     divides = passes(checks.check_training_layout, hf, config)
     if critic_hf is not None and (critic_hf is not hf or config.critic.parallel):
         divides = passes(checks.check_critic_layout, critic_hf, config) and divides
-    if config.algorithm != "sft":
+    if reward_hf is not None and reward_hf is not hf:
+        divides = passes(checks.check_training_layout, reward_hf, config) and divides
+    passes(checks.check_routing, hf, config)
+    if config.generates:
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)
         divides = divides and passes(lambda: push_plan(hf, config, engine_layout(config)))
     if not divides:
         return Report(errors, warnings, {}, [])
-    return Report(errors, warnings, _facts(hf, critic_hf, config), plan_memory(hf, config, critic_hf))
+    memory = plan_memory(hf, config, critic_hf, reward_hf)
+    return Report(errors, warnings, _facts(hf, critic_hf, config), memory)
 
 
 def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str, list[tuple[str, str]]]:
@@ -110,6 +119,10 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
         ("critic", "none" if critic_hf is None else _count(sum(critic_counts.values()))),
     ]
+    if config.lora.rank:
+        adapters = adapter_params(family_of(hf).params(hf, 1), config.lora)
+        count = _count(sum(param.size for param in adapters))
+        model.append(("trained", f"adapters of rank {config.lora.rank}, {count} parameters of the policy"))
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
         ("dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {checks.data_parallel(config)}"),
@@ -120,14 +133,16 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         ),
     ]
     sequences, per_epoch = checks.sequences_per_step(config), run.num_update // run.epochs
+    what = "pairs" if config.algorithm == "reward_model" else "sequences"
+    samples = f" prompts x {rollout.samples_per_prompt}" if config.generates else ""
     batch = [
-        ("sequences a step", f"{config.data.prompts_per_step} prompts x {sequences // config.data.prompts_per_step}"),
+        (f"{what} a step", f"{config.data.prompts_per_step}{samples}"),
         ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
-        ("mini-batch", f"{sequences / per_epoch:g} sequences over dp {checks.data_parallel(config)}"),
+        ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel(config)}"),
         ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
     ]
     facts = {"model": model, "layout": layout, "batch": batch}
-    if config.algorithm != "sft":
+    if config.generates:
         nodes = -(-rollout.tp // here)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
         plan = push_plan(hf, config, engine_layout(config))

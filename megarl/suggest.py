@@ -72,7 +72,7 @@ class Search:
 
     def with_engine(self, one: Judged) -> Judged:
         """With the smallest engine that fits beside the states, or as it is."""
-        if self.engines and one.config.algorithm != "sft" and not self.fits(one):
+        if self.engines and one.config.generates and not self.fits(one):
             for tp, ep in engine_sizes(self.hf, self.config):
                 config = replace(one.config, rollout=replace(one.config.rollout, tp=tp, ep=ep))
                 other = replace(one, config=config, memory=plan_memory(self.hf, config, self.critic_hf))
@@ -128,7 +128,7 @@ class Search:
     def _contexts(self) -> list[int]:
         """Context parallel sizes, up to where a rank has no more of the longest conversation than of a micro-batch."""
         sizes = [1]
-        longest = self.config.rollout.max_context if self.config.algorithm != "sft" else 0
+        longest = self.config.rollout.max_context if self.config.generates else 0
         while sizes[-1] * self.config.train.token_budget < longest:
             sizes.append(sizes[-1] * 2)
         return sizes
@@ -150,7 +150,7 @@ def check(hf: HFConfig, config: Config) -> None:
     check_layout(config.parallel)
     checks.check_nodes(config)
     checks.check_training_layout(hf, config)
-    if config.algorithm != "sft":
+    if config.generates:
         checks.check_engine(hf, config)
         push_plan(hf, config, engine_layout(config))
 

@@ -60,8 +60,13 @@ def micro_batches_in_flight(pp: int, stage: int, vpp: int = 1) -> float:
     return (2 * (pp - stage - 1) + (vpp - 1) * pp + 1) / vpp
 
 
+def layer_elements(settings: Mapping[str, Any], layer: int, etp: int = 1) -> int:
+    """Kept per token by one layer before any division."""
+    return sum(_layer(settings, layer, etp).values())
+
+
 def _layer(settings: Mapping[str, Any], layer: int, etp: int) -> dict[str, int]:
-    """Kept per token by one layer before any division, by what it is."""
+    """The same by what it is."""
     hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
     kept = {"norm inputs": 2 * hidden, "norm outputs": 2 * hidden}
     if settings.get("multi_latent_attention"):

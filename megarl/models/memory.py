@@ -8,22 +8,25 @@ functions say. What CUDA, NCCL and the allocator take for themselves is not coun
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
-from megarl.config import Config, ParallelConfig, critic_config
-from megarl.models.activations import activation_elements, logits_bytes, micro_batches_in_flight
+from megarl.config import Config, LoraConfig, ParallelConfig, critic_config
+from megarl.models.activations import activation_elements, layer_elements, logits_bytes, micro_batches_in_flight
+from megarl.models.adapters import adapter_params
 from megarl.models.blocks import embedding, final
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
-from megarl.models.layout import Param, Qkv, Replicated, local_shape
+from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape
 from megarl.models.registry import family_of
 from megarl.models.stages import stage_layers
 
 BYTES = {"float32": 4, "bfloat16": 2}
+REWARD_WEIGHTS = "reward model weights"
+NO_LORA = LoraConfig()
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,14 @@ class StageMemory:
 
     @property
     def generation_total(self) -> int:
-        return sum(self.generation.values()) + (0 if self.offloaded else sum(self.states.values()))
+        # A reward model comes back to score while the engine is awake.
+        states = self.states.get(REWARD_WEIGHTS, 0) if self.offloaded else sum(self.states.values())
+        return states + sum(self.generation.values())
 
     @property
     def push_total(self) -> int:
-        return sum(self.states.values()) + sum(self.generation.values()) + sum(self.push.values())
+        engine = sum(amount for name, amount in self.generation.items() if name.startswith("engine"))
+        return sum(self.states.values()) + engine + sum(self.push.values())
 
     @property
     def peak(self) -> int:
@@ -62,55 +68,63 @@ class StageMemory:
 
 class Elements(NamedTuple):
     """What a rank holds, in elements: trained dense parameters, vocabulary padding included; trained parameters of
-    routed experts; and what is not trained and kept in fp32, the biases of routers."""
+    routed experts; those that LoRA leaves as they are; and biases of routers, not trained and kept in fp32."""
 
-    dense: int
-    expert: int
-    untrained: int = 0
+    dense: int = 0
+    expert: int = 0
+    frozen: int = 0
+    biases: int = 0
 
 
-def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None) -> list[StageMemory]:
-    """Memory of a rank of each pipeline stage of the actor. `critic_hf`: of the critic's model; None where there is no
-    critic. Of a critic in a layout of its own the fullest of the stages counts that the ranks have.
+def plan_memory(
+    hf: HFConfig, config: Config, critic_hf: HFConfig | None = None, reward_hf: HFConfig | None = None
+) -> list[StageMemory]:
+    """Memory of a rank of each pipeline stage of the actor, or of the reward model in training. `critic_hf`: of the
+    critic's model; None where there is no critic. Of a critic in a layout of its own the fullest of the stages counts
+    that the ranks have. `reward_hf`: likewise, of the reward model that serves, in fp32 and with its weights alone.
 
     Raises ConfigError where the layout does not divide the model.
     """
-    parallel, rollout, rl = config.parallel, config.rollout, config.algorithm != "sft"
+    parallel, rollout = config.parallel, config.rollout
     size = BYTES[config.model.dtype]
-    parts = {"actor": _states_and_activations(hf, config, "actor")}
+    role = "reward model" if config.algorithm == "reward_model" else "actor"
+    trained = {role: _states_and_activations(hf, config, role)}
     if critic_hf is not None:
-        parts["critic"] = _states_and_activations(critic_hf, critic_config(config), "critic")
-    generation: dict[str, int] = {}
-    if rl:
+        trained["critic"] = _states_and_activations(critic_hf, critic_config(config), "critic")
+    served = [] if reward_hf is None else _served(reward_hf, config)
+    engine: dict[str, int] = {}
+    if config.generates:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
         cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
-        generation["engine weights"] = engine_bytes(hf, rollout.tp, size)
-        generation["engine KV cache"] = cached * kv_elements(family_of(hf).megatron_config(hf), rollout.tp) * size
+        engine["engine weights"] = engine_bytes(hf, rollout.tp, size)
+        engine["engine KV cache"] = cached * kv_elements(family_of(hf).megatron_config(hf), rollout.tp) * size
     stages = []
     layers = _layers({**family_of(hf).megatron_config(hf), **config.model.megatron}, parallel)
     for stage in range(parallel.pp):
         states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0}
-        for mine in parts.values():
+        for mine in trained.values():
             # Stages are runs of ranks: those of the other model that have some of this one's.
             first, last = stage * len(mine) // parallel.pp, -(-(stage + 1) * len(mine) // parallel.pp)
             held, kept = max(mine[first:last], key=lambda one: sum(one[0].values()))
             states |= held
             # One model computes at a time: the greater of the two counts.
             training["activations"] = max(training["activations"], kept)
-        if stage == parallel.pp - 1:
+        if stage == parallel.pp - 1 and role == "actor":
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             at_once = config.train.logits_at_once
             training["logits"] = logits_bytes(words, hidden, parallel.tp, _tokens(config), at_once, size)
-        push, host = {}, {}
-        if rl:
-            weights, engine = states["actor weights"], generation["engine weights"]
-            push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, engine)
-            if config.kl.place != "none":
+        generation, push, host = dict(engine), {}, {}
+        if served:
+            states[REWARD_WEIGHTS], generation["reward model activations"] = served[stage]
+        if config.generates:
+            weights = states["actor weights"]
+            push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, engine["engine weights"])
+            if config.kl.place != "none" and not config.lora.rank:  # else it is the actor without its adapters
                 host["reference weights"] = weights
             if config.train.offload:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
-        offloaded = rl and config.train.offload
+        offloaded = config.generates and config.train.offload
         stages.append(StageMemory(stage, layers[stage], states, training, generation, push, host, offloaded))
     return stages
 
@@ -124,7 +138,7 @@ def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tup
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # and cp: both share the optimizer's states
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
     found = []
-    for stage, elements in enumerate(stage_elements(hf, parallel, layers, role == "critic")):
+    for stage, elements in enumerate(stage_elements(hf, parallel, layers, role != "actor", config.lora)):
         states = state_bytes(elements, dp, expert_dp, size)
         mine, count = layers[stage], len(layers[stage]) // parallel.vpp
         runs = [mine[i * count : (i + 1) * count] for i in range(parallel.vpp)]
@@ -134,9 +148,22 @@ def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tup
     return found
 
 
+def _served(hf: HFConfig, config: Config) -> list[tuple[int, int]]:
+    """By pipeline stage: bytes of the weights of a reward model that serves, in fp32 in the policy's layout, and of
+    its activations, which it has of one layer at a time."""
+    parallel = config.parallel
+    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
+    layers = _layers(settings, parallel)
+    found = []
+    for mine, elements in zip(layers, stage_elements(hf, parallel, layers, head=True), strict=True):
+        widest = max((layer_elements(settings, layer, parallel.etp) for layer in mine), default=0)
+        found.append((4 * sum(elements), 4 * widest * _tokens(config) // parallel.tp))
+    return found
+
+
 def _tokens(config: Config) -> int:
     """The most tokens that a rank has of a micro-batch: the budget, or its part of a longer sequence."""
-    longest = config.rollout.max_context if config.algorithm != "sft" else 0
+    longest = config.rollout.max_context if config.generates else 0
     return max(config.train.token_budget, -(-longest // config.parallel.cp))
 
 
@@ -149,7 +176,11 @@ def kinds(hf: HFConfig) -> list[tuple[Param, int]]:
 
     Two orders of magnitude shorter than the whole table of a model of many experts.
     """
-    return _kinds(json.dumps(dict(hf), sort_keys=True))
+    return _kinds(_text(hf))
+
+
+def _text(hf: HFConfig) -> str:
+    return json.dumps(dict(hf), sort_keys=True)
 
 
 @cache
@@ -165,41 +196,63 @@ def _kinds(text: str) -> list[tuple[Param, int]]:
     return [(row, 1 if row.expert is None else count) for row in rows]
 
 
+def critic_params(policy: Sequence[Param], hidden: int) -> list[Param]:
+    """A policy's table with a head of one value in place of the output layer."""
+    head = Param("output_layer.weight", (HFTensor("score.weight", (1, hidden)),), Replicated())
+    return [*(param for param in policy if param.megatron != head.megatron), head]
+
+
 def stage_elements(
-    hf: HFConfig, parallel: ParallelConfig, stages: Sequence[Sequence[int]], critic: bool = False
+    hf: HFConfig,
+    parallel: ParallelConfig,
+    stages: Sequence[Sequence[int]],
+    head: bool = False,
+    lora: LoraConfig = NO_LORA,
 ) -> list[Elements]:
-    """What one rank of each stage holds. `stages`: the decoder layers of each, see `stage_layers`. A critic has a head
-    of one value in place of the output layer. Raises ConfigError where tp or etp does not divide."""
-    layers, others = _table(json.dumps(dict(hf), sort_keys=True), parallel.tp, parallel.etp)
-    first, last = [0] * len(stages), [0] * len(stages)
-    first[0] = others["embedding.word_embeddings.weight"]
-    last[-1] = others["decoder.final_layernorm.weight"]
-    if critic:
-        last[-1] += int(hf["hidden_size"])
-    elif "output_layer.weight" in others:
-        last[-1] += others["output_layer.weight"]
-    elif len(stages) > 1:
-        last[-1] += others["embedding.word_embeddings.weight"]  # the copy of a tied embedding
-    found = []
-    for stage, mine in enumerate(stages):
-        dense, expert, untrained = (sum(layers[layer][i] for layer in mine) for i in range(3))
-        found.append(Elements(dense + first[stage] + last[stage], expert // parallel.ep, untrained))
+    """What one rank of each stage holds. `stages`: the decoder layers of each, see `stage_layers`. head: there is one
+    of one value in place of the output layer. Raises ConfigError where tp or etp does not divide, and for LoRA's
+    targets that are not there."""
+    layers, others, copy = _table(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora)
+    found = [_sum(layers[layer] for layer in mine) for mine in stages]
+    found[0] = _sum([found[0], others["embedding"]])
+    found[-1] = _sum([found[-1], others["final"], *([copy] if len(stages) > 1 else [])])
     return found
 
 
+def _sum(parts: Iterable[Elements]) -> Elements:
+    return Elements(*map(sum, zip(Elements(), *parts, strict=True)))
+
+
 @cache
-def _table(text: str, tp: int, etp: int) -> tuple[list[Elements], dict[str, int]]:
-    """What a rank has of each layer, of experts if it had all, and the sizes of what is in no layer."""
-    layers = [[0, 0, 0] for _ in range(int(json.loads(text)["num_hidden_layers"]))]
-    others: dict[str, int] = {}
-    for param, count in _kinds(text):
-        size = prod(local_shape(param, tp if param.expert is None else etp, 0))
-        if param.megatron.startswith("decoder.layers."):
-            kind = 2 if param.buffer else 0 if param.expert is None else 1
-            layers[int(param.megatron.split(".")[2])][kind] += size * count
+def _table(
+    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig
+) -> tuple[list[Elements], dict[str, Elements], Elements]:
+    """What a rank has of each layer, of the embedding and of what follows the layers; and the copy of a tied embedding
+    that a last stage has."""
+    hf = json.loads(text)
+    params, experts = [param for param, _ in _kinds(text)], family_of(hf).num_experts(hf)
+    if head:
+        params = critic_params(params, int(hf["hidden_size"]))
+    tied = all(param.megatron != "output_layer.weight" for param in params)
+    if lora.rank:
+        params = params + adapter_params(params, lora)
+    layers = [Elements() for _ in range(int(hf["num_hidden_layers"]))]
+    others = {"embedding": Elements(), "final": Elements()}
+    for param in params:
+        if param.expert is None:
+            size = prod(local_shape(param, tp, 0))
         else:
-            others[param.megatron] = size
-    return [Elements(*layer) for layer in layers], others
+            size = prod(local_shape(param, etp, 0)) * experts // ep
+        frozen = lora.rank and param.slot is not None  # adapters and a head of one value are in no engine
+        kind = "biases" if param.buffer else "frozen" if frozen else "dense" if param.expert is None else "expert"
+        mine = Elements(**{kind: size})
+        if param.megatron.startswith("decoder.layers."):
+            layer = int(param.megatron.split(".")[2])
+            layers[layer] = _sum([layers[layer], mine])
+        else:
+            part = "embedding" if param.megatron.startswith("embedding.") else "final"
+            others[part] = _sum([others[part], mine])
+    return layers, others, others["embedding"] if tied else Elements()
 
 
 def state_bytes(elements: Elements, dp: int, expert_dp: int, size: int) -> dict[str, int]:
@@ -209,10 +262,10 @@ def state_bytes(elements: Elements, dp: int, expert_dp: int, size: int) -> dict[
     are their own masters: the table in Megatron-Core's guide to its distributed optimizer. Dense parameters are shared
     over data and context parallel ranks, experts over the ranks that hold the same experts.
     """
-    dense, expert, untrained = elements
+    dense, expert, frozen, biases = elements
     states = 12 if size == 2 else 8
     return {
-        "weights": (dense + expert) * size + untrained * 4,
+        "weights": (dense + expert + frozen) * size + biases * 4,
         "gradients": (dense + expert) * 4,
         "optimizer": -(-dense * states // dp) + -(-expert * states // expert_dp),
     }

@@ -51,11 +51,11 @@ def config_of(**sections: Any) -> Config:
     return from_dict({"model": {"dtype": "bfloat16"}, **sections})
 
 
-def held(hf: dict[str, Any], critic: bool = False, **sizes: int) -> list[Elements]:
+def held(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[Elements]:
     """By each stage, its layers dealt out evenly."""
     parallel = ParallelConfig(**sizes)
     stages = stage_layers(hf["num_hidden_layers"], parallel.pp, {}, parallel.vpp)
-    return stage_elements(hf, parallel, stages, critic)
+    return stage_elements(hf, parallel, stages, head)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_elements_are_those_of_transformers(transformers_models: ModuleType, nam
     model = getattr(transformers_models, f"{name}ForCausalLM")(getattr(transformers_models, f"{name}Config")(**values))
     assert sum(held(hf)[0]) == model.num_parameters()
     head = 0 if hf["tie_word_embeddings"] else 1024 * 64
-    assert sum(held(hf, critic=True)[0]) == model.num_parameters() - head + 64
+    assert sum(held(hf, head=True)[0]) == model.num_parameters() - head + 64
 
 
 @pytest.mark.parametrize("etp", [1, 2])
@@ -110,15 +110,15 @@ def test_a_tied_embedding_has_a_copy_on_the_last_stage() -> None:
     first, last = held(tied, pp=2)
     assert last.dense - first.dense == 64  # the final norm
     assert held(tied)[0].dense == sum(param.size for param in family_of(tied).params(tied, 1))
-    first, last = held(tied, critic=True, pp=2)  # which has no output layer to tie
+    first, last = held(tied, head=True, pp=2)  # which has no output layer to tie
     assert first.dense - last.dense == 1024 * 64 - 2 * 64
 
 
 def test_biases_of_routers_are_kept_in_fp32_and_not_trained() -> None:
     hf = load_hf_config(MODELS / "deepseek_v3.json")
     (stage,) = held(hf, tp=8, ep=32)
-    assert stage.untrained == 58 * 256
-    bare = state_bytes(stage._replace(untrained=0), 8, 2, 2)
+    assert stage.biases == 58 * 256
+    bare = state_bytes(stage._replace(biases=0), 8, 2, 2)
     full = state_bytes(stage, 8, 2, 2)
     assert full == bare | {"weights": bare["weights"] + 4 * 58 * 256}
 
@@ -286,7 +286,7 @@ def test_a_critic_in_a_layout_of_its_own() -> None:
     # In one stage it is whole on the ranks of both of the actor's; in four each pair of ranks has the fuller of two.
     whole, fine = plan(pp=1), plan(pp=4)
     assert whole[0].states["critic weights"] == whole[1].states["critic weights"] > same[0].states["critic weights"]
-    assert fine[0].states["critic weights"] == 2 * held(QWEN2, critic=True, world_size=4, pp=4)[0].dense
+    assert fine[0].states["critic weights"] == 2 * held(QWEN2, head=True, world_size=4, pp=4)[0].dense
     assert fine[1].states["critic weights"] < fine[0].states["critic weights"]  # a layer, and hardly any head
 
 
@@ -296,6 +296,40 @@ def test_what_a_run_without_rollouts_needs() -> None:
     grpo = plan_memory(QWEN2, config_of(algorithm="grpo", kl={"place": "none"}))[0]
     assert grpo.generation["engine weights"] == sum(param_count(QWEN2).values()) * 2
     assert grpo.host == {}
+    trained = plan_memory(QWEN2, config_of(algorithm="reward_model", model={"dtype": "float32"}))[0]
+    count = sum(param_count(QWEN2).values()) - 1024 * 64 + 64  # a head of one value for the words
+    assert trained.states == {
+        "reward model weights": 4 * count,
+        "reward model gradients": 4 * count,
+        "reward model optimizer": 8 * count,
+    }
+    assert trained.generation == {} and trained.training["logits"] == 0
     ppo = plan_memory(QWEN2, config_of(), QWEN2)[0]
     assert ppo.host["reference weights"] == ppo.states["actor weights"]
     assert ppo.training_total == sum(ppo.states.values()) + ppo.training["activations"] + ppo.training["logits"]
+
+
+def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
+    layout = {"parallel": {"world_size": 4, "tp": 2, "pp": 2}, "rollout": {"max_context": 128}}
+    plain, served = (plan_memory(QWEN2, config_of(**layout), QWEN2, reward) for reward in (None, MOE))
+    elements = held(MOE, head=True, tp=2, pp=2)
+    for before, after, weights in zip(plain, served, elements, strict=True):
+        assert after.states == before.states | {"reward model weights": 4 * sum(weights)}
+        assert after.training == before.training
+        # One layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
+        one = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
+        assert after.generation == before.generation | {"reward model activations": 4 * 3072 * one // 2}
+
+
+def test_lora_keeps_gradients_and_states_of_adapters_only() -> None:
+    """One layer's factors by hand: qkv 4 (64 + 256), proj 4 (128 + 64), of each of 8 experts 4 (64 + 96 + 48 + 64)."""
+    config = {"parallel": {"world_size": 2, "tp": 1, "pp": 1, "ep": 2}, "reward": {"functions": ["a:b"]}}
+    full = plan_memory(MOE, config_of(**config), MOE)[0]
+    lora = plan_memory(MOE, config_of(**config, lora={"rank": 4}), MOE)[0]
+    dense, expert = 4 * 4 * (64 + 256 + 128 + 64), 4 * 4 * 4 * (64 + 96 + 48 + 64)
+    assert lora.states["actor weights"] == full.states["actor weights"] + 2 * (dense + expert)
+    assert lora.states["actor gradients"] == 4 * (dense + expert)
+    assert lora.states["actor optimizer"] == 6 * dense + 12 * expert
+    assert lora.states["critic gradients"] == 4 * (dense + expert + 64)  # and the value head
+    assert lora.states["critic weights"] == full.states["critic weights"] + 2 * (dense + expert)
+    assert "reference weights" in full.host and not lora.host  # the reference is the actor without its adapters
