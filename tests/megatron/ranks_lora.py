@@ -152,11 +152,11 @@ def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
 def trained(model: Any) -> dict[str, torch.nn.Parameter]:
     """This rank's factors and head, as parameters; asserts that nothing else is trained."""
     found = {param.megatron: tensor for layers in lora()._adapters(model.chunks) for _, param, tensor in layers.named()}
-    for chunk in model.chunks:
-        for name, tensor in chunk.named_parameters():
-            if name.endswith("output_layer.weight") and tensor.requires_grad:
-                found["output_layer.weight"] = tensor
-        assert {id(t) for t in chunk.parameters() if t.requires_grad} == {id(t) for t in found.values()}
+    everything = [pair for chunk in model.chunks for pair in chunk.named_parameters()]
+    for name, tensor in everything:
+        if name.endswith("output_layer.weight") and tensor.requires_grad:
+            found["output_layer.weight"] = tensor
+    assert {id(tensor) for _, tensor in everything if tensor.requires_grad} == {id(t) for t in found.values()}
     return found
 
 
