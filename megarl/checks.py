@@ -13,6 +13,7 @@ from typing import Any
 from megarl.checkpoint.hf import open_hf
 from megarl.config import Config, ConfigError, critic_config
 from megarl.models import megatron_fields
+from megarl.models.adapters import adapter_params
 from megarl.models.classifier import VALUE_HEAD, is_classifier
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, load_hf_config
@@ -202,11 +203,11 @@ def _whole_folder(path: str, key: str) -> str:
 
 
 def check_training_layout(hf: HFConfig, config: Config) -> None:
-    """The family's table divides by tp, its experts by ep, its layers by pp."""
+    """The family's table divides by tp, its experts by ep, its layers by pp; it has the layers that LoRA adapts."""
     family, parallel = family_of(hf), config.parallel
     settings = family.megatron_config(hf)
     megatron_fields.check_ddp(config.train.ddp)
-    megatron_fields.check(config.model.megatron, mla=bool(settings.get("multi_latent_attention")))
+    megatron_fields.check(config.model.megatron, bool(settings.get("multi_latent_attention")), family.extras(hf))
     settings = {**settings, **config.model.megatron}
     family.params(hf, parallel.tp, parallel.etp)  # raises for what tp or etp does not divide
     experts = settings.get("num_moe_experts")
@@ -216,6 +217,7 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     if experts and experts % parallel.ep:
         raise ConfigError(f"parallel.ep={parallel.ep} does not divide the model's {experts} experts")
     stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
+    check_lora(hf, config)
 
 
 def check_critic_layout(hf: HFConfig, config: Config) -> None:
@@ -229,6 +231,19 @@ def check_critic_layout(hf: HFConfig, config: Config) -> None:
         check_training_layout(hf, own)
     except ConfigError as error:
         raise ConfigError(f"the critic: {str(error).replace('parallel.', 'critic.parallel.')}") from None
+
+
+def check_lora(hf: HFConfig, config: Config) -> None:
+    lora, parallel = config.lora, config.parallel
+    if lora.rank < 0:
+        raise ConfigError(f"lora.rank must not be negative, but is {lora.rank}; 0 trains all weights")
+    if lora.rank == 0:
+        if lora.targets:
+            raise ConfigError("lora.targets is set, but lora.rank=0 trains all weights; set lora.rank")
+        return
+    if lora.alpha <= 0:
+        raise ConfigError(f"lora.alpha must be above 0, not {lora.alpha:g}: adapters are scaled by alpha / rank")
+    adapter_params(family_of(hf).params(hf, parallel.tp, parallel.etp), lora)  # raises for a target that is not there
 
 
 def check_engine(hf: HFConfig, config: Config) -> None:

@@ -7,18 +7,16 @@ against the fields of `TransformerConfig` and `ServerArgs` when the run starts.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import yaml
 
-
-class ConfigError(ValueError):
-    """A mistake in the configuration: one line that names the key and the remedy."""
+from megarl import strict
+from megarl.strict import ConfigError as ConfigError
+from megarl.strict import to_dict as to_dict
 
 
 @dataclass(frozen=True)
@@ -221,6 +219,19 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    rank: int = 0
+    """Rank of the adapters that are then all that is trained, beside a critic's head (arXiv:2106.09685); 0 trains all
+    weights. Policy and critic alike; their learning rates want to be about ten times as high."""
+    alpha: float = 32.0
+    """What the adapters add is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get an adapter, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2, MLA's
+    linear_q_down_proj ...), with what they are in where that matters (experts.linear_fc1, shared_experts.linear_fc2);
+    empty for all of attention, MLPs and experts."""
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     functions: tuple[str, ...] = ()
     """Reward functions as `module:name`; each takes a Rollout and returns a number. The reward is their sum."""
@@ -255,6 +266,7 @@ class Config:
     """The policy's optimizer."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
@@ -288,115 +300,22 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
-        node[leaf] = _parse_scalar(text)
+        node[leaf] = strict.parse_scalar(text)
     return from_dict(tree)
 
 
 def critic_config(config: Config) -> Config:
     """The configuration as the critic sees it, in its own layout."""
     parallel = {**to_dict(config.parallel), **config.critic.parallel}
-    return dataclasses.replace(config, parallel=_build(ParallelConfig, parallel, "critic.parallel."))
+    return dataclasses.replace(config, parallel=strict.build(ParallelConfig, parallel, "critic.parallel.", root=Config))
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
     """A Config out of nested plain values; strict as `load_config`."""
-    return _build(Config, tree, "")
+    config: Config = strict.build(Config, tree, "", root=Config)
+    return config
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain values, such that `from_dict(to_dict(c)) == c`."""
-    tree: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            value = to_dict(value)
-        tree[item.name] = list(value) if isinstance(value, tuple) else value
-    return tree
-
-
-def describe_keys(cls: type = Config, prefix: str = "") -> list[tuple[str, Any]]:
+def describe_keys() -> list[tuple[str, Any]]:
     """Every key with its default, in order: what `--keys` prints and what the tests count."""
-    rows: list[tuple[str, Any]] = []
-    hints = typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        kind = hints[item.name]
-        if dataclasses.is_dataclass(kind):
-            rows += describe_keys(typing.cast(type, kind), f"{prefix}{item.name}.")
-        else:
-            default = item.default if item.default is not dataclasses.MISSING else {}
-            rows.append((prefix + item.name, default))
-    return rows
-
-
-def _parse_scalar(text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    return _number(value)
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as a string; everybody means the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _build(cls: Any, tree: Any, where: str) -> Any:
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{where.rstrip('.')} must be a section of keys, not {tree!r}")
-    known = {item.name: item for item in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for key, value in tree.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            everywhere = [name for name, _ in describe_keys() if name.split(".")[-1] == key]
-            nearest = f"{where}{near[0]}" if near else everywhere[0] if everywhere else ""
-            hint = f"; did you mean {nearest}?" if nearest else ""
-            raise ConfigError(f"unknown key {where}{key}{hint} (known here: {', '.join(known)})")
-        values[key] = _convert(value, hints[key], f"{where}{key}")
-    return cls(**values)
-
-
-def _convert(value: Any, kind: Any, name: str) -> Any:
-    if dataclasses.is_dataclass(kind):
-        return _build(kind, {} if value is None else value, f"{name}.")
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is types.UnionType:
-        if value is None and type(None) in args:
-            return None
-        return _convert(value, next(arg for arg in args if arg is not type(None)), name)
-    if origin is Literal:
-        if value not in args:
-            near = difflib.get_close_matches(str(value), [str(arg) for arg in args], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, args))}, not {value!r}{hint}")
-        return value
-    if origin is tuple:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ConfigError(f"{name} must be a list, not {value!r}")
-        return tuple(_convert(item, args[0], f"{name}[{i}]") for i, item in enumerate(items))
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{name} must be a mapping, not {value!r}")
-        return dict(value)
-    if kind is str and value is None:
-        return ""  # `data.eval=` on the command line
-    if kind is float:
-        value = _number(value)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{name} must be a number, not {value!r}")
-        return float(value)
-    if kind is int:
-        value = _number(value)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{name} must be of type {kind.__name__}, not {value!r}")
-    return value
+    return strict.keys_of(Config)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megarl import checks
 from megarl.config import Config, ConfigError
+from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of, param_count
@@ -115,6 +116,10 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
         ("critic", "none" if critic_hf is None else _count(sum(critic_counts.values()))),
     ]
+    if config.lora.rank:
+        adapters = adapter_params(family_of(hf).params(hf, 1), config.lora)
+        count = _count(sum(param.size for param in adapters))
+        model.append(("trained", f"adapters of rank {config.lora.rank}, {count} parameters of the policy"))
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
         ("dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {checks.data_parallel(config)}"),

@@ -68,6 +68,14 @@ def test_a_sound_configuration(plan) -> None:
     assert dict(report.facts["batch"])["sequences a step"] == "8 prompts x 8"
 
 
+def test_lora_is_planned(plan) -> None:
+    report = plan("lora.rank=4")
+    assert report.ok
+    # 4 layers of 4 (64 + 256 + 128 + 64) in attention, and of 8 experts 4 (64 + 96 + 48 + 64) each
+    assert dict(report.facts["model"])["trained"] == "adapters of rank 4, 0.04 M parameters of the policy"
+    assert report.memory[0].states["actor optimizer"] < plan().memory[0].states["actor optimizer"] / 5
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -116,6 +124,10 @@ def test_a_sound_configuration(plan) -> None:
         (["model.megatron.context_parallel_size=2"], r"has a key of its own: set parallel.cp"),
         (["rollout.sglang.mem_fraction=0.5"], r"mem_fraction is not a field of SGLang's.*did you mean mem_fr"),
         (["rollout.sglang.tp_size=2"], r"rollout.sglang.tp_size cannot be set; it is decided by rollout.tp"),
+        (["lora.rank=-1"], r"lora.rank must not be negative, but is -1; 0 trains all weights"),
+        (["lora.targets=[linear_qkv]"], r"lora.targets is set, but lora.rank=0 trains all weights; set lora.rank"),
+        (["lora.rank=8", "lora.alpha=0"], r"lora.alpha must be above 0, not 0"),
+        (["lora.rank=8", "lora.targets=[q_proj]"], r"q_proj names no linear layer of this model; it has linear_fc1, l"),
         (["model.hf_config=/nowhere/config.json"], r"no model folder or config.json at /nowhere/config.json"),
         (["model.hf_config=''"], r"model.path is not set"),
         (["model.hf_config=''", "model.path=/nowhere"], r"model.path=/nowhere: there is no such folder"),

@@ -35,7 +35,7 @@ SMALL = [
     "track.progress=false",
     "reward.functions=[sum_reward:even]",
 ]
-ENVIRONMENT = dict(os.environ, PYTHONPATH=str(ROOT / "tests"), OMP_NUM_THREADS="1")
+ENVIRONMENT = dict(os.environ, PYTHONPATH=f"{ROOT / 'tests'}:{ROOT}", OMP_NUM_THREADS="1")
 
 
 def start(folder: Path, run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -207,9 +207,10 @@ def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path,
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 
-def test_the_hello_script_with_deepseek_in_two_layouts_and_one_engine_over_two_nodes(tmp_path: Path) -> None:
+def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_two_nodes(tmp_path: Path) -> None:
     """`ranks_per_node=1` makes two nodes of this machine, and the engine's two tensor parallel ranks one on each. The
-    actor is context parallel, the critic tensor parallel, and both leave the device while the engine generates."""
+    actor is context parallel, the critic tensor parallel, and both leave the device while the engine generates. The
+    entropy bonus moves the policy, whatever its answers are."""
     folder = make_folder(tmp_path / "deepseek", "deepseek_v3")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     overrides = [
@@ -226,6 +227,9 @@ def test_the_hello_script_with_deepseek_in_two_layouts_and_one_engine_over_two_n
             "rollout.tp=2",
             "rollout.max_new_tokens=8",
             "rollout.max_turns=2",
+            "lora.rank=4",
+            "actor_optimizer.lr=0.01",
+            "loss.entropy_coef=0.1",
         ),
     ]
     done = subprocess.run(
@@ -241,4 +245,27 @@ def test_the_hello_script_with_deepseek_in_two_layouts_and_one_engine_over_two_n
     rows = metrics_of(tmp_path / "hello")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["rollout/logprob_diff_p95"] for row in rows) <= 1e-4
+    # The reference is the base model, and the engine, which agrees with the trainer, is far from it.
+    assert rows[0]["actor/kl_to_reference"] == 0 and rows[2]["actor/kl_to_reference"] > 0.1
+    check_export_of_lora(folder / "model", tmp_path / "hello")
     assert {path.stem for path in (tmp_path / "hello" / "logs").glob("*.log")} == {"engine_0_node_0", "engine_0_node_1"}
+
+
+def check_export_of_lora(model: Path, run_dir: Path) -> None:
+    """The exported model is the base model with the exported adapter added, in float64, and nothing else has moved."""
+    base, merged = (load_file(path / "model.safetensors") for path in (model, run_dir / "export"))
+    adapter = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+    settings = json.loads((run_dir / "adapter" / "adapter_config.json").read_text())
+    assert settings["r"] == 4 and settings["base_model_name_or_path"] == str(model.resolve())
+    assert base.keys() == merged.keys()
+    moved = 0
+    for name, weight in base.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_B.weight" not in adapter:
+            assert torch.equal(merged[name], weight), name
+            continue
+        assert module.rpartition(".")[2] in settings["target_modules"]
+        a, b = (adapter.pop(f"{module}.{factor}.weight").double() for factor in ("lora_A", "lora_B"))
+        assert torch.allclose(merged[name].double(), weight + settings["lora_alpha"] / 4 * b @ a, rtol=0, atol=1e-6)
+        moved += bool((merged[name] - weight).abs().max() > 1e-4)
+    assert not adapter and moved > 20

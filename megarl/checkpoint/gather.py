@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megarl.config import ConfigError
 from megarl.models.layout import Param, layer_of, local_shape, unshard
+from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, active, all_gather_objects
 
 
@@ -83,7 +84,8 @@ def gather_hf(
     seen = all_gather_objects((ranks.pp_rank, layers, dtype))
     stages: list[list[int]] = [next(held for stage, held, _ in seen if stage == s) for s in range(ranks.pp)]
     owner = owners(params, stages, ranks.ep)
-    dtypes = sorted({str(d) for *_, d in seen})
+    dtypes = sorted({str(d) for *_, d in seen if d is not None})  # a stage may have none of the table's parameters
+    dtype = next((d for *_, d in seen if d is not None), None)
     problems = [
         *([f"the ranks' parameters have different types: {', '.join(dtypes)}"] if len(dtypes) > 1 else []),
         *(problem for found in all_gather_objects(_problems(local, params, owner, ranks, dtype)) for problem in found),
@@ -91,13 +93,12 @@ def gather_hf(
     if problems:
         raise ValueError(f"the model's shards do not fit its table: {problems[0]} ({len(problems)} such)")
     assert dtype is not None  # an empty model is a problem above
-    device = next(iter(local.values())).device
 
     for bucket in _runs(params, owner, dtype, bucket_bytes, ranks):
         stage, ep_rank = owner[bucket[0].megatron]
         parts, part = ranks.grid(ep_rank is not None)
         sizes = [prod(local_shape(param, parts, 0)) for param in bucket]
-        buffer = torch.empty((parts, sum(sizes)), dtype=bucket[0].dtype or dtype, device=device)
+        buffer = torch.empty((parts, sum(sizes)), dtype=bucket[0].dtype or dtype, device=device.device())
         if stage == ranks.pp_rank:
             if ep_rank in (None, ranks.ep_rank):
                 for param, place in zip(bucket, buffer[part].split(sizes), strict=True):

@@ -223,6 +223,21 @@ def _write(
         if file.is_file() and file.suffix in COPIED and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, staging / file.name)
     _note_config(staging / "config.json", hf, dict(config or hf), dtype)
+    _replace(folder, staging)
+
+
+def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Write a folder as PEFT does: adapter_config.json, adapter_model.safetensors. It replaces one that is there."""
+    staging = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(held, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+    (staging / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _replace(folder, staging)
+
+
+def _replace(folder: Path, staging: Path) -> None:
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

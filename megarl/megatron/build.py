@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,11 +18,16 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config import Config, ConfigError
+from megarl.megatron.gemma import CappedAttention, PostNormLayer, scale_embedding
+from megarl.megatron.group_limited import GroupLimitedRouter
 from megarl.megatron.heads import DeferredLogits, ValueHead
+from megarl.megatron.lora import add_adapters
 from megarl.models import megatron_fields as fields
+from megarl.models.family import Extras
 from megarl.models.layout import padded_vocab
 from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of
@@ -68,7 +74,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         )
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
-    fields.check(config.model.megatron, mla=kind is MLATransformerConfig)
+    fields.check(config.model.megatron, kind is MLATransformerConfig, family.extras(hf))
     values.update(config.model.megatron)
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # refuses what does not divide
     if values.get("fp8"):
@@ -121,19 +127,22 @@ def _build_chunk(
     vp_stage = chunk if config.parallel.vpp > 1 else None
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    extras = family_of(hf).extras(hf)
     arguments = dict(family_of(hf).gpt_kwargs(hf))
     arguments["vocab_size"] = padded_vocab(arguments["vocab_size"], config.parallel.tp)
     if role != "actor":
         arguments["share_embeddings_and_output_weights"] = False
     model = GPTModel(
         config=settings,
-        transformer_layer_spec=_layer_spec(settings, vp_stage),
+        transformer_layer_spec=_layer_spec(settings, extras, vp_stage),
         pre_process=first,
         post_process=last,
         parallel_output=True,
         vp_stage=vp_stage,
         **arguments,
     )
+    if first and extras.embedding_scale != 1:
+        scale_embedding(model.embedding, extras.embedding_scale)
     if role != "actor" and last:
         model.output_layer = ValueHead(settings)
     elif last:
@@ -143,15 +152,31 @@ def _build_chunk(
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+    if config.lora.rank:
+        add_adapters(model, hf, config)
     return model.to(device.device())
 
 
-def _layer_spec(settings: TransformerConfig, vp_stage: int | None) -> Any:
+def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None) -> Any:
     if device.has_cuda():
-        return get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
-    from megarl.megatron.cpu_modules import adapt_local_spec
+        from megatron.core.extensions.transformer_engine import TENorm as norm
 
-    spec = get_gpt_decoder_block_spec(
-        settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-    )
-    return adapt_local_spec(spec)
+        spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
+    else:
+        from megarl.megatron.cpu_modules import RMSNorm as norm
+        from megarl.megatron.cpu_modules import adapt_local_spec
+
+        spec = adapt_local_spec(
+            get_gpt_decoder_block_spec(
+                settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+            )
+        )
+    for layer in spec.layer_specs:  # some are the same object
+        if extras.attention_cap:
+            attention = partial(CappedAttention, cap=extras.attention_cap)
+            layer.submodules.self_attention.submodules.core_attention = attention
+        if extras.post_norms:
+            layer.module, layer.params = PostNormLayer, {"post_norm": norm}
+        if extras.groups_by_best and layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = GroupLimitedRouter
+    return spec

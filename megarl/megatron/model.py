@@ -7,7 +7,7 @@ is cut here: over data parallel ranks, into micro-batches, and over Megatron's p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.config import Config, ConfigError
 from megarl.data.packing import plan_micro_batches
-from megarl.megatron import optimizer
+from megarl.megatron import lora, optimizer
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.context import gather_context
@@ -26,6 +26,7 @@ from megarl.megatron.logprobs import vocab_parallel_logprobs
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
 from megarl.megatron.parking import Parking
+from megarl.models.adapters import adapter_params
 from megarl.models.classifier import VALUE_HEAD
 from megarl.models.cost import quadratic_cost
 from megarl.models.layout import Param
@@ -63,6 +64,7 @@ class MegatronModel:
         self.ranks = ranks
         self.role = role
         self.vocab_size = int(family_of(hf_config).gpt_kwargs(hf_config)["vocab_size"])
+        self.extras = family_of(hf_config).extras(hf_config)
         self.quadratic_cost = quadratic_cost(hf_config)
         self.optimizer: Any = None
         self._parking = Parking(self._kept_tensors, self._grad_buffers)
@@ -84,9 +86,25 @@ class MegatronModel:
         return critic_params(table, int(self.hf_config["hidden_size"]))
 
     def local_params(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters, in place, by canonical name (see `names.py`)."""
+        """This rank's parameters, in place, by canonical name (see `names.py`). With LoRA they are the base model's."""
         self._parking.restore()
         return {name: tensor.detach() for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items()}
+
+    def local_adapters(self) -> dict[str, torch.Tensor]:
+        """This rank's factors of `adapter_params`, in place, by canonical name; none without LoRA."""
+        self._parking.restore()
+        return lora.local_adapters(self.chunks)
+
+    def adapter_params(self) -> list[Param]:
+        """The table of all adapters of this model."""
+        return adapter_params(self.params(), self.config.lora) if self.config.lora.rank else []
+
+    def merged(self) -> Mapping[str, torch.Tensor]:
+        """What the model computes with: `local_params`, with LoRA each with its adapter added as it is asked for."""
+        settings = self.config.lora
+        if not settings.rank:
+            return self.local_params()
+        return lora.Merged(self.local_params(), self.local_adapters(), settings.alpha / settings.rank)
 
     def load(self, get: Get) -> None:
         """Fill every local parameter with `get(param, parts, part)`, the shard as `models.layout.pieces` cuts it.
@@ -129,6 +147,10 @@ class MegatronModel:
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Host copies of the local parameters."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.local_params().items()}
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Within the block the model is the base model, which with LoRA is what it was at first."""
+        return lora.disabled(self.chunks)
 
     @contextmanager
     def swapped(self, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -309,6 +331,7 @@ class MegatronModel:
             parallel_state.get_tensor_model_parallel_group(),
             temperature,
             self.config.train.logits_at_once,
+            self.extras.logit_cap,
         )
         return ModelOutput(logprobs=whole(logprobs), entropy=whole(entropy))
 

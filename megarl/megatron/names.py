@@ -51,7 +51,8 @@ def unwrap(module: Any) -> Any:
 
 
 def named_params(chunks: Sequence[torch.nn.Module], ep_rank: int) -> dict[str, torch.Tensor]:
-    """This rank's parameters by canonical name, and the routers' `expert_bias`, which is a buffer.
+    """This rank's parameters by canonical name, without adapters (`lora.py`), and the routers' `expert_bias`, which is
+    a buffer.
 
     Where the embedding is tied to the output layer of another pipeline stage, that stage's copy has the embedding's
     name too: it takes the same values on loading.
@@ -71,7 +72,7 @@ def named_params(chunks: Sequence[torch.nn.Module], ep_rank: int) -> dict[str, t
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
+    yield from ((name, tensor) for name, tensor in model.named_parameters() if not name.startswith("adapters."))
     for name, buffer in model.named_buffers():
         if name.endswith("router.expert_bias"):
             yield name, buffer

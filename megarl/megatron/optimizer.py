@@ -90,8 +90,10 @@ def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
 
 
 def _parts(optimizer: Any) -> list[tuple[str, Any]]:
-    """Megatron has one optimizer for dense parameters and one for experts; a rank may have none of the latter."""
-    return [(f"part{i}", part) for i, part in enumerate(optimizer.chained_optimizers) if part.buffers]
+    """Megatron has one optimizer for dense parameters and one for experts; a rank may have none of the latter, and
+    where no parameter of a kind is trained (LoRA), its optimizer is a stub."""
+    parts = enumerate(optimizer.chained_optimizers)
+    return [(f"part{i}", part) for i, part in parts if not part.is_stub_optimizer and part.buffers]
 
 
 def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from megarl.config import Config
+from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape, padded_vocab
@@ -72,7 +73,12 @@ def plan_memory(
     models = {}
     for role, (table, shape) in tables.items():
         layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape, parallel.vpp)
-        models[role] = (shape, layers, stage_elements(table, parallel.tp, parallel.ep, layers))
+        adapts = config.lora.rank and (role != "reward model" or trains_reward)
+        adapters = adapter_params(table, config.lora) if adapts else []
+        heads = [param for param in table if param.slot is None]  # a critic's is trained with LoRA, too
+        held = stage_elements([*table, *adapters], parallel.tp, parallel.ep, layers)
+        trained = stage_elements([*adapters, *heads], parallel.tp, parallel.ep, layers) if adapters else held
+        models[role] = (shape, layers, held, trained)
     generation = {}
     if config.generates:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
@@ -90,14 +96,15 @@ def plan_memory(
         training = {"activations": 0, "logits": 0}
         host = {}
         awake = dict(generation)
-        for role, (shape, layers, elements) in models.items():
+        for role, (shape, layers, held, trained) in models.items():
             if role == "reward model" and not trains_reward:
-                states["reward model weights"] = sum(elements[stage]) * 4
+                states["reward model weights"] = sum(held[stage]) * 4
                 # It scores while the engine is awake, and has one layer's activations at a time.
                 widest = max(_layer_elements(shape, layer) for layer in layers[stage])
                 awake["reward model activations"] = widest * tokens // parallel.tp * 4
                 continue
-            for part, amount in state_bytes(*elements[stage], dp, expert_dp, size).items():
+            weights = {"weights": state_bytes(*held[stage], dp, expert_dp, size)["weights"]}
+            for part, amount in (state_bytes(*trained[stage], dp, expert_dp, size) | weights).items():
                 states[f"{role} {part}"] = amount
             # One model computes at a time: the greater of the two counts.
             used = activation_elements(shape, layers[stage], parallel.tp, tokens, in_flight=parallel.pp - stage) * size
@@ -105,7 +112,7 @@ def plan_memory(
         if stage == parallel.pp - 1 and not trains_reward:
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             training["logits"] = logits_bytes(words, hidden, parallel.tp, tokens, config.train.logits_at_once, size)
-        if config.generates and config.kl.place != "none":
+        if config.generates and config.kl.place != "none" and not config.lora.rank:
             host["reference weights"] = states["actor weights"]
         layers = next(iter(models.values()))[1]
         stages.append(StageMemory(stage, layers[stage], states, training, awake, host))

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.models import deepseek, dense, glm4_moe, qwen3_moe
+from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
 from megarl.models.classifier import CLASSIFIER, POLICY
 from megarl.models.family import Family, HFConfig
 from megarl.models.layout import Param
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
-    for family in (dense.QWEN2, dense.QWEN3, dense.LLAMA, qwen3_moe.FAMILY, deepseek.V2, deepseek.V3, glm4_moe.FAMILY)
+    for family in (
+        *(dense.QWEN2, dense.QWEN3, dense.LLAMA, gemma2.FAMILY),
+        *(qwen3_moe.FAMILY, deepseek.V2, deepseek.V3, glm4_moe.FAMILY),
+    )
 }
 
 PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")

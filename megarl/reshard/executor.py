@@ -167,10 +167,13 @@ class Executor:
         shards: list[copies.Box] = []  # to quantise
         scaled: list[copies.Scaled] = []
         hashes, hash_places = [], []
+        wholes: dict[str, torch.Tensor] = {}  # `local` may compute a tensor each time it is asked for one
         for parcel in parcels:
             direct = zip(parcel.message.direct, parcel.places, parcel.sources, strict=False)
             for number, (piece, place, (name, r0, r1, c0, c1, lot)) in enumerate(direct):
-                whole = grids[name, piece.source] if piece.scale else local[name]
+                if not piece.scale and name not in wholes:
+                    wholes[name] = local[name]
+                whole = grids[name, piece.source] if piece.scale else wholes[name]
                 box = (whole if whole.dim() == 2 else whole[:, None])[r0:r1, c0:c1]
                 at = (piece.rows[0], piece.columns[0])
                 if WIRE[piece.item] == FP8:

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.gather import gather_hf
-from megarl.checkpoint.hf import save_hf
+from megarl.checkpoint.hf import save_adapter, save_hf
 from megarl.megatron.model import MegatronModel
+from megarl.models.adapters import adapted_weights, peft_config, peft_tensors
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 from megarl.workers.context import Worker
 
@@ -45,11 +46,12 @@ class ActorWorker(Worker):
         return self.config.rollout.temperature or 1.0
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the policy under its HF name, whole, on every rank, one after another."""
-        return gather_hf(self.model.local_params(), self.model.params(), self.ranks)
+        """Every tensor of the policy under its HF name, whole, on every rank, one after another; adapters merged."""
+        return gather_hf(self.model.merged(), self.model.params(), self.ranks)
 
     def export(self, folder: Path) -> None:
-        """Write the policy as an HF folder; rank 0 writes, all ranks take part."""
+        """Write the policy as an HF folder, with LoRA also its adapters, in PEFT's format, into the folder `adapter`
+        beside it; rank 0 writes, all ranks take part."""
         with self.clock.phase("export"):
             tensors = self.hf_tensors()
             if self.ranks.rank == 0:
@@ -57,3 +59,12 @@ class ActorWorker(Worker):
             else:
                 for _ in tensors:
                     pass
+            if self.config.lora.rank:
+                self._export_adapter(folder.with_name("adapter"))
+
+    def _export_adapter(self, folder: Path) -> None:
+        lora, table = self.config.lora, self.model.params()
+        factors = dict(gather_hf(self.model.local_adapters(), self.model.adapter_params(), self.ranks))
+        if self.ranks.rank == 0:
+            tensors = peft_tensors(factors, adapted_weights(table, lora.targets), lora.rank)
+            save_adapter(folder, tensors, peft_config(table, lora, str(Path(self.config.model.path).resolve())))

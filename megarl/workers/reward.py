@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from megarl.config import ConfigError
+from megarl.config import ConfigError, LoraConfig
 from megarl.megatron.model import MegatronModel
 from megarl.models.registry import load_hf_config
 from megarl.parallel.ranks import all_gather_objects
@@ -39,7 +39,7 @@ class RewardWorker(Worker):
         if path:
             with self.clock.phase("load"):
                 settings = dataclasses.replace(self.config.model, dtype="float32")
-                config = dataclasses.replace(self.config, model=settings)
+                config = dataclasses.replace(self.config, model=settings, lora=LoraConfig())
                 self.model = MegatronModel(load_hf_config(path), config, self.ranks, "reward_model", trains=False)
                 self.model.load_hf(path)
                 self.context.models.append(self.model)

@@ -46,7 +46,7 @@ class RewardModelWorker(Worker):
             table, hf = self.model.params(), self.context.hf_config
             save_hf(
                 folder,
-                gather_hf(self.model.local_params(), table, self.ranks),
+                gather_hf(self.model.merged(), table, self.ranks),
                 self.config.model.path,
                 dtype=getattr(torch, self.config.model.dtype),
                 write=self.ranks.rank == 0,

@@ -100,7 +100,7 @@ class RolloutWorker(Worker):
             if self.config.rollout.replay:
                 return
             self._on_leads(Engine.wake)
-            self._push.push(actor.model.local_params(), self.version)
+            self._push.push(actor.model.merged(), self.version)
 
     def _collect(self, payload: str) -> list[str]:
         """Of the ranks of this engine, on its lead rank; see `rollout.engine.Collect`.

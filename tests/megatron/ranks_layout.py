@@ -172,8 +172,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     largest = max(float(grad.abs().max()) for name, grad in grads.items() if name not in skip)
     gathered = gather(model, shard_of_gradient(model), add=True)
     result["gradients"] = largest_difference(gathered, grads, skip) / largest
-    after = {name: tensor for name, tensor in trainer.tensors().items() if "inv_freq" not in name}
-    result["step"] = largest_difference(gather(model, model.local_params(), add=False), after, skip) / ADAM["lr"]
+    after = gather(model, model.local_params(), add=False)
+    result["step"] = largest_difference(after, trainer.tensors(), skip) / ADAM["lr"]
 
     # The same step whatever the micro-batches: one per sequence, or all in one.
     other = build(budget=1000)

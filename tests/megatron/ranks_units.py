@@ -53,7 +53,11 @@ def names() -> dict[str, str]:
     return {name: canonical_name(name, first_layer=4, first_expert=8) for name in local}
 
 
-def logprobs() -> dict[str, float]:
+def logprobs() -> dict[str, dict[str, float]]:
+    return {"plain": logprobs_with(0.0), "capped": logprobs_with(3.0)}
+
+
+def logprobs_with(cap: float) -> dict[str, float]:
     """Against log_softmax in fp64, with gradients of both outputs, more rows than one slice, and padded columns."""
     from megarl.megatron import logprobs as module
 
@@ -72,11 +76,15 @@ def logprobs() -> dict[str, float]:
         return make(states, *rest)
 
     module._logits = watched
-    found = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, at_once=4)
+    found = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, at_once=4, cap=cap)
     (weight[0] * found[0] + weight[1] * found[1]).sum().backward()
     module._logits = make
     exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
-    log_p = ((exact[0] @ exact[1].T)[:, :real] / temperature).log_softmax(-1)
+    logits = (exact[0] @ exact[1].T)[:, :real]
+    if cap:
+        assert logits.abs().max() > 2 * cap
+        logits = cap * torch.tanh(logits / cap)
+    log_p = (logits / temperature).log_softmax(-1)
     truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     (weight[0] * truth[0] + weight[1] * truth[1]).sum().backward()
     assert hidden.grad is not None and head.grad is not None
@@ -155,6 +163,52 @@ def attention() -> dict[str, float]:
     return {"difference": float((found - truth).abs().max()), "seconds": time.perf_counter() - started}
 
 
+def capped_attention() -> dict[str, float]:
+    """Output and gradients against the formula in fp64: with a window and without, all queries and the last ones."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megarl.megatron import gemma
+    from megarl.megatron.build import transformer_config
+
+    settings = transformer_config(tiny.HF["gemma2"], tiny.config())
+    gemma.QUERIES_AT_ONCE, all_at_once = 4, gemma.QUERIES_AT_ONCE
+    generator, keys, result = torch.Generator().manual_seed(0), 19, {}
+    for layer, queries in ((1, 19), (2, 19), (1, 7), (2, 7)):
+        core = gemma.CappedAttention(settings, layer, AttnMaskType.causal, "self", softmax_scale=12**-0.5, cap=1.5)
+        mine = [torch.randn(n, 2, heads, 16, generator=generator) for n, heads in ((queries, 4), (keys, 2), (keys, 2))]
+        exact = [x.double() for x in mine]
+        for x in (*mine, *exact):
+            x.requires_grad_()
+        q, k, v = exact[0], *(x.repeat_interleave(2, 2) for x in exact[1:])
+        logits = 1.5 * torch.tanh(torch.einsum("qbhd,kbhd->bhqk", q, k) * 12**-0.5 / 1.5)
+        distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+        seen = (distance >= 0) & ((distance < 6) | (layer == 2))
+        truth = torch.einsum("bhqk,kbhd->qbhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(2)
+        found = core._attend(*mine)
+        direction = torch.randn(truth.shape, generator=generator)
+        (found * direction).sum().backward()
+        (truth * direction).sum().backward()
+        gaps = [found - truth, *(x.grad - y.grad for x, y in zip(mine, exact, strict=True))]  # type: ignore[operator]
+        result[f"layer {layer}, {queries} queries"] = max(float(gap.detach().abs().max()) for gap in gaps)
+    gemma.QUERIES_AT_ONCE = all_at_once
+    return result
+
+
+def scaled_embedding() -> float:
+    """In bf16 the scale is rounded first, as HF and SGLang do: sqrt(32) = 5.657 becomes 5.65625."""
+    model = build("gemma2", model={"dtype": "bfloat16"})
+    embedding = unwrapped(model).embedding
+    tokens = torch.tensor([[3, 4, 5]])
+    expected = embedding.word_embeddings.weight[tokens[0]].float() * 5.65625
+    return float((embedding(tokens, tokens)[:, 0] - expected.bfloat16()).abs().max())
+
+
+def unwrapped(model: Any) -> Any:
+    from megarl.megatron.names import unwrap
+
+    return unwrap(model.chunks[0])
+
+
 def refusals() -> dict[str, str]:
     from megarl.megatron.build import transformer_config
 
@@ -174,6 +228,9 @@ def refusals() -> dict[str, str]:
         "experts": error("qwen3_moe", ep=3, world=3),
         "dense": error("qwen2", ep=2, world=2),
         "layers": error("qwen2", pp=3, world=3),
+        "window": error("qwen2", model={"megatron": {"window_size": [8, 0]}}),
+        "fused router": error("deepseek_v2", model={"megatron": {"moe_router_fusion": True}}),
+        "dropout": error("gemma2", model={"megatron": {"attention_dropout": 0.1}}),
         "accepted": error("qwen3_moe", model={"megatron": {"moe_z_loss_coeff": 0.1}}),
     }
 
@@ -309,7 +366,8 @@ def aux_losses() -> dict[str, Any]:
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, logprobs, micro_batch, attention, refusals, folder, half, schedule, critic, aux_losses,
+    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, refusals, folder, half,
+    schedule, critic, aux_losses,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -89,7 +89,8 @@ class Trainer:
             for name, p in self.model.named_parameters()
         }
         if not grads:
-            tree |= dict(self.model.named_buffers())
+            saved = self.model.state_dict()  # without buffers that no checkpoint has
+            tree |= {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
         result = tiny.split_experts(tree)
         if self.head is not None:
             result[HEAD] = self.head.grad if grads else self.head.detach()  # type: ignore[assignment]

@@ -54,7 +54,8 @@ HF: dict[str, dict[str, Any]] = {
     "deepseek_v3": dict(LATENT, architectures=["DeepseekV3ForCausalLM"], q_lora_rank=24, n_shared_experts=1)
     | dict(num_hidden_layers=3, n_group=1, topk_group=1, norm_topk_prob=True, num_nextn_predict_layers=0),
     "deepseek_v2": dict(LATENT, architectures=["DeepseekV2ForCausalLM"], q_lora_rank=None, n_shared_experts=2)
-    | dict(topk_method="greedy", norm_topk_prob=False),
+    # Megatron would rank the two groups by the sum of their two best experts.
+    | dict(topk_method="group_limited_greedy", n_routed_experts=8, n_group=2, topk_group=1, norm_topk_prob=False),
     "glm4_moe": dict(EXPERTS, architectures=["Glm4MoeForCausalLM"], head_dim=16, n_shared_experts=1)
     | dict(attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5)
     | dict(norm_topk_prob=True, num_nextn_predict_layers=0),
@@ -74,6 +75,18 @@ HF: dict[str, dict[str, Any]] = {
             high_freq_factor=4.0,
             original_max_position_embeddings=8192,
         ),
+    ),
+    "gemma2": dict(
+        COMMON,
+        architectures=["Gemma2ForCausalLM"],
+        head_dim=16,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=12,
+        sliding_window=6,
+        attn_logit_softcapping=1.5,  # low, so that the caps are felt
+        final_logit_softcapping=4.0,
+        tie_word_embeddings=True,
+        rope_theta=10000.0,
     ),
     "qwen2": dict(COMMON, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, rope_theta=10000.0),
 }

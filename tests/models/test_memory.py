@@ -193,3 +193,17 @@ def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
         # One layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
         one = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
         assert after.generation == before.generation | {"reward model activations": 4 * 3072 * one // 2}
+
+
+def test_lora_keeps_gradients_and_states_of_adapters_only() -> None:
+    """One layer's factors by hand: qkv 4 (64 + 256), proj 4 (128 + 64), of each of 8 experts 4 (64 + 96 + 48 + 64)."""
+    config = {"parallel": {"world_size": 2, "tp": 1, "pp": 1, "ep": 2}, "reward": {"functions": ["a:b"]}}
+    full = plan_memory(MOE, config_of(**config), MOE)[0]
+    lora = plan_memory(MOE, config_of(**config, lora={"rank": 4}), MOE)[0]
+    dense, expert = 4 * 4 * (64 + 256 + 128 + 64), 4 * 4 * 4 * (64 + 96 + 48 + 64)
+    assert lora.states["actor weights"] == full.states["actor weights"] + 2 * (dense + expert)
+    assert lora.states["actor gradients"] == 4 * (dense + expert)
+    assert lora.states["actor optimizer"] == 6 * dense + 12 * expert
+    assert lora.states["critic gradients"] == 4 * (dense + expert + 64)  # and the value head
+    assert lora.states["critic weights"] == full.states["critic weights"] + 2 * (dense + expert)
+    assert "reference weights" in full.host and not lora.host  # the reference is the actor without its adapters

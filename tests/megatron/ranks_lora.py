@@ -1,0 +1,384 @@
+"""LoRA: log-probs, every gradient, one step, merging, checkpoints of models in some layouts, against transformers.
+
+Arguments: family:role[:targets]@layout (separated by blanks, targets by +), folder for checkpoints. Prints differences.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)
+
+import reference  # noqa: E402
+import tiny  # noqa: E402
+from ranks_layout import ADAM, policy_loss, value_loss  # noqa: E402
+
+from megarl.models.layout import shard, unshard  # noqa: E402
+from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+from megarl.types import TrainBatch  # noqa: E402
+
+RANK, ALPHA = 3, 6.0
+SHARED_A = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # Megatron has them in one weight
+Tensors = dict[str, torch.Tensor]
+
+
+class Reference:
+    """transformers' model with W + alpha / rank * B A in place of each W that the targets name, by autograd."""
+
+    def __init__(self, family: str, role: str, targets: list[str]) -> None:
+        self.model = tiny.hf_model(family).requires_grad_(False)
+        self.base = tiny.split_experts(dict(self.model.named_parameters()))
+        self.buffers = dict(self.model.named_buffers())
+        self.factors: Tensors = {}
+        generator = torch.Generator().manual_seed(4)
+        for name in filter(lambda name: adapted(name, targets), self.base):
+            rows, columns = self.base[name].shape
+            _, a, b = factor_names(name)
+            if a not in self.factors:
+                self.factors[a] = (torch.randn(RANK, columns, generator=generator) * 0.2).requires_grad_()
+            self.factors[b] = (torch.randn(rows, RANK, generator=generator) * 0.2).requires_grad_()
+        hidden = self.model.config.hidden_size
+        self.head = reference.value_head(hidden).requires_grad_() if role == "critic" else None
+
+    def trained(self) -> Tensors:
+        return self.factors | ({} if self.head is None else {reference.HEAD: self.head})
+
+    def weights(self) -> Tensors:
+        """The base model's."""
+        result = {name: tensor.clone() for name, tensor in (self.base | self.buffers).items()}
+        result.setdefault("lm_head.weight", result["model.embed_tokens.weight"])
+        return result if self.head is None else result | {reference.HEAD: self.head.detach().clone()}
+
+    def merged(self) -> Tensors:
+        result = dict(self.base)
+        for name in self.base:
+            _, a, b = factor_names(name)
+            if b in self.factors:
+                result[name] = self.base[name] + ALPHA / RANK * self.factors[b] @ self.factors[a]
+        return result
+
+    def outputs(self, batch: TrainBatch, adapters: bool = True) -> torch.Tensor:
+        """Log-probs of a policy, values of a critic, [T]."""
+        return self._outputs(batch, adapters)[0]
+
+    def _outputs(self, batch: TrainBatch, adapters: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tensors = join_experts(self.merged() if adapters else self.base)
+
+        def call(tokens: torch.Tensor) -> Any:
+            return torch.func.functional_call(self.model, tensors, (tokens,))
+
+        if self.head is None:
+            return reference.policy(call, batch)
+        trunk = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        stand_in = SimpleNamespace(model=lambda tokens: torch.func.functional_call(self.model.model, trunk, (tokens,)))
+        return reference.values(stand_in, self.head, batch), None
+
+    def step(self, batch: TrainBatch) -> tuple[float, float]:
+        """One AdamW step on the loss of `ranks_layout.py`: the loss, and the gradient's norm before clipping."""
+        output, entropy = self._outputs(batch, adapters=True)
+        assert batch.loss_weights is not None and batch.advantages is not None and batch.returns is not None
+        if entropy is None:
+            loss = (batch.loss_weights * (output - batch.returns) ** 2).sum()
+        else:
+            loss = (batch.loss_weights * (-output * batch.advantages - 0.1 * entropy)).sum()
+        loss.backward()
+        params = list(self.trained().values())
+        norm = torch.nn.utils.clip_grad_norm_(params, ADAM["max_grad_norm"])
+        adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
+        torch.optim.AdamW(params, betas=(ADAM["beta1"], ADAM["beta2"]), **adam).step()
+        return float(loss), float(norm)
+
+
+def adapted(name: str, targets: list[str]) -> bool:
+    """Whether an HF weight has an adapter; the targets are few enough here to be spelt out."""
+    if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+        return False
+    kind = {
+        "experts.linear_fc1": ".mlp.experts." in name and not name.endswith("down_proj.weight"),
+        "experts.linear_fc2": ".mlp.experts." in name and name.endswith("down_proj.weight"),
+        "linear_proj": name.endswith("o_proj.weight"),
+    }
+    return not targets or any(kind[target] for target in targets)
+
+
+def factor_names(weight: str) -> tuple[str, str, str]:
+    """Module, A and B of an HF weight; A is that of the first of the weights that share it."""
+    module = weight.removesuffix(".weight")
+    parent, _, leaf = module.rpartition(".")
+    return module, f"{parent}.{SHARED_A.get(leaf, leaf)}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def join_experts(tensors: Tensors) -> Tensors:
+    """The inverse of tiny.split_experts."""
+    result, stacks = {}, {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name:
+            prefix, _, rest = name.partition(".experts.")
+            stacks.setdefault(prefix, {})[rest] = tensor
+        else:
+            result[name] = tensor
+    for prefix, held in stacks.items():
+        count = len({rest.partition(".")[0] for rest in held})
+        both = [torch.cat([held[f"{e}.gate_proj.weight"], held[f"{e}.up_proj.weight"]]) for e in range(count)]
+        result[f"{prefix}.experts.gate_up_proj"] = torch.stack(both)
+        result[f"{prefix}.experts.down_proj"] = torch.stack([held[f"{e}.down_proj.weight"] for e in range(count)])
+    return result
+
+
+def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
+    """Factors and head by HF name out of every rank's: sums of gradient shards, or copies, which must be equal."""
+    everyone = parallel_ranks.all_gather_objects((model.ranks, local))
+    result: Tensors = {}
+    for param in [*model.adapter_params(), *(param for param in model.params() if param.hf[0].name == reference.HEAD)]:
+        holders = [(where, tensors[param.megatron]) for where, tensors in everyone if param.megatron in tensors]
+        shards = []
+        expert = param.expert is not None
+        for part in range(model.ranks.grid(expert)[0]):
+            copies = [tensor for where, tensor in holders if where.grid(expert)[1] == part]
+            shards.append(torch.stack(copies).sum(0) if add else copies[0])
+            assert add or all(torch.equal(copy, copies[0]) for copy in copies), f"{param.megatron} differs"
+        result |= unshard(param, shards)
+    return result
+
+
+def trained(model: Any) -> dict[str, torch.nn.Parameter]:
+    """This rank's factors and head, as parameters; asserts that nothing else is trained."""
+    found = {param.megatron: tensor for layers in lora()._adapters(model.chunks) for _, param, tensor in layers.named()}
+    for chunk in model.chunks:
+        for name, tensor in chunk.named_parameters():
+            if name.endswith("output_layer.weight") and tensor.requires_grad:
+                found["output_layer.weight"] = tensor
+        assert {id(t) for t in chunk.parameters() if t.requires_grad} == {id(t) for t in found.values()}
+    return found
+
+
+def lora() -> Any:
+    from megarl.megatron import lora as module
+
+    return module
+
+
+def gradients(model: Any) -> Tensors:
+    """Zero where the distributed optimizer keeps them on another rank."""
+    result = {}
+    for name, tensor in trained(model).items():
+        full = torch.zeros(tensor.numel())
+        for optimizer in model.optimizer.chained_optimizers:
+            if tensor in getattr(optimizer, "model_param_gbuf_map", {}):
+                span = optimizer._get_model_param_range_map(tensor)["param"]
+                full[span.start : span.end] = tensor.main_grad.view(-1)[span.start : span.end]  # type: ignore[attr-defined]
+        result[name] = full.view(tensor.shape)
+    return result
+
+
+def largest(found: Tensors, truth: Tensors) -> float:
+    assert found.keys() == truth.keys(), sorted(found.keys() ^ truth.keys())[:6]
+    return max(float((found[name] - truth[name]).abs().max()) for name in truth)
+
+
+def check(family: str, role: str, targets: list[str], layout: dict[str, int], folder: str) -> dict[str, float]:
+    from megarl.checkpoint.gather import gather_hf
+    from megarl.checkpoint.sharded import restore_model, save_model
+    from megarl.megatron.model import MegatronModel
+    from megarl.models.adapters import adapted_weights, peft_tensors
+
+    sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
+    megatron: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    megatron |= {"recompute_num_layers": 1}
+    if layout.get("pp", 1) > 1 and family == "deepseek_v3":  # a stage without experts
+        megatron = {"num_layers_in_first_pipeline_stage": 1}
+    batch, truth = tiny.batch(), Reference(family, role, targets)
+    weights, value = truth.weights(), "logprobs" if role == "actor" else "values"
+
+    def build(rank: int = RANK, recompute: bool = False) -> Any:
+        options = {"lora": {"rank": rank, "alpha": ALPHA, "targets": targets}, "model": {}}
+        if recompute or "recompute_granularity" not in megatron:
+            options["model"] = {"megatron": megatron}
+        chosen = tiny.config(**layout, **sections, **options)
+        ranks = parallel_ranks.layout(chosen.parallel)
+        model = MegatronModel(tiny.HF[family], chosen, ranks, role, total_updates=3)  # type: ignore[arg-type]
+        model.load(lambda param, parts, part: shard(param, weights, parts, part))
+        return model
+
+    model = build()
+    result: dict[str, float] = {}
+    # Fresh adapters change nothing; A is as PEFT draws it, wherever it lies.
+    start = gather(model, dict(trained(model)))
+    firsts = {name: tensor for name, tensor in start.items() if "lora_A" in name}
+    assert all(not tensor.any() for name, tensor in start.items() if "lora_B" in name)
+    found = model.forward(batch)[value]
+    with model.without_adapters():
+        result["fresh"] = float((model.forward(batch)[value] - found).abs().max())
+    scaled = torch.cat([(tensor * tensor.shape[1] ** 0.5).flatten() for tensor in firsts.values()])
+    result["widest"], result["spread"] = float(scaled.abs().max()), float(scaled.std())
+    result["drawn"] = float(scaled.double().square().sum())
+
+    def fill(model: Any) -> None:
+        for param in model.adapter_params():
+            if param.megatron in (local := model.local_adapters()):
+                local[param.megatron].copy_(shard(param, factors, *model.ranks.grid(param.expert is not None)))
+        model.optimizer.reload_model_params()
+
+    factors = {name: tensor.detach().clone() for name, tensor in truth.factors.items()}
+    fill(model)
+    with torch.no_grad():
+        result["outputs"] = float((model.forward(batch)[value] - truth.outputs(batch)).abs().max())
+        with model.without_adapters():
+            off = model.forward(batch)[value] - truth.outputs(batch, adapters=False)
+        result["base"] = float(off.abs().max())
+        result["adapters matter"] = float((truth.outputs(batch) - truth.outputs(batch, adapters=False)).abs().max())
+
+        # Merged weights, in shards and as whole HF tensors, against products in float64; and as a model of their own.
+        merged = dict(gather_hf(model.merged(), model.params(), model.ranks))
+        exact = {
+            name: weights[name].double() + ALPHA / RANK * factors[names[2]].double() @ factors[names[1]].double()
+            for name in merged
+            if (names := factor_names(name))[2] in factors
+        }
+        result["merged"] = largest({name: merged[name].double() for name in exact}, exact)
+        assert all(torch.equal(merged[name], weights[name]) for name in merged.keys() - exact.keys())
+    plain = build(rank=0)
+    plain.load(lambda param, parts, part: shard(param, {**weights, **merged}, parts, part))
+    result["merged outputs"] = float((plain.forward(batch)[value] - model.forward(batch)[value]).abs().max())
+    del plain
+
+    # PEFT's tensors: A for each of the HF weights, and B.
+    whole = dict(gather_hf(model.local_adapters(), model.adapter_params(), model.ranks))
+    peft = peft_tensors(whole, adapted_weights(model.params(), targets), RANK)
+    for name in exact:
+        module, a, b = factor_names(name)
+        for kind, wanted in (("lora_A", a), ("lora_B", b)):
+            assert torch.equal(peft.pop(f"base_model.model.{module}.{kind}.weight"), factors[wanted])
+    assert not peft
+
+    before = model.snapshot()
+    loss_fn = policy_loss if role == "actor" else value_loss
+    metrics = model.train_step(batch, loss_fn)
+    loss, norm = truth.step(batch)
+    result["loss"] = abs(metrics[f"{role}/loss"] - loss)
+    result["grad_norm"] = abs(metrics[f"{role}/grad_norm"] - norm) / norm
+    assert norm > 1.2 * ADAM["max_grad_norm"], "the step is meant to be clipped"
+    grads = {name: tensor.grad for name, tensor in truth.trained().items()}
+    peak = max(float(grad.abs().max()) for grad in grads.values())  # type: ignore[union-attr]
+    result["gradients"] = largest(gather(model, gradients(model), add=True), grads) / peak  # type: ignore[arg-type]
+    after = {name: tensor.detach() for name, tensor in truth.trained().items()}
+    result["step"] = largest(gather(model, dict(trained(model))), after) / ADAM["lr"]
+    frozen = {name for name in before if name != "output_layer.weight" or role == "actor"}
+    result["frozen"] = float(all(torch.equal(before[name], model.local_params()[name]) for name in frozen))
+    # Saved, a step; loaded into a fresh model, a step: equal bits; and nearly so where activations are recomputed.
+    place = Path(folder)
+    save_model(model, place)
+    first = model.train_step(batch, loss_fn)
+    for name, recompute in (("resumed", False), ("recomputed", True)):
+        fresh = build(recompute=recompute)
+        restore_model(fresh, place)
+        second = fresh.train_step(batch, loss_fn)
+        gaps = [
+            float((a - b).abs().max()) for a, b in zip(trained(model).values(), trained(fresh).values(), strict=True)
+        ]
+        result[name] = max(gaps, default=0.0) / ADAM["lr"] + abs(first[f"{role}/loss"] - second[f"{role}/loss"])
+    return result
+
+
+class Grouped(torch.nn.Module):
+    """As Transformer Engine's GroupedLinear is called: the experts' tokens one after another, and how many each has."""
+
+    def __init__(self, experts: int, rows: int, columns: int) -> None:
+        super().__init__()
+        for i in range(experts):
+            setattr(self, f"weight{i}", torch.nn.Parameter(torch.randn(rows, columns)))
+
+    def forward(self, x: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, None]:
+        parts = enumerate(x.split(splits))
+        return torch.cat([part @ getattr(self, f"weight{i}").T for i, part in parts]), None
+
+
+class NormedLinear(torch.nn.Module):
+    """As its LayerNormLinear is called: norm and linear layer in one."""
+
+    normalization, eps = "RMSNorm", 1e-5
+
+    def __init__(self, rows: int, columns: int, zero_centered_gamma: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(rows, columns))
+        self.layer_norm_weight = torch.nn.Parameter(torch.rand(columns))
+        self.zero_centered_gamma = zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gamma = self.layer_norm_weight + self.zero_centered_gamma
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * gamma @ self.weight.T, None
+
+
+def stand_ins() -> dict[str, float]:
+    """Layers with the interface of Transformer Engine's, with adapters and with merged weights."""
+    from torch.nn import Module, ModuleList
+
+    from megarl.megatron.build import transformer_config
+    from megarl.megatron.names import named_params
+
+    torch.manual_seed(0)
+    hf, settings = tiny.HF["qwen3_moe"], tiny.config(lora={"rank": RANK, "alpha": ALPHA})
+    model = Module()
+    model.config = transformer_config(hf, settings)
+    model.share_embeddings_and_output_weights = False
+    model.decoder = Module()
+    model.decoder.layers = ModuleList([Module() for _ in range(2)])
+    for number, layer in enumerate(model.decoder.layers):
+        layer.layer_number = number + 1
+        layer.self_attention, layer.mlp = Module(), Module()
+        layer.self_attention.linear_qkv = NormedLinear(128, 32, zero_centered_gamma=bool(number))
+        layer.mlp.experts = Module()
+        layer.mlp.experts.linear_fc1 = Grouped(4, 48, 32)
+        layer.mlp.experts.linear_fc2 = Grouped(4, 32, 24)
+    lora().add_adapters(model, hf, settings)
+    local = {param.megatron: tensor.detach() for _, param, tensor in model.adapters.named()}
+    for tensor in local.values():
+        tensor.normal_()
+
+    def outputs() -> list[torch.Tensor]:
+        generator, splits = torch.Generator().manual_seed(1), [3, 0, 5, 2]
+        made = []
+        for layer in model.decoder.layers:
+            made.append(layer.self_attention.linear_qkv(torch.randn(7, 1, 32, generator=generator))[0])
+            made.append(layer.mlp.experts.linear_fc1(torch.randn(10, 32, generator=generator), splits)[0])
+            made.append(layer.mlp.experts.linear_fc2(torch.randn(10, 24, generator=generator), splits)[0])
+        return made
+
+    adapted, own = outputs(), named_params([model], 0)
+    merged = {name: tensor.clone() for name, tensor in lora().Merged(own, local, ALPHA / RANK).items()}
+    with torch.no_grad(), lora().disabled([model]):
+        plain = outputs()
+        for name, tensor in own.items():
+            tensor.copy_(merged[name])
+        gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(adapted, outputs(), strict=True)]
+        least = min(float((a - b).abs().max()) for a, b in zip(adapted, plain, strict=True))
+    sum(tensor.sum() for tensor in adapted).backward()  # type: ignore[union-attr]
+    grads = [tensor.grad for tensor in model.adapters.parameters()]
+    return {
+        "difference": max(gaps),
+        "least effect": least,
+        "factors": float(len(local)),
+        "with gradients": float(sum(bool(grad is not None and grad.any()) for grad in grads)),
+    }
+
+
+if __name__ == "__main__":
+    world = int(os.environ["WORLD_SIZE"])
+    parallel_ranks.initialize(tiny.config(world=world).parallel, timeout_s=120)
+    results = {"stand-ins": stand_ins()}
+    for item in sys.argv[1].split():
+        what, _, layout = item.partition("@")
+        family, role, *targets = what.split(":")
+        sizes = {name: int(size) for name, size in (pair.split("=") for pair in layout.split(","))}
+        chosen = targets[0].split("+") if targets else []
+        results[item] = check(family, role, chosen, {**sizes, "world": world}, f"{sys.argv[2]}/{len(results)}")
+    print("RESULT " + json.dumps(results))
+    parallel_ranks.shutdown()

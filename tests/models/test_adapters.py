@@ -1,0 +1,140 @@
+"""LoRA's table: which weights have adapters, how the factors are cut, what PEFT is given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
+import tiny  # noqa: E402
+
+from megarl.config import ConfigError, LoraConfig
+from megarl.models.adapters import adapted_weights, adapter_params, factors, merge, peft_config, peft_tensors
+from megarl.models.layout import Param, local_shape, shard, unshard
+from megarl.models.registry import family_of
+
+
+def table(family: str, tp: int = 1) -> list[Param]:
+    return family_of(tiny.HF[family]).params(tiny.HF[family], tp)
+
+
+def modules(params: list[Param]) -> set[str]:
+    return {param.megatron.removesuffix(".weight").removeprefix("decoder.layers.") for param in params}
+
+
+def test_all_linear_layers_by_default() -> None:
+    assert modules(adapted_weights(table("qwen2"), ())) == {
+        f"{layer}.{name}"
+        for layer in (0, 1)
+        for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    }
+    latent = {name.partition(".")[2] for name in modules(adapted_weights(table("deepseek_v3"), ()))}
+    attention = {"q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj"}
+    places = {"mlp", "mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(4))}
+    expected = {f"self_attention.linear_{name}" for name in attention}
+    assert latent == expected | {f"{place}.linear_fc{n}" for place in places for n in (1, 2)}
+
+
+def test_targets_by_name_and_place() -> None:
+    moe = table("deepseek_v3")
+    assert len(adapted_weights(moe, ("linear_proj",))) == 3
+    assert len(adapted_weights(moe, ("linear_fc1",))) == 1 + 2 * (4 + 1)
+    assert len(adapted_weights(moe, ("experts.linear_fc1",))) == 2 * 4
+    assert modules(adapted_weights(moe, ("mlp.linear_fc2", "shared_experts.linear_fc2"))) == {
+        "0.mlp.linear_fc2",
+        "1.mlp.shared_experts.linear_fc2",
+        "2.mlp.shared_experts.linear_fc2",
+    }
+
+
+@pytest.mark.parametrize("target", ["linear_qkvv", "q_proj", "router", "experts", "output_layer", "linear_q_proj", ""])
+def test_a_target_that_names_nothing_is_an_error(target: str) -> None:
+    with pytest.raises(ConfigError, match=f"lora.targets: {target} names no linear layer of this model; it has .*fc1"):
+        adapter_params(table("qwen3_moe"), LoraConfig(rank=4, targets=("linear_proj", target)))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_shards_merged_are_shards_of_the_merged(family: str) -> None:
+    """W + s B A cut by the weight's own cut, against the local products, for every rank of 2."""
+    generator, scale = torch.Generator().manual_seed(0), 2.5
+    for param in adapted_weights(table(family, 2), ()):
+        a, b = factors(param, 3)
+        whole = {t.name: torch.randn(t.shape, generator=generator) for row in (param, a, b) for t in row.hf}
+        (a_tensor,) = a.hf
+        merged = {
+            w.name: (whole[w.name].double() + scale * whole[f.name].double() @ whole[a_tensor.name].double()).float()
+            for w, f in zip(param.hf, b.hf, strict=True)
+        }
+        pieces = []
+        for rank in range(2):
+            local = [shard(row, whole, 2, rank) for row in (param, a, b)]
+            pieces.append(merge(*local, scale))
+            assert torch.allclose(pieces[-1], shard(param, merged, 2, rank), atol=1e-5)
+        for row in (a, b):
+            found = unshard(row, [shard(row, whole, 2, rank) for rank in range(2)])
+            assert all(torch.equal(found[name], whole[name]) for name in found)
+
+
+def test_one_factor_is_cut_as_the_weight_is() -> None:
+    found = {
+        row.megatron.rpartition("linear_")[2]: local_shape(row, 2, 1)
+        for param in adapted_weights(table("deepseek_v3", 2), ())
+        if param.megatron.startswith("decoder.layers.0.")
+        for row in factors(param, 3)
+    }
+    assert found == {
+        "q_down_proj.lora_a": (3, 32), "q_down_proj.lora_b": (24, 3),  # on all ranks, as the weight is
+        "q_up_proj.lora_a": (3, 24), "q_up_proj.lora_b": (40, 3),
+        "kv_down_proj.lora_a": (3, 32), "kv_down_proj.lora_b": (24, 3),
+        "kv_up_proj.lora_a": (3, 16), "kv_up_proj.lora_b": (48, 3),
+        "proj.lora_a": (3, 24), "proj.lora_b": (32, 3),
+        "fc1.lora_a": (3, 32), "fc1.lora_b": (48, 3),
+        "fc2.lora_a": (3, 24), "fc2.lora_b": (32, 3),
+    }  # fmt: skip
+
+
+def test_merge_of_bf16_is_rounded_once() -> None:
+    weight, a, b = torch.full((1, 1), 1.0), torch.full((1, 1), 0.5), torch.full((1, 1), 2**-7)
+    merged = merge(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 3.0)
+    assert merged.dtype == torch.bfloat16
+    assert float(merged) == 1 + 2**-6  # 1 + 3 * 2^-8 lies between 1 + 2^-7 and 1 + 2^-6, as far from either: to even
+
+
+def test_peft_tensors_share_a_and_have_their_own_rows_of_b() -> None:
+    params = adapted_weights(table("qwen3_moe"), ("linear_qkv", "experts.linear_fc2"))
+    tensors = {t.name: torch.randn(t.shape) for param in params for row in factors(param, 3) for t in row.hf}
+    found = peft_tensors(tensors, params, 3)
+    q, k, v, down = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.experts.3.down_proj"
+    layer = {
+        name.removeprefix("base_model.model.model.layers.1."): t for name, t in found.items() if ".layers.1." in name
+    }
+    assert len(found) == 2 * len(layer) == 2 * 2 * (3 + 4)
+    assert {name: tuple(layer[f"{name}.lora_A.weight"].shape) for name in (q, k, v, down)} == {
+        q: (3, 32), k: (3, 32), v: (3, 32), down: (3, 24),
+    }  # fmt: skip
+    assert {name: tuple(layer[f"{name}.lora_B.weight"].shape) for name in (q, k, v, down)} == {
+        q: (64, 3), k: (32, 3), v: (32, 3), down: (32, 3),
+    }  # fmt: skip
+    assert torch.equal(layer[f"{q}.lora_A.weight"], layer[f"{v}.lora_A.weight"])
+
+
+def test_peft_config() -> None:
+    def config(family: str, *targets: str) -> dict[str, Any]:
+        return peft_config(table(family), LoraConfig(rank=4, alpha=8, targets=targets), "/models/base")
+
+    whole = config("qwen3_moe")
+    assert (whole["peft_type"], whole["r"], whole["lora_alpha"], whole["base_model_name_or_path"]) == (
+        "LORA", 4, 8, "/models/base",
+    )  # fmt: skip
+    linear = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert whole["target_modules"] == linear
+    assert config("deepseek_v3", "linear_q_up_proj", "linear_kv_down_proj")["target_modules"] == [
+        "kv_a_proj_with_mqa", "q_b_proj",
+    ]  # fmt: skip
+    # The dense layer and the shared experts have a down_proj without an adapter, so that the name does not do.
+    experts = config("deepseek_v3", "experts.linear_fc2")["target_modules"]
+    assert experts == [f"model.layers.{layer}.mlp.experts.{e}.down_proj" for layer in (1, 2) for e in range(4)]
