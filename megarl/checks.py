@@ -17,6 +17,7 @@ from megarl.models.adapters import adapter_params
 from megarl.models.classifier import VALUE_HEAD, is_classifier
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, load_hf_config
+from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.parallel.ranks import check_layout
 from megarl.rewards.functions import load_functions
@@ -269,6 +270,30 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     for name, (width, parts) in widths.items():
         if width % parts:
             raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
+
+
+def check_routing(hf: HFConfig, config: Config) -> None:
+    """Replaying the engine's choice of experts needs experts, an engine that records it, a router that can be told."""
+    if not config.train.replay_routing:
+        return
+    if config.algorithm == "sft":
+        raise ConfigError("train.replay_routing=true, but sft has no engine whose routing could be replayed")
+    routing_shape(hf, config.model.megatron)
+    if config.rollout.replay:
+        raise ConfigError(
+            "train.replay_routing=true with rollout.replay: recorded rollouts hold no routing; set the first to false"
+        )
+    sglang, megatron = config.rollout.sglang, config.model.megatron
+    if megatron.get("moe_router_fusion"):
+        raise ConfigError("model.megatron.moe_router_fusion: Transformer Engine's router cannot be told what to choose")
+    if "sinkhorn" in str(megatron.get(name := "moe_router_load_balancing_type")):
+        raise ConfigError(f"model.megatron.{name}=sinkhorn does not go with train.replay_routing")
+    if sglang.get("speculative_algorithm"):
+        raise ConfigError("rollout.sglang.speculative_algorithm does not go with train.replay_routing")
+    if (sglang.get("chunked_prefill_size") or 1) < 1:
+        raise ConfigError(
+            "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of routing"
+        )
 
 
 def _has_dense_layers(settings: Mapping[str, Any]) -> bool:

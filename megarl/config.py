@@ -210,6 +210,10 @@ class TrainConfig:
     """Tokens of a micro-batch on one rank, `cp` times as many in all; a longer sequence is a micro-batch of its own."""
     logits_at_once: int = 512
     """Tokens whose logits exist at the same time: in bf16 about 18 bytes for each token and word, over tp."""
+    replay_routing: bool = False
+    """MoE: the policy's log-probs and updates send each token through the experts that the engine chose for it, by the
+    trainer's own weights of them (R3, arXiv:2510.11370). Matters in bf16. Each rank holds 2 bytes for each token of the
+    batch, MoE layer and chosen expert."""
     deterministic: bool = True
     """Equal runs give equal bits. Turn off where speed on a GPU matters more."""
     offload: bool = False

@@ -91,6 +91,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
         divides = passes(checks.check_critic_layout, critic_hf, config) and divides
     if reward_hf is not None and reward_hf is not hf:
         divides = passes(checks.check_training_layout, reward_hf, config) and divides
+    passes(checks.check_routing, hf, config)
     if config.generates:
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)

@@ -118,6 +118,26 @@ def test_lora_is_planned(plan) -> None:
         (["algorithm=reward_model", "run.num_update=9"], r"cuts a batch of 8 pairs in 9 mini-batches"),
         (["run.eval_every=5"], r"run.eval_every=5 needs data.eval"),
         (["rollout.replay=/nowhere"], r"rollout.replay=/nowhere: there is no such run folder"),
+        (["train.replay_routing=true", "algorithm=sft"], r"sft has no engine whose routing could be replayed"),
+        (
+            ["train.replay_routing=true", "rollout.replay=/"],
+            r"recorded rollouts hold no routing; set the first to false",
+        ),
+        (
+            ["train.replay_routing=true", "model.megatron.moe_router_topk=4"],
+            r"a token through 2 experts, which train.r",
+        ),
+        (["train.replay_routing=true", "model.megatron.moe_router_fusion=true"], r"cannot be told what to choose"),
+        (
+            ["train.replay_routing=true", "model.megatron.moe_router_load_balancing_type=sinkhorn"],
+            r"=sinkhorn does not go with train.replay_routing",
+        ),
+        (
+            ["train.replay_routing=true", "rollout.sglang.speculative_algorithm=EAGLE"],
+            r"speculative_algorithm does not go with train.replay_routing",
+        ),
+        (["train.replay_routing=true", "rollout.sglang.chunked_prefill_size=-1"], r"size must be positive"),
+        (["rollout.sglang.enable_return_routed_experts=true"], r"cannot be set; it is decided by train.replay_routing"),
         (["model.megatron.num_layer=3"], r"num_layer is not a field of Megatron's.*; did you mean num_layers"),
         (["model.megatron.q_lora_rank=3"], r"q_lora_rank is not a field of Megatron's TransformerConfig"),
         (["model.megatron.bf16=true"], r"model.megatron.bf16 has a key of its own: set model.dtype"),
@@ -158,6 +178,11 @@ def test_a_model_that_does_not_fit_the_layout(plan, hf: dict[str, Any], override
     report = plan(*overrides, hf=hf)
     assert len(report.errors) == 1 and re.search(message, report.errors[0]), report.errors
     assert report.memory == []
+
+
+def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
+    report = plan("parallel.ep=1", "train.replay_routing=true", hf=DENSE)
+    assert report.errors == ["train.replay_routing=true, but Qwen2ForCausalLM has no experts; set it to false"]
 
 
 def test_every_mistake_is_told_at_once(plan) -> None:

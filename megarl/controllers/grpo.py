@@ -10,7 +10,7 @@ import torch
 from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
-from megarl.controllers.policy import PolicyController, policy_loss, sampling_metrics
+from megarl.controllers.policy import PolicyController, policy_loss, sampling_metrics, unreplayed_metrics
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class GRPOController(PolicyController):
         policy = flow.actor.forward(batch)
         assert policy.logprobs is not None
         batch = batch.with_(old_logprobs=policy.logprobs)
-        metrics = sampling_metrics(batch, policy)
+        metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
         if config.kl.place != "none":
             batch = batch.with_(ref_logprobs=flow.reference.logprobs(batch))
 

@@ -65,19 +65,28 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
     return TokenLoss(loss, metrics)
 
 
-def sampling_metrics(batch: TrainBatch, policy: ModelOutput) -> dict[str, float]:
+def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -> dict[str, float]:
     """How far the engine's log-probs are from the trainer's on the same tokens: largest, 95th percentile, mean.
 
     Both sides hold the same weights when a batch is sampled, so anything beyond rounding is a fault of the push, of a
     layout, or of a kernel, and then all tokens show it. The largest alone can jump without one: where two experts of
-    a token tie within rounding, the two sides may choose differently, and that token and a few after it differ.
+    a token tie within rounding, the two sides may choose differently, and that token and a few after it differ. With
+    `train.replay_routing` they cannot. suffix: of the names, where `policy` was not computed as in training.
     """
     assert policy.logprobs is not None
     if not batch.loss_mask.any():
         return {}
     gap = (batch.rollout_logprobs - policy.logprobs).abs()[batch.loss_mask]
     return {
-        "rollout/logprob_diff": float(gap.max()),
-        "rollout/logprob_diff_p95": float(gap.kthvalue(-(-len(gap) * 95 // 100)).values),
-        "rollout/logprob_diff_mean": float(gap.mean()),
+        f"rollout/logprob_diff{suffix}": float(gap.max()),
+        f"rollout/logprob_diff_p95{suffix}": float(gap.kthvalue(-(-len(gap) * 95 // 100)).values),
+        f"rollout/logprob_diff_mean{suffix}": float(gap.mean()),
     }
+
+
+def unreplayed_metrics(flow: HybridFlow, batch: TrainBatch, steps: int) -> dict[str, float]:
+    """`sampling_metrics` as they would be if the trainer chose its experts itself, which costs another forward pass:
+    of the first step and each `rollout.verify_every`-th. `steps`: how many have been taken."""
+    if batch.routing is None or steps % flow.config.rollout.verify_every:
+        return {}
+    return sampling_metrics(batch, flow.actor.forward(batch.with_(routing=None)), "_unreplayed")

@@ -10,7 +10,7 @@ from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.rewards import token_rewards
 from megarl.algorithms.value_loss import explained_variance, value_loss
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
-from megarl.controllers.policy import PolicyController, policy_loss, sampling_metrics
+from megarl.controllers.policy import PolicyController, policy_loss, sampling_metrics, unreplayed_metrics
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class PPOController(PolicyController):
         assert policy.logprobs is not None
         values, mask = flow.critic.values(batch), batch.loss_mask
         batch = batch.with_(old_logprobs=policy.logprobs)
-        metrics = sampling_metrics(batch, policy)
+        metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
         if config.kl.place != "none":
             batch = batch.with_(ref_logprobs=flow.reference.logprobs(batch))
 

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.config import Config, ConfigError
 from megarl.data.packing import plan_micro_batches
-from megarl.megatron import lora, optimizer
+from megarl.megatron import lora, optimizer, routing
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.context import gather_context
@@ -32,6 +32,7 @@ from megarl.models.cost import quadratic_cost
 from megarl.models.layout import Param
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of
+from megarl.models.routing import RoutingShape, routing_shape
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, active, all_gather_objects
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
@@ -67,10 +68,14 @@ class MegatronModel:
         self.extras = family_of(hf_config).extras(hf_config)
         self.quadratic_cost = quadratic_cost(hf_config)
         self.optimizer: Any = None
+        self.replays: RoutingShape | None = None
         self._parking = Parking(self._kept_tensors, self._grad_buffers)
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
         with self._at_work():
             self.chunks = build_chunks(hf_config, config, role, trains)
+            if role == "actor" and config.train.replay_routing:
+                self.replays = routing_shape(hf_config, config.model.megatron)
+                routing.install(self.chunks, self.replays)
             if not trains:
                 return
             self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
@@ -285,6 +290,8 @@ class MegatronModel:
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(source)
+            if self.replays is not None:
+                routing.begin(model, micro.routing, self.replays, self.ranks.tp, self.ranks.tp_rank)
             output = model(
                 input_ids=micro.tokens,
                 position_ids=micro.positions,

@@ -25,6 +25,7 @@ def register() -> None:
     _batch_decode()
     _cap_logits()
     _cut_as_on_gpus()
+    _plain_host_memory()
 
 
 def _absorb_mla() -> None:
@@ -185,3 +186,13 @@ def _cut_as_on_gpus() -> None:
     from sglang.srt.model_executor import model_runner
 
     model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, load_config, tp_size: model_config
+
+
+def _plain_host_memory() -> None:
+    """SGLang registers host buffers with CUDA, such as that for the experts that tokens chose; here there is none."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate

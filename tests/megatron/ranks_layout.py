@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 import reference  # noqa: E402
+import replay  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
@@ -110,9 +111,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         }
     if layout.get("vpp", 1) > 1:
         tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"]
-    elif (
-        layout.get("pp", 1) > 1 and family == "deepseek_v3"
-    ):  # of three layers: an uneven split, and a stage without experts
+    elif layout.get("pp", 1) > 1 and family == "deepseek_v3":
+        # Of three layers: an uneven split, and a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1
     batch = tiny.pairs() if role == "reward_model" else tiny.batch()
     trainer = reference.Trainer(family, role)
@@ -198,6 +198,10 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     if family == "qwen3_moe" and role == "actor":
         result |= aux_losses(layout, weights)
+    if role == "actor" and family in ("qwen3_moe", "deepseek_v3"):
+        uneven = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
+        found = replay.check(family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
+        result |= {f"replay {name}": value for name, value in found.items()}
     if folder:
         result["resumed"] = float(resume(model, build, batch, loss_fn, folder))
     return result

@@ -118,7 +118,8 @@ def micro_batch() -> dict[str, Any]:
     from megarl.megatron.micro_batch import make_micro_batch
 
     batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
-    micro = make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=4)
+    routing = torch.arange(12, dtype=torch.int16).view(6, 1, 2)
+    micro = make_micro_batch(batch.with_(routing=routing), [0, 2], torch.device("cpu"), tp=4)
     emitted = torch.tensor([10.0, 20, 30, 50, 60, -1, -1, -1])
     empty = make_micro_batch(batch, [], torch.device("cpu"), tp=4)
     return {
@@ -128,6 +129,7 @@ def micro_batch() -> dict[str, Any]:
         "cu_seqlens": micro.packed.cu_seqlens_q.tolist(),
         "aligned": micro.align(emitted).tolist(),
         "cp": context_parts(batch),
+        "routing": micro.routing.flatten(1).tolist(),  # type: ignore[union-attr]
         "empty": [empty.tokens.tolist(), empty.packed.cu_seqlens_q.tolist(), empty.align(torch.ones(4)).tolist()],
     }
 
@@ -250,6 +252,60 @@ def build(family: str, role: str = "actor", updates: int = 10, **sections: Any) 
     return model
 
 
+def routing() -> dict[str, Any]:
+    """Megatron's weights of given experts and their gradient, against fp64; every second token chooses for itself."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    from megarl.megatron.routing import ReplayedTopK, check
+    from megarl.models.routing import RoutingShape
+
+    generator = torch.Generator().manual_seed(4)
+    tokens, experts, k = 10, 8, 2
+    logits = torch.randn(tokens, experts, generator=generator)
+    bias = 0.1 * torch.randn(experts, generator=generator)
+    pull = torch.randn(tokens, experts, generator=generator)
+    given = torch.rand(tokens, experts, generator=generator).topk(k).indices
+    given[::2] = -1
+    kinds: dict[str, dict[str, Any]] = {
+        "softmax after": {},
+        "softmax before": dict(use_pre_softmax=True, scaling_factor=1.5),
+        "sigmoid, bias, groups": dict(score_function="sigmoid", expert_bias=bias, num_groups=4, group_topk=1),
+    }
+    result: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        replay = ReplayedTopK(0)
+        replay.begin(given, training=True)
+        mine = logits.clone().requires_grad_()
+        probs, chosen = topk_routing_with_score_function(mine, k, router_replay=replay, **kind)  # type: ignore[arg-type]
+        (probs * pull).sum().backward()
+        own = topk_routing_with_score_function(logits, k, **kind)[1]
+        wanted = torch.where(given[:, :1] < 0, own, torch.zeros_like(own).scatter(1, given.clamp(min=0), True))
+        exact = logits.double().requires_grad_()
+        scores = exact.sigmoid() if "sigmoid" in name else exact.softmax(-1)
+        weights = scores * wanted
+        if name != "softmax before":
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * kind.get("scaling_factor", 1.0)
+        (weights * pull).sum().backward()
+        assert mine.grad is not None and exact.grad is not None
+        result[name] = {
+            "chosen": torch.equal(chosen, wanted),
+            "others": int((wanted != own).any(-1).sum()),
+            "weights": float((probs - weights).detach().abs().max()),
+            "gradient": float((mine.grad - exact.grad).abs().max()),
+        }
+
+    def refused(record: list[list[int]]) -> str:
+        try:
+            check(torch.tensor(record, dtype=torch.int16)[:, None], RoutingShape(2, (1,), k, experts))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    records = {"valid": [[7, 0], [-1, -1]], "zeros": [[1, 2], [0, 0]], "foreign": [[8, 1]], "half": [[-1, 3]]}
+    return result | {"refused": {name: refused(record) for name, record in (records | {"topk": [[1, 2, 3]]}).items()}}
+
+
 def nll(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
     return TokenLoss(-output.logprobs, {})  # type: ignore[operator]
 
@@ -366,8 +422,8 @@ def aux_losses() -> dict[str, Any]:
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, refusals, folder, half,
-    schedule, critic, aux_losses,
+    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, refusals, folder,
+    half, schedule, critic, aux_losses,
 ]  # fmt: skip
 
 if __name__ == "__main__":

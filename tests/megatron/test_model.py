@@ -45,6 +45,8 @@ def test_layout(
         assert result.keys() == set(models.split())
         for model, numbers in result.items():
             aux = {name.removeprefix("aux "): numbers.pop(name) for name in list(numbers) if name.startswith("aux ")}
+            moved = numbers.pop("replay moved", 1.0)
+            assert moved > 0.1  # other experts, other log-probs
             assert not misses(numbers), (rank, model, {name: numbers[name] for name in misses(numbers)})
             assert numbers.keys() >= set(FLAGS)
             says = {"actor": "logprobs", "critic": "values", "reward_model": "scores"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,17 @@ def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     """[len(ids), vocabulary] log-probs; row t is the distribution of token t + 1."""
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+@contextmanager
+def watched_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Collects the experts of the next forward pass: per MoE layer [tokens, topk]; nothing of a dense model."""
+    found: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    hooks = [gate.register_forward_hook(lambda _, __, out: found.append(out[2])) for gate in gates]
+    yield found
+    for hook in hooks:
+        hook.remove()
 
 
 def greedy(model: PreTrainedModel, ids: list[int], tokens: int) -> list[int]:
