@@ -5,15 +5,19 @@ Where a setting is legal but surely not what was meant, they append a line to `w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint.hf import open_hf
 from megarl.config import Config, ConfigError, critic_config
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
+from megarl.models.classifier import VALUE_HEAD, is_classifier
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, load_hf_config
+from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.parallel.ranks import check_layout
 from megarl.rewards.functions import load_functions
@@ -26,8 +30,8 @@ def data_parallel(config: Config) -> int:
 
 
 def sequences_per_step(config: Config) -> int:
-    samples = 1 if config.algorithm == "sft" else config.rollout.samples_per_prompt
-    return config.data.prompts_per_step * samples
+    """What a step's batch is cut in: rollouts, conversations, or pairs of them for a reward model."""
+    return config.data.prompts_per_step * (config.rollout.samples_per_prompt if config.generates else 1)
 
 
 def check_ranges(config: Config) -> None:
@@ -84,7 +88,7 @@ def check_nodes(config: Config) -> None:
             f"parallel.world_size={world} is not a multiple of parallel.ranks_per_node={parallel.ranks_per_node}; "
             "every node must run the same number of ranks"
         )
-    if config.algorithm == "sft":
+    if not config.generates:
         return
     if world % engine:
         fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
@@ -108,6 +112,11 @@ def models(config: Config, dry_run: bool, warnings: list[str]) -> tuple[HFConfig
     else:
         raise ConfigError("model.path is not set; it must name the HF folder of the policy")
     family_of(hf)
+    if is_classifier(hf) and config.algorithm != "reward_model":
+        raise ConfigError(
+            f"model.path={config.model.path} is a classifier, {hf['architectures'][0]}, which writes no words; a "
+            "reward model serves as reward.model, or starts a critic as critic.path"
+        )
     if config.algorithm != "ppo":
         if config.critic.path:
             warnings.append(f"critic.path is set, but {config.algorithm} has no critic")
@@ -126,6 +135,64 @@ def models(config: Config, dry_run: bool, warnings: list[str]) -> tuple[HFConfig
     return hf, critic
 
 
+def reward_model(hf: HFConfig, config: Config, dry_run: bool, warnings: list[str]) -> HFConfig | None:
+    """config.json of the reward model that serves; None where there is none. It reads the policy's token ids."""
+    path = config.reward.model
+    if not path:
+        return None
+    if not config.generates:
+        warnings.append(f"reward.model is set, but {config.algorithm} has no rollouts to score")
+        return None
+    if dry_run and not Path(path).exists():
+        warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
+        return hf
+    found = load_hf_config(_whole_folder(path, "reward.model"))
+    family_of(found)
+    if VALUE_HEAD not in open_hf(path).names():
+        raise ConfigError(
+            f"reward.model={path} has no {VALUE_HEAD}: it is no reward model; train one with algorithm=reward_model"
+        )
+    must = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
+    if found.get("vocab_size") != hf.get("vocab_size"):
+        raise ConfigError(
+            f"reward.model={path} has a vocabulary of {found.get('vocab_size')}, the policy of "
+            f"{hf.get('vocab_size')}; {must}"
+        )
+    if config.model.path and Path(config.model.path).exists():
+        theirs, ours = _vocabulary(path), _vocabulary(config.model.path)
+        if theirs != ours:
+            odd = sorted(theirs.items() ^ ours.items(), key=lambda item: item[1])[0] if theirs and ours else None
+            what = f"they differ in {odd[0]!r}, token {odd[1]}" if odd else "one of them has no vocabulary to compare"
+            raise ConfigError(
+                f"reward.model={path} has another tokenizer than model.path={config.model.path}: {what}; {must}"
+            )
+    longest = int(family_of(found).gpt_kwargs(found)["max_sequence_length"])
+    if config.rollout.max_context > longest:
+        raise ConfigError(
+            f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of "
+            f"reward.model={path}; lower it"
+        )
+    return found
+
+
+def _vocabulary(folder: str) -> dict[str, int]:
+    """Tokens and their ids, as tokenizer.json has them, or vocab.json where there is none; empty where neither is."""
+    for name in ("tokenizer.json", "vocab.json"):
+        file = Path(folder) / name
+        if not file.is_file():
+            continue
+        try:
+            tree = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{file} is not valid JSON: {error}") from None
+        if name == "vocab.json":
+            return dict(tree)
+        words = (tree.get("model") or {}).get("vocab") or {}  # a list of (token, score) for a unigram model
+        ids = dict(words) if isinstance(words, dict) else {word: i for i, (word, _) in enumerate(words)}
+        return ids | {token["content"]: token["id"] for token in tree.get("added_tokens") or ()}
+    return {}
+
+
 def _whole_folder(path: str, key: str) -> str:
     """The folder, if it has a config.json and safetensors."""
     if not Path(path).is_dir():
@@ -141,7 +208,7 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     family, parallel = family_of(hf), config.parallel
     settings = family.megatron_config(hf)
     megatron_fields.check_ddp(config.train.ddp)
-    megatron_fields.check(config.model.megatron, mla=bool(settings.get("multi_latent_attention")))
+    megatron_fields.check(config.model.megatron, bool(settings.get("multi_latent_attention")), family.extras(hf))
     settings = {**settings, **config.model.megatron}
     family.params(hf, parallel.tp, parallel.etp)  # raises for what tp or etp does not divide
     experts = settings.get("num_moe_experts")
@@ -205,6 +272,30 @@ def check_engine(hf: HFConfig, config: Config) -> None:
             raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
 
 
+def check_routing(hf: HFConfig, config: Config) -> None:
+    """Replaying the engine's choice of experts needs experts, an engine that records it, a router that can be told."""
+    if not config.train.replay_routing:
+        return
+    if config.algorithm == "sft":
+        raise ConfigError("train.replay_routing=true, but sft has no engine whose routing could be replayed")
+    routing_shape(hf, config.model.megatron)
+    if config.rollout.replay:
+        raise ConfigError(
+            "train.replay_routing=true with rollout.replay: recorded rollouts hold no routing; set the first to false"
+        )
+    sglang, megatron = config.rollout.sglang, config.model.megatron
+    if megatron.get("moe_router_fusion"):
+        raise ConfigError("model.megatron.moe_router_fusion: Transformer Engine's router cannot be told what to choose")
+    if "sinkhorn" in str(megatron.get(name := "moe_router_load_balancing_type")):
+        raise ConfigError(f"model.megatron.{name}=sinkhorn does not go with train.replay_routing")
+    if sglang.get("speculative_algorithm"):
+        raise ConfigError("rollout.sglang.speculative_algorithm does not go with train.replay_routing")
+    if (sglang.get("chunked_prefill_size") or 1) < 1:
+        raise ConfigError(
+            "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of routing"
+        )
+
+
 def _has_dense_layers(settings: Mapping[str, Any]) -> bool:
     frequency = settings.get("moe_layer_freq", 1)
     return not all(frequency) if isinstance(frequency, list) else frequency != 1
@@ -228,12 +319,14 @@ def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
 
 def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> None:
     name, kl, samples = config.algorithm, config.kl, config.rollout.samples_per_prompt
-    if name == "sft":
+    if not config.generates:
         return
     load_functions(config.reward.functions)
     load_tools(config.rollout.tools)
-    if not config.reward.functions and not own_reward:
-        raise ConfigError(f"reward.functions is empty; {name} needs at least one, such as megarl.rewards.gsm8k:gsm8k")
+    if not config.reward.functions and not config.reward.model and not own_reward:
+        raise ConfigError(
+            f"reward.functions is empty; {name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or reward.model"
+        )
     if name == "grpo" and samples < 2:
         raise ConfigError(
             "algorithm=grpo compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 every "
@@ -262,18 +355,19 @@ def check_batch(config: Config, warnings: list[str]) -> None:
     if run.num_update % run.epochs:
         raise ConfigError(f"run.num_update={run.num_update} is not a multiple of run.epochs={run.epochs}")
     per_epoch, sequences = run.num_update // run.epochs, sequences_per_step(config)
+    what = "pairs" if config.algorithm == "reward_model" else "sequences"
     if per_epoch > sequences:
         raise ConfigError(
-            f"run.num_update={run.num_update} over run.epochs={run.epochs} cuts a batch of {sequences} sequences in "
+            f"run.num_update={run.num_update} over run.epochs={run.epochs} cuts a batch of {sequences} {what} in "
             f"{per_epoch} mini-batches; raise data.prompts_per_step or lower run.num_update"
         )
     if sequences // per_epoch < dp:
         warnings.append(
-            f"a mini-batch of {sequences // per_epoch} sequences leaves some of {dp} data-parallel ranks without work"
+            f"a mini-batch of {sequences // per_epoch} {what} leaves some of {dp} data-parallel ranks without work"
         )
     elif sequences % per_epoch or sequences // per_epoch % dp:
         warnings.append(
-            f"{sequences} sequences do not divide evenly into {per_epoch} mini-batches on {dp} data-parallel ranks; "
+            f"{sequences} {what} do not divide evenly into {per_epoch} mini-batches on {dp} data-parallel ranks; "
             "correct, but some ranks wait"
         )
 
@@ -281,7 +375,11 @@ def check_batch(config: Config, warnings: list[str]) -> None:
 def check_data(config: Config, dry_run: bool, warnings: list[str]) -> None:
     data, run = config.data, config.run
     if not data.train:
-        what = "finished conversations (.jsonl)" if config.algorithm == "sft" else "prompts (.parquet or .jsonl)"
+        kinds = {
+            "sft": "finished conversations (.jsonl)",
+            "reward_model": "preference pairs (.parquet or .jsonl)",
+        }
+        what = kinds.get(config.algorithm, "prompts (.parquet or .jsonl)")
         raise ConfigError(f"data.train is not set; it must name a file of {what}")
     needed = (("data.train", data.train), ("data.eval", data.eval if run.eval_every else ""))
     for key, path in needed:
@@ -290,7 +388,8 @@ def check_data(config: Config, dry_run: bool, warnings: list[str]) -> None:
                 raise ConfigError(f"{key}={path}: there is no such file")
             warnings.append(f"{key}={path} is not here; it must be when the run starts")
     if run.eval_every and not data.eval and config.algorithm != "sft":
-        raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out prompts")
+        what = "pairs" if config.algorithm == "reward_model" else "prompts"
+        raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {what}")
     if run.resume == "auto" and not run.save_every:
         warnings.append("run.resume=auto but run.save_every=0: there will be no checkpoint to go on from")
     if config.rollout.replay and not Path(config.rollout.replay).is_dir():

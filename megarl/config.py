@@ -40,7 +40,7 @@ class RunConfig:
     eval_every: int = 0
     """Score `data.eval` every so many steps, before the first and after the last; 0 never does."""
     export: bool = True
-    """Write the policy as an HF folder, `<run.dir>/export`, at the end."""
+    """Write the policy, or the reward model, as an HF folder, `<run.dir>/export`, at the end."""
     timeout_s: float = 1800.0
     """How long a collective may wait for a peer before the run is stopped."""
 
@@ -121,11 +121,11 @@ class RolloutConfig:
 @dataclass(frozen=True)
 class DataConfig:
     train: str = ""
-    """Prompts to train on: .parquet with verl's columns, or .jsonl."""
+    """Prompts to train on: .parquet with verl's columns, or .jsonl. Conversations for SFT, pairs for a reward model."""
     eval: str = ""
     """Held-out prompts, same formats; empty for none."""
     prompts_per_step: int = 64
-    """Prompts in one rollout batch."""
+    """Prompts in one rollout batch; conversations or pairs in a step of SFT or of a reward model."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of chat messages, or a string that becomes one user message."""
     label_key: str = "ground_truth"
@@ -197,7 +197,7 @@ class CriticConfig:
     path: str = ""
     """HF folder that the critic starts from; empty for `model.path`. Without a head in it, its head starts at zero."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    """As `actor_optimizer`."""
+    """As `actor_optimizer`; of a reward model in training, too."""
     warmup_rollouts: int = 0
     """Steps in which only the critic is updated."""
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -210,6 +210,10 @@ class TrainConfig:
     """Tokens of a micro-batch on one rank, `cp` times as many in all; a longer sequence is a micro-batch of its own."""
     logits_at_once: int = 512
     """Tokens whose logits exist at the same time: in bf16 about 18 bytes for each token and word, over tp."""
+    replay_routing: bool = False
+    """MoE: the policy's log-probs and updates send each token through the experts that the engine chose for it, by the
+    trainer's own weights of them (R3, arXiv:2510.11370). Matters in bf16. Each rank holds 2 bytes for each token of the
+    batch, MoE layer and chosen expert."""
     deterministic: bool = True
     """Equal runs give equal bits. Turn off where speed on a GPU matters more."""
     offload: bool = False
@@ -235,6 +239,9 @@ class LoraConfig:
 class RewardConfig:
     functions: tuple[str, ...] = ()
     """Reward functions as `module:name`; each takes a Rollout and returns a number. The reward is their sum."""
+    model: str = ""
+    """HF folder of a reward model, as `algorithm: reward_model` exports it, with the policy's tokenizer: its score of
+    the whole conversation is added to the reward. It is computed in fp32 on the job's ranks, laid out as the policy."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +256,7 @@ class TrackConfig:
 
 @dataclass(frozen=True)
 class Config:
-    algorithm: Literal["ppo", "grpo", "sft"] = "ppo"
+    algorithm: Literal["ppo", "grpo", "sft", "reward_model"] = "ppo"
     """Which controller runs."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -266,6 +273,11 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the algorithm samples from the policy, and so has engines, rewards and a KL to a reference."""
+        return self.algorithm in ("ppo", "grpo")
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:

@@ -83,16 +83,23 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
         return Report(errors, warnings, {}, [])
     hf, critic_hf = models
     assert hf is not None
+    if not passes(lambda: models.append(checks.reward_model(hf, config, dry_run, warnings))):
+        return Report(errors, warnings, {}, [])
+    reward_hf = models[-1]
     divides = passes(checks.check_training_layout, hf, config)
     if critic_hf is not None and (critic_hf is not hf or config.critic.parallel):
         divides = passes(checks.check_critic_layout, critic_hf, config) and divides
-    if config.algorithm != "sft":
+    if reward_hf is not None and reward_hf is not hf:
+        divides = passes(checks.check_training_layout, reward_hf, config) and divides
+    passes(checks.check_routing, hf, config)
+    if config.generates:
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)
         divides = divides and passes(lambda: push_plan(hf, config, engine_layout(config)))
     if not divides:
         return Report(errors, warnings, {}, [])
-    return Report(errors, warnings, _facts(hf, critic_hf, config), plan_memory(hf, config, critic_hf))
+    memory = plan_memory(hf, config, critic_hf, reward_hf)
+    return Report(errors, warnings, _facts(hf, critic_hf, config), memory)
 
 
 def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str, list[tuple[str, str]]]:
@@ -124,14 +131,16 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         ),
     ]
     sequences, per_epoch = checks.sequences_per_step(config), run.num_update // run.epochs
+    what = "pairs" if config.algorithm == "reward_model" else "sequences"
+    samples = f" prompts x {rollout.samples_per_prompt}" if config.generates else ""
     batch = [
-        ("sequences a step", f"{config.data.prompts_per_step} prompts x {sequences // config.data.prompts_per_step}"),
+        (f"{what} a step", f"{config.data.prompts_per_step}{samples}"),
         ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
-        ("mini-batch", f"{sequences / per_epoch:g} sequences over dp {checks.data_parallel(config)}"),
+        ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel(config)}"),
         ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
     ]
     facts = {"model": model, "layout": layout, "batch": batch}
-    if config.algorithm != "sft":
+    if config.generates:
         nodes = -(-rollout.tp // here)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
         plan = push_plan(hf, config, engine_layout(config))
@@ -198,7 +207,7 @@ def _memory_table(stages: list[StageMemory]) -> Table:
     for parts, title, totals in blocks:
         for name in parts[0]:
             where = " (host)" if parts[0] is shown[0].host else ""
-            estimate = "about " if name in ("activations", "engine KV cache") else ""
+            estimate = "about " if name.endswith(("activations", "engine KV cache")) else ""
             table.add_row(name + where, *[estimate + _bytes(part[name]) if part[name] else "-" for part in parts])
         if totals and parts[0]:
             table.add_row(title, *map(_bytes, totals), style="bold", end_section=True)

@@ -18,9 +18,10 @@ from megarl.checkpoint.store import CheckpointStore
 from megarl.config import Config, ConfigError, load_config
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import make_controller
+from megarl.data.preferences import Preferences, read_preferences
 from megarl.data.prompts import PromptLoader, read_prompts, render_prompts
 from megarl.dry_run import validate
-from megarl.models.registry import load_hf_config
+from megarl.models.registry import family_of, load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
@@ -33,6 +34,7 @@ from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.reference import ReferenceWorker
 from megarl.workers.reward import RewardWorker
+from megarl.workers.reward_model import RewardModelWorker
 from megarl.workers.rollout import RolloutWorker
 
 WORKERS: dict[str, Callable[..., Worker]] = {
@@ -41,6 +43,7 @@ WORKERS: dict[str, Callable[..., Worker]] = {
     "reference": ReferenceWorker,
     "critic": CriticWorker,
     "reward": RewardWorker,
+    "reward_model": RewardModelWorker,
 }
 
 REQUEUE_EXIT_CODE = 85
@@ -62,6 +65,7 @@ class HybridFlow:
     reference: ReferenceWorker
     critic: CriticWorker
     reward: RewardWorker
+    reward_model: RewardModelWorker
 
     def __init__(self, config: Config | str | Path, overrides: Sequence[str] = ()) -> None:
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
@@ -114,6 +118,18 @@ class HybridFlow:
             self.log.say(f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out")
         return kept
 
+    def load_preferences(self, path: str) -> Preferences:
+        """Read pairs; those that do not fit into a micro-batch or the model are dropped, and a line says how many."""
+        budget = self.config.train.token_budget * self.config.parallel.cp
+        longest = int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
+        pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest)
+        if dropped:
+            self.log.say(
+                f"{path}: {dropped} of {len(pairs) + dropped} pairs are left out: together longer than "
+                f"the {budget} of a micro-batch (train.token_budget), or one beyond the model's {longest} positions"
+            )
+        return pairs
+
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def _loop(self) -> dict[str, float]:
@@ -142,7 +158,8 @@ class HybridFlow:
             self.log.metrics(self.step, evaluation)
             metrics |= evaluation
         if run.export:
-            self.actor.export(self.log.run_dir / "export")
+            trained = self.reward_model if hasattr(self, "reward_model") else self.actor
+            trained.export(self.log.run_dir / "export")
         return metrics
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
@@ -163,17 +180,10 @@ class HybridFlow:
 
     def _eval_due(self, first: int) -> bool:
         every = self.config.run.eval_every
-        return bool(every and self.eval_prompts and (first or self.step % every == 0))
+        return bool(every and len(self.eval_items) and (first or self.step % every == 0))
 
     def _evaluate(self) -> dict[str, float]:
-        """Reward on the held-out prompts, one answer each: greedy, and sampled as in training."""
-        metrics = {}
-        for name, greedy in (("greedy", True), ("sampled", False)):
-            rollouts = self.reward.score(self.rollout.generate(self.eval_prompts, 1, greedy=greedy))
-            for metric, value in rollout_metrics(rollouts).items():
-                short = metric.removeprefix("rollout/").replace("reward_mean", "reward")
-                if short in ("reward", "turns_mean", "response_length_mean"):
-                    metrics[f"eval/{short}_{name}"] = value
+        metrics = self.controller.evaluate(self, self.eval_items)
         self.clock.lap()  # evaluation is not part of a training step's time
         return metrics
 
@@ -182,14 +192,14 @@ class HybridFlow:
     def _start(self) -> None:
         config, run = self.config, self.config.run
         self.clock = Clock(self.log.phase)
+        self.hf_config = load_hf_config(config.model.path)
         self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools))
         self.log.tokenizer = self.chat.tokenizer
-        hf_config = load_hf_config(config.model.path)
-        self.chat.check_vocabulary(hf_config["vocab_size"])
+        self.chat.check_vocabulary(self.hf_config["vocab_size"])
         context = Context(
             config=config,
             ranks=self.ranks,
-            hf_config=hf_config,
+            hf_config=self.hf_config,
             chat=self.chat,
             clock=self.clock,
             run_dir=self.log.run_dir,
@@ -205,9 +215,7 @@ class HybridFlow:
             worker.start()
         items = self.controller.items(self)
         self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
-        generates = hasattr(self, "rollout") and not config.rollout.replay
-        has_eval = bool(config.data.eval and run.eval_every and generates)
-        self.eval_prompts = self.load_prompts(config.data.eval) if has_eval else []
+        self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
         for worker in self.workers:
             worker.ready()
         self.store = CheckpointStore(self.log.run_dir, run.keep_checkpoints)
@@ -217,7 +225,7 @@ class HybridFlow:
 
     def _trained(self) -> dict[str, Any]:
         """The models that a checkpoint holds, by role."""
-        return {role: getattr(self, role).model for role in ("actor", "critic") if hasattr(self, role)}
+        return {role: getattr(self, role).model for role in ("actor", "critic", "reward_model") if hasattr(self, role)}
 
     def _save(self) -> None:
         host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}

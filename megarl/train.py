@@ -20,7 +20,7 @@ from megarl.config import Config, ConfigError, describe_keys, load_config
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m megarl.train", description="Train by RL or SFT.")
+    parser = argparse.ArgumentParser(prog="python -m megarl.train", description="Train by RL, SFT or on preferences.")
     parser.add_argument("config", nargs="?", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
@@ -83,7 +83,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say themselves what is wrong
     host = None
-    if config.algorithm != "sft" and not config.rollout.replay:
+    if config.generates and not config.rollout.replay:
         host = start_host(config)  # one for all engines, and they load while the ranks do
         os.environ[SHARED] = host.path
     try:

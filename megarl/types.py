@@ -8,7 +8,9 @@ Alignment, written down here once and meant everywhere else: **index t speaks ab
 token t was chosen (that is, before it), `advantages[t]`, `returns[t]` and `rewards[t]` belong to the choice of
 token t, and `loss_mask[t]` is True when the policy chose token t. The first token of a sequence has no
 prediction: its entries are 0 and its mask is False. Models emit at index t what they predict for t + 1; the
-shift happens in `megarl/megatron/` and nowhere else.
+shift happens in `megarl/megatron/` and nowhere else. `scores[t]`, of a reward model, is about the
+conversation up to and including token t, which is where it is emitted: there is no shift, and the score of the whole is
+at its last token.
 
 A worked example, one tool call in two turns (ids made up; A = action):
 
@@ -22,6 +24,9 @@ A worked example, one tool call in two turns (ids made up; A = action):
     loss_mask         .  .  .  A    A    .  .  A
     rollout_logprobs  0  0  0  -.1  -.2  0  0  -.3
     rewards           0  0  0  0    0    0  0  r        (an outcome reward sits on the last action)
+
+One thing is about what becomes of a token, not of its choice: `routing[t]` names the experts that token t went through
+as an input, on the way to what predicts token t + 1. The engine never runs the last token, which has no routing (-1).
 """
 
 from __future__ import annotations
@@ -94,6 +99,9 @@ class Rollout:
     messages: tuple[Message, ...] = ()
     tool_calls: int = 0
     tool_errors: int = 0
+    routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """[tokens, MoE layers, topk] int16: the experts that each token went through in the engine, in any order; a row of
+    -1 where that is not known. None where nothing was recorded."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -134,6 +142,7 @@ class TrainBatch:
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T]
     loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
+    routing: torch.Tensor | None = None  # [T, MoE layers, topk] int16, as of `Rollout`; the policy's model replays it
 
     @staticmethod
     def from_rollouts(rollouts: Sequence[Rollout]) -> TrainBatch:
@@ -155,6 +164,7 @@ class TrainBatch:
             group=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
             sequence_reward=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
             rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+            routing=_packed_routing(rollouts),
         )
 
     @property
@@ -197,13 +207,31 @@ class TrainBatch:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+def _packed_routing(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
+    """[T, MoE layers, topk]; -1 for rollouts without a record among others that have one."""
+    shapes = {rollout.routing.shape[1:] for rollout in rollouts if rollout.routing is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"rollouts whose routing has different shapes per token: {sorted(map(tuple, shapes))}")
+    (shape,), parts = shapes, []
+    for rollout in rollouts:
+        tokens = len(rollout.token_ids)
+        part = torch.full((tokens, *shape), -1, dtype=torch.int16) if rollout.routing is None else rollout.routing
+        if len(part) != tokens:
+            raise ValueError(f"a rollout of {tokens} tokens has the routing of {len(part)}")
+        parts.append(part)
+    return torch.cat(parts)
+
+
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a model says of a micro-batch, already shifted: index t speaks about token t. On the device."""
+    """What a model says of a micro-batch; index t speaks about token t, as at the head of this file. On the device."""
 
     logprobs: torch.Tensor | None = None  # [T] of the policy
     entropy: torch.Tensor | None = None  # [T] of the distribution that token t was drawn from
     values: torch.Tensor | None = None  # [T] of the critic
+    scores: torch.Tensor | None = None  # [T] of a reward model, of each beginning of the sequence
 
 
 @dataclass(frozen=True)

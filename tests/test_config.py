@@ -103,7 +103,10 @@ BAD = {
     "text for optional": ({"kl": {"target": "low"}}, r"kl\.target must be a number, not 'low'"),
     "int for bool": ({"run": {"export": 1}}, r"run\.export must be of type bool, not 1"),
     "int for text": ({"run": {"dir": 1}}, r"run\.dir must be of type str, not 1"),
-    "choice": ({"algorithm": "ppoo"}, r"algorithm must be one of ppo, grpo, sft, not 'ppoo'; did you mean ppo\?"),
+    "choice": (
+        {"algorithm": "ppoo"},
+        r"algorithm must be one of ppo, grpo, sft, reward_model, not 'ppoo'; did you mean ppo\?",
+    ),
     "number for list": ({"reward": {"functions": 3}}, r"reward\.functions must be a list, not 3"),
     "number in list": ({"reward": {"functions": [3]}}, r"reward\.functions\[0\] must be of type str, not 3"),
     "list for mapping": ({"rollout": {"sglang": [1]}}, r"rollout\.sglang must be a mapping, not \[1\]"),

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
 from megarl.dry_run import Report, render, validate
@@ -111,8 +113,31 @@ def test_lora_is_planned(plan) -> None:
         (["rollout.tools=[megarl.rollout.tools:abacus]"], r"megarl.rollout.tools has no abacus"),
         (["data.train=''"], r"data.train is not set; .*prompts"),
         (["algorithm=sft", "data.train=''"], r"data.train is not set; .*conversations"),
+        (["algorithm=reward_model", "data.train=''"], r"data.train is not set; .*preference pairs"),
+        (["algorithm=reward_model", "run.eval_every=5"], r"run.eval_every=5 needs data.eval; .*held-out pairs"),
+        (["algorithm=reward_model", "run.num_update=9"], r"cuts a batch of 8 pairs in 9 mini-batches"),
         (["run.eval_every=5"], r"run.eval_every=5 needs data.eval"),
         (["rollout.replay=/nowhere"], r"rollout.replay=/nowhere: there is no such run folder"),
+        (["train.replay_routing=true", "algorithm=sft"], r"sft has no engine whose routing could be replayed"),
+        (
+            ["train.replay_routing=true", "rollout.replay=/"],
+            r"recorded rollouts hold no routing; set the first to false",
+        ),
+        (
+            ["train.replay_routing=true", "model.megatron.moe_router_topk=4"],
+            r"a token through 2 experts, which train.r",
+        ),
+        (["train.replay_routing=true", "model.megatron.moe_router_fusion=true"], r"cannot be told what to choose"),
+        (
+            ["train.replay_routing=true", "model.megatron.moe_router_load_balancing_type=sinkhorn"],
+            r"=sinkhorn does not go with train.replay_routing",
+        ),
+        (
+            ["train.replay_routing=true", "rollout.sglang.speculative_algorithm=EAGLE"],
+            r"speculative_algorithm does not go with train.replay_routing",
+        ),
+        (["train.replay_routing=true", "rollout.sglang.chunked_prefill_size=-1"], r"size must be positive"),
+        (["rollout.sglang.enable_return_routed_experts=true"], r"cannot be set; it is decided by train.replay_routing"),
         (["model.megatron.num_layer=3"], r"num_layer is not a field of Megatron's.*; did you mean num_layers"),
         (["model.megatron.q_lora_rank=3"], r"q_lora_rank is not a field of Megatron's TransformerConfig"),
         (["model.megatron.bf16=true"], r"model.megatron.bf16 has a key of its own: set model.dtype"),
@@ -155,6 +180,11 @@ def test_a_model_that_does_not_fit_the_layout(plan, hf: dict[str, Any], override
     assert report.memory == []
 
 
+def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
+    report = plan("parallel.ep=1", "train.replay_routing=true", hf=DENSE)
+    assert report.errors == ["train.replay_routing=true, but Qwen2ForCausalLM has no experts; set it to false"]
+
+
 def test_every_mistake_is_told_at_once(plan) -> None:
     report = plan("rollout.tp=3", "kl.place=loss", "data.train=''")
     assert len(report.errors) == 3
@@ -173,6 +203,12 @@ def test_every_mistake_is_told_at_once(plan) -> None:
         (["kl.coef=0"], "kl.coef=0 stays 0"),
         (["run.resume=auto"], "there will be no checkpoint"),
         (["algorithm=grpo", "critic.path=/x"], "critic.path is set, but grpo has no critic"),
+        (
+            ["algorithm=reward_model", "data.prompts_per_step=3"],
+            "3 pairs do not divide evenly into 1 mini-batches on 2",
+        ),
+        (["algorithm=sft", "reward.model=/x"], "reward.model is set, but sft has no rollouts to score"),
+        (["reward.model=/x"], "reward.model=/x is not here; planned as if it were the policy's model"),
         (["critic.path=/x"], "critic.path=/x is not here; planned as if it were the policy's model"),
         (["data.train=nowhere.jsonl"], "data.train=nowhere.jsonl is not here; it must be when the run starts"),
     ],
@@ -207,6 +243,54 @@ def test_a_run_needs_its_files(plan, tmp_path: Path) -> None:
     (other / "model.safetensors").touch()
     errors = plan(f"model.path={folder}", f"critic.path={other}", dry_run=False).errors
     assert len(errors) == 1 and "vocabulary of 2048, the policy of 1024" in errors[0]
+
+
+def write_model(folder: Path, hf: dict[str, Any], words: tuple[str, ...], tensors: tuple[str, ...] = ()) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf))
+    vocabulary = {"model": {"vocab": {word: i for i, word in enumerate(words)}}}
+    added = {"added_tokens": [{"id": len(words), "content": "<end>"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary | added))
+    save_file({name: torch.zeros(1, 64) for name in tensors}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_reward_model_must_have_a_head_and_the_policys_tokens(plan, tmp_path: Path) -> None:
+    policy, head = write_model(tmp_path / "policy", MOE, ("a", "b")), ("score.weight",)
+    reward = {**MOE, "architectures": ["Qwen3MoeForSequenceClassification"], "num_hidden_layers": 2}
+    cases: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], str]] = {
+        "headless": (reward, ("a", "b"), ("other",), "has no score.weight: it is no reward model; train one"),
+        "larger": (reward | {"vocab_size": 2048}, ("a", "b"), head, "vocabulary of 2048, the policy of 1024"),
+        "words": (reward, ("a", "c"), head, r"another tokenizer than model.path=.*differ in '[bc]', token 1; .*must"),
+        "added": (reward, ("a", "b", "c"), head, "differ in .*, token 2"),
+        "tokenless": (reward, (), head, "differ in "),
+        "short": (reward | {"max_position_embeddings": 128}, ("a", "b"), head, "beyond the 128 positions of reward.mo"),
+        "layers": (reward | {"num_key_value_heads": 1}, ("a", "b"), head, "num_key_value_heads=1 does not divide"),
+    }
+    for name, (hf, words, tensors, message) in cases.items():
+        folder = write_model(tmp_path / name, hf, words, tensors)
+        report = plan(f"model.path={policy}", f"reward.model={folder}", dry_run=False)
+        assert len(report.errors) == 1 and re.search(message, report.errors[0]), (name, report.errors)
+    good = write_model(tmp_path / "good", reward, ("a", "b"), head)
+    report = plan(
+        f"model.path={policy}", f"reward.model={good}", "reward.functions=[]", "algorithm=grpo", dry_run=False
+    )
+    assert report.ok, report.errors
+    text = render(report)
+    assert "reward model weights" in text and "reward model activations" in text and "reward model optim" not in text
+    errors = plan(f"model.path={policy}", "reward.model=/nowhere", dry_run=False).errors
+    assert len(errors) == 1 and "reward.model=/nowhere: there is no such folder" in errors[0]
+    # A classifier is no policy, but a reward model may start from one.
+    errors = plan(f"model.path={good}", dry_run=False).errors
+    assert len(errors) == 1 and "is a classifier, Qwen3MoeForSequenceClassification" in errors[0]
+    assert plan(f"model.path={good}", "algorithm=reward_model", dry_run=False).ok
+
+
+def test_training_a_reward_model_needs_no_engine(plan) -> None:
+    report = plan("algorithm=reward_model", "rollout.tp=3", "reward.functions=[]", "rollout.max_context=100000")
+    assert report.ok, report.errors
+    assert "engines" not in report.facts and report.memory[0].generation == {}
+    assert dict(report.facts["batch"])["pairs a step"] == "8"
 
 
 def test_a_script_with_its_own_reward_needs_no_reward_functions(plan) -> None:

@@ -1,12 +1,15 @@
 """The whole program as a user starts it: real Megatron on two gloo ranks, real SGLang engines, a tiny MoE.
 
 One three-step PPO run with engines is shared by the tests; the others replay its rollouts, so they start no engine.
+Its reward is a function's and that of a reward model, which is trained first.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -32,7 +35,8 @@ SMALL = [
     "track.progress=false",
     "reward.functions=[sum_reward:even]",
 ]
-ENVIRONMENT = dict(os.environ, PYTHONPATH=f"{ROOT / 'tests'}:{ROOT}", OMP_NUM_THREADS="1")
+# This tree's package, also in engines, whichever one is installed.
+ENVIRONMENT = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1")
 
 
 def start(folder: Path, run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -66,11 +70,69 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
 
 
+def write_pairs(path: Path, count: int, seed: int) -> None:
+    """Two answers to each question: preferred is one with a 7 in it."""
+    draw = random.Random(seed)
+
+    def chat(question: str, seven: bool) -> list[dict[str, str]]:
+        numbers = (str(draw.randint(0, 9999)) for _ in range(10000))
+        number = next(number for number in numbers if ("7" in number) == seven)
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": f"The answer is {number}."}]
+
+    with path.open("w") as file:
+        for _ in range(count):
+            question = f"What is {draw.randint(1, 99)}+{draw.randint(1, 99)}?"
+            file.write(json.dumps({"chosen": chat(question, True), "rejected": chat(question, False)}) + "\n")
+
+
 @pytest.fixture(scope="module")
-def ppo_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a reward model: from the policy's weights, 12 steps of 32 pairs."""
+    place = tmp_path_factory.mktemp("reward_model")
+    write_pairs(place / "train.jsonl", 384, seed=1)
+    write_pairs(place / "eval.jsonl", 96, seed=2)
+    data = [f"data.train={place}/train.jsonl", f"data.eval={place}/eval.jsonl", "data.prompts_per_step=32"]
+    steps = ["run.num_rollout=12", "run.eval_every=12", "run.save_every=0", "run.num_update=1", "run.epochs=1"]
+    train(folder, place / "run", "algorithm=reward_model", *data, *steps)
+    return place / "run"
+
+
+@pytest.fixture(scope="module")
+def ppo_run(folder: Path, reward_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "ppo"
-    train(folder, run_dir)
+    train(folder, run_dir, f"reward.model={reward_run}/export")
     return run_dir
+
+
+def test_a_reward_model_learns_what_is_preferred(reward_run: Path) -> None:
+    rows = metrics_of(reward_run)
+    steps = [row for row in rows if "reward_model/loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert steps[0]["reward_model/loss"] == pytest.approx(math.log(2))  # its head starts at zero
+    assert steps[-1]["reward_model/accuracy"] > 0.9 and steps[-1]["reward_model/loss"] < 0.3
+    before, after = (row for row in rows if "eval/accuracy" in row)
+    assert (before["eval/accuracy"], before["eval/margin"]) == (0.0, 0.0)
+    assert before["eval/loss"] == pytest.approx(math.log(2))
+    assert after["eval/accuracy"] > 0.9 and after["eval/margin"] > 1.0 and after["eval/loss"] < 0.3
+
+
+def test_the_reward_model_serves_with_the_scores_of_transformers(ppo_run: Path, reward_run: Path) -> None:
+    """The ids that the engine wrote, scored in the run by Megatron on two ranks, and here."""
+    cpu_torchvision.install()
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(reward_run / "export", dtype=torch.float32)
+    assert type(model).__name__ == "Qwen3MoeForSequenceClassification"
+    scores = []
+    for rollout in read_rollouts(ppo_run / "rollouts" / "step_000002.jsonl"):
+        with torch.no_grad():
+            scores.append(float(model(torch.tensor([rollout.token_ids])).logits))
+        assert rollout.reward_parts.keys() == {"even", "model"}
+        assert rollout.reward == rollout.reward_parts["even"] + rollout.reward_parts["model"]
+        assert rollout.reward_parts["model"] == pytest.approx(scores[-1], abs=1e-4)
+    assert max(scores) - min(scores) > 0.01
+    (row,) = [row for row in metrics_of(ppo_run) if row["step"] == 2 and "reward/model" in row]
+    assert row["reward/model"] == pytest.approx(sum(scores) / len(scores), abs=1e-4)
 
 
 def test_three_steps_of_ppo(ppo_run: Path) -> None:
@@ -106,12 +168,14 @@ def test_export_loads_in_transformers_and_holds_the_last_weights(ppo_run: Path, 
     assert model.config.num_hidden_layers == 4
 
 
-def test_resume_equals_the_uninterrupted_run_bit_for_bit(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(
+    ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path
+) -> None:
     resumed = tmp_path / "resumed"
     checkpoint = "checkpoints/step_000001"
     shutil.copytree(ppo_run / checkpoint, resumed / checkpoint)
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}")
+    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", f"reward.model={reward_run}/export")
     rows = [row for row in metrics_of(resumed) if "rollout/reward_mean" in row]
     assert [row["step"] for row in rows] == [2, 3]
     first = load_file(ppo_run / "export" / "model.safetensors")
@@ -124,10 +188,36 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(ppo_run: Path, folder: 
                 assert one[name] == other[name], name
 
 
-def test_grpo_by_one_key(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
-    train(folder, tmp_path / "grpo", "algorithm=grpo", f"rollout.replay={ppo_run}", "run.num_rollout=1")
+def test_grpo_by_one_key_and_by_the_reward_model_alone(
+    ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path
+) -> None:
+    reward = ("reward.functions=[]", f"reward.model={reward_run}/export")
+    train(folder, tmp_path / "grpo", "algorithm=grpo", f"rollout.replay={ppo_run}", "run.num_rollout=1", *reward)
     (row,) = metrics_of(tmp_path / "grpo")
+    recorded = read_rollouts(ppo_run / "rollouts" / "step_000001.jsonl")
+    mean = sum(rollout.reward_parts["model"] for rollout in recorded) / len(recorded)
+    assert row["rollout/reward_mean"] == pytest.approx(mean)
     assert "actor/ppo_kl" in row and not any(name.startswith("critic/") for name in row)
+
+
+def test_replayed_routing_closes_the_gap_of_bf16(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 8 of 64 experts a token, some pair of them nearly ties in bf16 almost everywhere. Of five random models the
+    mean gap was 3.1 to 5.0 times as large without replay, the 95th percentile 4.8 to 8.9 times."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
+    import tiny_models
+
+    model = tiny_models.qwen3_moe(num_experts=64, num_experts_per_tok=8, num_hidden_layers=4)
+    overrides = [
+        f"model.path={tiny_models.save(model, tmp_path / 'model')}",
+        *("algorithm=grpo", "model.dtype=bfloat16", "train.replay_routing=true"),
+        *("run.num_rollout=1", "run.save_every=0", "run.export=false", "rollout.max_turns=1"),
+        *("parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"),
+    ]
+    train(folder, tmp_path / "run", *overrides)
+    (row,) = metrics_of(tmp_path / "run")
+    for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_p95"):
+        assert 0 < row[name] < 0.5 * row[f"{name}_unreplayed"], (name, row)
+    assert "without replay" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
@@ -155,9 +245,11 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
             "parallel.cp=2",
             "critic.parallel={tp: 2, cp: 1}",
             "train.offload=true",
+            "train.replay_routing=true",
             "rollout.tp=2",
             "rollout.max_new_tokens=8",
             "rollout.max_turns=2",
+            "rollout.verify_every=2",
             "lora.rank=4",
             "actor_optimizer.lr=0.01",
             "loss.entropy_coef=0.1",
@@ -175,9 +267,10 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
     assert "reward" in done.stdout
     rows = metrics_of(tmp_path / "hello")
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert max(row["rollout/logprob_diff_p95"] for row in rows) <= 1e-4
+    assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4  # of every token: replayed experts cannot tie
+    assert ["rollout/logprob_diff_unreplayed" in row for row in rows] == [True, False, True]
     # The reference is the base model, and the engine, which agrees with the trainer, is far from it.
-    assert rows[0]["actor/kl_to_reference"] == 0 and rows[2]["actor/kl_to_reference"] > 0.1
+    assert abs(rows[0]["actor/kl_to_reference"]) < 1e-4 and rows[2]["actor/kl_to_reference"] > 0.1
     check_export_of_lora(folder / "model", tmp_path / "hello")
     assert {path.stem for path in (tmp_path / "hello" / "logs").glob("*.log")} == {"engine_0_node_0", "engine_0_node_1"}
 

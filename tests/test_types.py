@@ -129,3 +129,30 @@ def test_answer_is_what_the_policy_said_last():
     messages.append({"role": "assistant", "content": "The answer is 72."})
     assert dataclasses.replace(EXAMPLE, messages=tuple(messages)).answer == "The answer is 72."
     assert EXAMPLE.answer == ""
+
+
+def routed(rollout: Rollout, layers: int = 1) -> Rollout:
+    """Its token t went through the experts t and t + 1; the last through none that is known."""
+    tokens = torch.arange(len(rollout.token_ids), dtype=torch.int16)
+    routing = torch.stack([tokens, tokens + 1], dim=-1)[:, None].repeat(1, layers, 1)
+    routing[-1] = -1
+    return dataclasses.replace(rollout, routing=routing)
+
+
+def test_routing_is_packed_and_selected_like_tokens():
+    batch = TrainBatch.from_rollouts([routed(EXAMPLE), SHORT, routed(OTHER)])
+    first = [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6], [6, 7], [-1, -1]]
+    last = [[0, 1], [1, 2], [-1, -1]]
+    assert batch.routing.dtype == torch.int16 and batch.routing.shape == (13, 1, 2)
+    assert batch.routing[:, 0].tolist() == [*first, [-1, -1], [-1, -1], *last]  # nothing is known of the second
+    assert batch.select([2, 0]).routing[:, 0].tolist() == [*last, *first]
+    assert TrainBatch.from_rollouts([EXAMPLE]).routing is None
+    assert routed(EXAMPLE) == EXAMPLE
+
+
+def test_routing_of_other_tokens_or_models_is_refused():
+    short = dataclasses.replace(OTHER, routing=routed(OTHER).routing[:2])
+    with pytest.raises(ValueError, match="3 tokens has the routing of 2"):
+        TrainBatch.from_rollouts([short])
+    with pytest.raises(ValueError, match="different shapes"):
+        TrainBatch.from_rollouts([routed(OTHER), routed(OTHER, layers=2)])

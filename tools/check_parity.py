@@ -56,6 +56,8 @@ BOUNDS = {
     "entropy": 1e-5,
     "temperature": 1e-5,  # log-probs at temperature 0.7
     "values": 1e-5,
+    "scores": 1e-5,  # of a reward model
+    "serving": 0.0,  # the same by one without gradients and optimizer
     "loss": 5e-6,
     "metric": 5e-6,
     "grad_norm": 1e-5,  # relative
@@ -65,6 +67,12 @@ BOUNDS = {
     "packing_step": 1e-4,
     "vocabulary": 5e-6,  # vocab_parallel_logprobs with padding that fills a rank, part of one, or nothing
     "swapped": 0.0,  # forward with the first weights swapped in, after a step
+    "replay same experts": 0.0,  # log-probs, loss, gradients with the model's own experts given, against not given
+    "replay logprobs": 1e-5,  # with random experts given, against transformers with the same
+    "replay loss": 5e-6,
+    "replay gradients": 5e-6,
+    "replay recompute full": 0.0,  # against the same without recomputation
+    "replay recompute moe": 0.0,
 }
 """Largest difference that counts as equal. Weights are of the order of 0.1, log-probs of the order of 5."""
 

@@ -12,3 +12,12 @@ def token_mean_weights(loss_mask: torch.Tensor) -> torch.Tensor:
     it up. All 0 where there is no action token.
     """
     return loss_mask.float() / loss_mask.sum().clamp(min=1)
+
+
+def pair_mean_weights(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] fp32 weights that make a sum of `bradley_terry` losses their mean over the pairs: 1 / pairs at the last token
+    of each chosen sequence, which are those with even numbers."""
+    chosen = cu_seqlens[1:][0::2] - 1
+    weights = torch.zeros(int(cu_seqlens[-1]))
+    weights[chosen] = 1.0 / max(1, len(chosen))
+    return weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +160,12 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
     write: bool = True,
+    table: Sequence[Param] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write an HF folder: the streamed tensors, and config, tokenizer and untrained tensors of `source_folder`.
 
+    `table` and `config`: of another model on the same trunk, in place of the source's own: a classifier of a policy.
     `dtype`: cast to it what the table does not keep in a type of its own; None casts nothing. About `max_shard_bytes`
     are held at a time. Everything is written to `<folder>.tmp`, which replaces `folder` when it is complete.
     `write=False` only drains the stream: for the ranks that take part in a gather but do not write. The writer drains
@@ -172,7 +175,7 @@ def save_hf(
     stream = iter(tensors)
     try:
         if write:
-            _write(Path(folder), stream, Path(source_folder), dtype, max_shard_bytes)
+            _write(Path(folder), stream, Path(source_folder), dtype, max_shard_bytes, table, config)
     except Exception:
         _drain(stream)
         raise
@@ -185,6 +188,8 @@ def _write(
     source: Path,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
+    table: Sequence[Param] | None,
+    config: Mapping[str, Any] | None,
 ) -> None:
     if folder.exists() and not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} exists and is not an HF folder; it is not overwritten")
@@ -192,7 +197,7 @@ def _write(
         raise ConfigError(f"{folder} is the folder that the weights came from; choose another")
     hf = load_hf_config(source)
     family = family_of(hf)
-    rows = [(param, tensor) for param in family.params(hf, 1) for tensor in param.hf]
+    rows = [(param, tensor) for param in table or family.params(hf, 1) for tensor in param.hf]
     open_shapes = {tensor.name: tensor.shape for _, tensor in rows}
     kept = {tensor.name for param, tensor in rows if param.dtype is not None}
 
@@ -217,7 +222,7 @@ def _write(
     for file in source.iterdir():
         if file.is_file() and file.suffix in COPIED and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, staging / file.name)
-    _note_dtype(staging / "config.json", hf, dtype)
+    _note_config(staging / "config.json", hf, dict(config or hf), dtype)
     _replace(folder, staging)
 
 
@@ -290,13 +295,13 @@ def _untrained(source: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, t
                 yield name, weights.get(name)
 
 
-def _note_dtype(config: Path, hf: dict[str, Any], dtype: torch.dtype | None) -> None:
-    """config.json says which type the weights have; leave it untouched where it is right already."""
+def _note_config(file: Path, written: dict[str, Any], hf: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """config.json says what the model is and which type its weights have; left untouched where it is right already."""
     key = "dtype" if "dtype" in hf else "torch_dtype"
     name = hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
     plain = {what: value for what, value in hf.items() if what != "quantization_config"}
-    if plain != hf or hf.get(key) != name:
-        config.write_text(json.dumps({**plain, key: name}, indent=2) + "\n")
+    if plain != written or written.get(key) != name:
+        file.write_text(json.dumps({**plain, key: name}, indent=2) + "\n")
 
 
 def _open(file: Path) -> Any:

@@ -43,6 +43,14 @@ class Controller(ABC):
     def step(self, flow: HybridFlow, items: Sequence[Any]) -> StepResult:
         """One turn of the loop."""
 
+    def eval_items(self, flow: HybridFlow) -> Sequence[Any]:
+        """What `evaluate` looks at, out of `data.eval`; nothing where the algorithm does not evaluate."""
+        return ()
+
+    def evaluate(self, flow: HybridFlow, items: Sequence[Any]) -> dict[str, float]:
+        """Figures of the model as it is now, under eval/."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep of the algorithm; plain JSON values."""
         return {}
@@ -56,14 +64,20 @@ def mini_batches(batch: TrainBatch, num_update: int, epochs: int, seed: int) -> 
 
     Every mini-batch carries its `loss_weights`: a token's share in the token mean of this mini-batch.
     """
+    for part in parts_of(batch.num_sequences, num_update, epochs, seed):
+        mini = batch.select(part) if len(part) < batch.num_sequences else batch
+        yield mini.with_(loss_weights=token_mean_weights(mini.loss_mask))
+
+
+def parts_of(count: int, num_update: int, epochs: int, seed: int) -> Iterator[list[int]]:
+    """The numbers below `count` in `num_update` parts over `epochs` passes, each pass in an order of its own."""
     per_epoch = num_update // epochs
-    order = list(range(batch.num_sequences))
+    order = list(range(count))
     for epoch in range(epochs):
         if per_epoch > 1:
             random.Random(f"{seed}/{epoch}").shuffle(order)
         for part in range(per_epoch):
-            mini = batch.select(order[part::per_epoch]) if per_epoch > 1 else batch
-            yield mini.with_(loss_weights=token_mean_weights(mini.loss_mask))
+            yield order[part::per_epoch]
 
 
 class MeanOf:

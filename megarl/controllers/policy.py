@@ -1,4 +1,4 @@
-"""What the policy-gradient controllers share: their prompts, their loss, and the figures of a sampled batch."""
+"""What the policy-gradient controllers share: prompts, evaluation, loss, and the figures of a sampled batch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,34 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ppo_policy_loss
 from megarl.config import Config
+from megarl.controllers.base import Controller
+from megarl.observe.metrics import rollout_metrics
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
 
-def rollout_prompts(flow: HybridFlow) -> Sequence[Prompt]:
-    """The training prompts, rendered; those that leave no room for an answer are dropped and counted."""
-    return flow.load_prompts(flow.config.data.train)
+class PolicyController(Controller):
+    """One whose items are prompts, and whose policy is evaluated by what it answers to held-out ones."""
+
+    def items(self, flow: HybridFlow) -> Sequence[Prompt]:
+        """The training prompts, rendered; those that leave no room for an answer are dropped and counted."""
+        return flow.load_prompts(self.config.data.train)
+
+    def eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+        return () if self.config.rollout.replay else flow.load_prompts(self.config.data.eval)
+
+    def evaluate(self, flow: HybridFlow, items: Sequence[Prompt]) -> dict[str, float]:
+        """Reward on the held-out prompts, one answer each: greedy, and sampled as in training."""
+        metrics = {}
+        for name, greedy in (("greedy", True), ("sampled", False)):
+            rollouts = flow.reward.score(flow.rollout.generate(items, 1, greedy=greedy))
+            for metric, value in rollout_metrics(rollouts).items():
+                short = metric.removeprefix("rollout/").replace("reward_mean", "reward")
+                if short in ("reward", "turns_mean", "response_length_mean"):
+                    metrics[f"eval/{short}_{name}"] = value
+        return metrics
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:
@@ -46,19 +65,28 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
     return TokenLoss(loss, metrics)
 
 
-def sampling_metrics(batch: TrainBatch, policy: ModelOutput) -> dict[str, float]:
+def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -> dict[str, float]:
     """How far the engine's log-probs are from the trainer's on the same tokens: largest, 95th percentile, mean.
 
     Both sides hold the same weights when a batch is sampled, so anything beyond rounding is a fault of the push, of a
     layout, or of a kernel, and then all tokens show it. The largest alone can jump without one: where two experts of
-    a token tie within rounding, the two sides may choose differently, and that token and a few after it differ.
+    a token tie within rounding, the two sides may choose differently, and that token and a few after it differ. With
+    `train.replay_routing` they cannot. suffix: of the names, where `policy` was not computed as in training.
     """
     assert policy.logprobs is not None
     if not batch.loss_mask.any():
         return {}
     gap = (batch.rollout_logprobs - policy.logprobs).abs()[batch.loss_mask]
     return {
-        "rollout/logprob_diff": float(gap.max()),
-        "rollout/logprob_diff_p95": float(gap.kthvalue(-(-len(gap) * 95 // 100)).values),
-        "rollout/logprob_diff_mean": float(gap.mean()),
+        f"rollout/logprob_diff{suffix}": float(gap.max()),
+        f"rollout/logprob_diff_p95{suffix}": float(gap.kthvalue(-(-len(gap) * 95 // 100)).values),
+        f"rollout/logprob_diff_mean{suffix}": float(gap.mean()),
     }
+
+
+def unreplayed_metrics(flow: HybridFlow, batch: TrainBatch, steps: int) -> dict[str, float]:
+    """`sampling_metrics` as they would be if the trainer chose its experts itself, which costs another forward pass:
+    of the first step and each `rollout.verify_every`-th. `steps`: how many have been taken."""
+    if batch.routing is None or steps % flow.config.rollout.verify_every:
+        return {}
+    return sampling_metrics(batch, flow.actor.forward(batch.with_(routing=None)), "_unreplayed")

@@ -9,15 +9,15 @@ from megarl.algorithms.advantages import gae, whiten
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.rewards import token_rewards
 from megarl.algorithms.value_loss import explained_variance, value_loss
-from megarl.controllers.base import Controller, MeanOf, StepResult, mini_batches
-from megarl.controllers.policy import policy_loss, rollout_prompts, sampling_metrics
+from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.controllers.policy import PolicyController, policy_loss, sampling_metrics, unreplayed_metrics
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
 
-class PPOController(Controller):
+class PPOController(PolicyController):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon)
@@ -26,9 +26,6 @@ class PPOController(Controller):
     def roles(self) -> tuple[str, ...]:
         reference = ("reference",) if self.config.kl.place != "none" else ()
         return ("rollout", "actor", *reference, "critic", "reward")
-
-    def items(self, flow: HybridFlow) -> Sequence[Prompt]:
-        return rollout_prompts(flow)
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
         config = self.config
@@ -41,7 +38,7 @@ class PPOController(Controller):
         assert policy.logprobs is not None
         values, mask = flow.critic.values(batch), batch.loss_mask
         batch = batch.with_(old_logprobs=policy.logprobs)
-        metrics = sampling_metrics(batch, policy)
+        metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
         if config.kl.place != "none":
             batch = batch.with_(ref_logprobs=flow.reference.logprobs(batch))
 

@@ -12,12 +12,19 @@ import numpy as np
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], dp: int, token_budget: int, quadratic: float = 0.0, multiple: int = 1
+    lengths: Sequence[int],
+    dp: int,
+    token_budget: int,
+    quadratic: float = 0.0,
+    multiple: int = 1,
+    together: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """Share out sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
     quadratic: a sequence of n tokens is taken to cost n + quadratic * n^2, see `models.cost.quadratic_cost`. Micro-
     batches cost about the same, those that ranks compute at the same time most of all, and so do whole ranks.
+    together: a number for each sequence; those of the same number are not parted. Everything below that is said of a
+    sequence is then said of all that have one number.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. Every rank gets the same
     number of micro-batches, a multiple of `multiple`, because a collective of expert or pipeline parallelism needs all
@@ -29,7 +36,12 @@ def plan_micro_batches(
     for index, length in enumerate(lengths):
         if length < 1:
             raise ValueError(f"sequence {index} has {length} tokens; a sequence has at least one")
-    costs = np.array([n + quadratic * n * n for n in lengths], dtype=np.float64)
+    units: dict[int, list[int]] = {}
+    for index, number in enumerate(range(len(lengths)) if together is None else together):
+        units.setdefault(number, []).append(index)
+    members = list(units.values())
+    costs = np.array([sum(lengths[i] + quadratic * lengths[i] ** 2 for i in unit) for unit in members])
+    lengths = [sum(lengths[i] for i in unit) for unit in members]
     short = [n for n in lengths if n <= token_budget]
     fewest = len(lengths) - len(short) + -(-sum(short) // token_budget)  # no plan has fewer micro-batches
     count = max(1, -(-fewest // (dp * multiple))) * multiple
@@ -44,7 +56,7 @@ def plan_micro_batches(
     for first in range(0, len(parts), dp):
         idlest = sorted(range(dp), key=lambda rank: (loads[rank], rank))
         for rank, part in zip(idlest, parts[first : first + dp], strict=True):
-            plan[rank].append(part)
+            plan[rank].append(sorted(index for unit in part for index in members[unit]))
             loads[rank] += float(costs[part].sum())
     return plan
 

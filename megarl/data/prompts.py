@@ -36,17 +36,9 @@ def read_prompts(path: str | Path, prompt_key: str = "prompt", label_key: str = 
     Raises ConfigError for a missing, empty or unreadable file, a missing column, a malformed row, an id used twice.
     """
     file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"there is no data file {file}; check data.train and data.eval")
-    if file.suffix == ".parquet":
-        rows = _parquet_rows(file)
-    elif file.suffix == ".jsonl":
-        rows = _jsonl_rows(file)
-    else:
-        raise ConfigError(f"{file}: the suffix {file.suffix!r} is not known; data files are .parquet or .jsonl")
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
-    for where, row in rows:
+    for where, row in read_rows(file):
         prompt = _prompt(row, where, f"{file.stem}-{len(prompts)}", prompt_key, label_key)
         if prompt.id in seen:
             raise ConfigError(f"{where}: the id {prompt.id!r} is taken by {seen[prompt.id]}; ids must be unique")
@@ -55,6 +47,17 @@ def read_prompts(path: str | Path, prompt_key: str = "prompt", label_key: str = 
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")
     return prompts
+
+
+def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) for each row of a .parquet or .jsonl file; `where` names it in messages. Raises ConfigError."""
+    if not file.is_file():
+        raise ConfigError(f"there is no data file {file}; check data.train and data.eval")
+    if file.suffix == ".parquet":
+        return _parquet_rows(file)
+    if file.suffix == ".jsonl":
+        return _jsonl_rows(file)
+    raise ConfigError(f"{file}: the suffix {file.suffix!r} is not known; data files are .parquet or .jsonl")
 
 
 def render_prompts(
@@ -172,13 +175,13 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             except ValueError as error:  # also a UnicodeDecodeError
                 raise ConfigError(f"{where}: not JSON: {error}") from None
             if not isinstance(row, dict):
-                raise ConfigError(f"{where}: a {type(row).__name__}, not an object with the key {'prompt'!r}")
+                raise ConfigError(f"{where}: a {type(row).__name__}, not an object of named columns")
             yield where, row
 
 
 def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str) -> Prompt:
     rest = dict(row)
-    messages = _messages(_take(rest, prompt_key, where, "data.prompt_key"), where, prompt_key)
+    messages = chat_messages(_take(rest, prompt_key, where, "data.prompt_key"), where, prompt_key)
     reward_model = rest.get("reward_model")
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:
         ground_truth = reward_model["ground_truth"]
@@ -215,9 +218,10 @@ def _take(row: dict[str, Any], key: str, where: str, option: str) -> Any:
     raise ConfigError(f"{where}: no {key!r}{empty}; columns here: {present}; set {option} to the right one{none}")
 
 
-def _messages(value: Any, where: str, key: str) -> tuple[Message, ...]:
+def chat_messages(value: Any, where: str, key: str, role: str = "user") -> tuple[Message, ...]:
+    """The messages of a column: a list of them, or text, which becomes one of `role`. Raises ConfigError."""
     if isinstance(value, str):
-        return ({"role": "user", "content": value},)
+        return ({"role": role, "content": value},)
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where}: {key!r} must be text or a list of chat messages, not {str(value)[:80]!r}")
     messages = []

@@ -72,23 +72,29 @@ def check(row: Any, where: str) -> None:
         raise ConfigError(f"{where}: messages must begin with a prompt and end with the assistant's, not {roles}")
 
 
-def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0) -> Rollout:
+def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0, last_only: bool = False) -> Rollout:
     """One conversation as a Rollout: prompt, action, observation, action, ..., action.
+
+    last_only: all but the assistant's last message is prompt, as where the chat went on for a while before it.
 
     The chat template renders ever longer beginnings of the conversation; what a beginning adds to the one before is
     tokenised by itself, because the ids of a turn were fixed before the next one was written.
     """
     messages: tuple[Message, ...] = tuple(row["messages"])
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = answers[-1:] if last_only else answers
     end_of_turn = tokenizer.eos_token
     tools = row.get("tools") or None
 
     def render(count: int, add_generation_prompt: bool) -> str:
-        return str(
-            tokenizer.apply_chat_template(
+        try:
+            text = tokenizer.apply_chat_template(
                 list(messages[:count]), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        )
+        except Exception as error:  # jinja2's errors and whatever a template raises on purpose
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ConfigError(f"{where}: the chat template cannot render the roles {roles}: {error}") from None
+        return str(text)
 
     def rest(text: str, known: str) -> str:
         if not text.startswith(known):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,18 +18,22 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config import Config, ConfigError
+from megarl.megatron.gemma import CappedAttention, PostNormLayer, scale_embedding
+from megarl.megatron.group_limited import GroupLimitedRouter
 from megarl.megatron.heads import DeferredLogits, ValueHead
 from megarl.megatron.lora import add_adapters
 from megarl.models import megatron_fields as fields
+from megarl.models.family import Extras
 from megarl.models.layout import padded_vocab
 from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of
 from megarl.parallel import device
 
-Role = Literal["actor", "critic"]
+Role = Literal["actor", "critic", "reward_model"]
 
 
 def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConfig:
@@ -69,7 +74,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         )
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
-    fields.check(config.model.megatron, mla=kind is MLATransformerConfig)
+    fields.check(config.model.megatron, kind is MLATransformerConfig, family.extras(hf))
     values.update(config.model.megatron)
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # refuses what does not divide
     if values.get("fp8"):
@@ -92,20 +97,24 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         raise ConfigError(f"Megatron refuses this model configuration: {error}") from error
 
 
-def build_chunks(hf: Mapping[str, Any], config: Config, role: Role) -> list[DistributedDataParallel]:
-    """This rank's part of the model: one chunk, or `parallel.vpp` of them. Weights are arbitrary at first."""
+def build_chunks(hf: Mapping[str, Any], config: Config, role: Role, trains: bool = True) -> list[Any]:
+    """This rank's part of the model: one chunk, or `parallel.vpp` of them. Weights are arbitrary at first.
+
+    trains: whether they are wrapped for data parallelism, which has gradient buffers, or are their weights alone.
+    """
     settings = transformer_config(hf, config)
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
-    chunks = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
+    chunks: list[Any] = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
+    if settings.bf16:
+        chunks = [Float16Module(settings, chunk) for chunk in chunks]
+    if not trains:
+        return [chunk.requires_grad_(False) for chunk in chunks]
     fields.check_ddp(config.train.ddp)
     ddp = DistributedDataParallelConfig(
         **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     )
-    wrapped = [
-        DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if settings.bf16 else chunk)
-        for chunk in chunks
-    ]
+    wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in chunks]
     if ddp.overlap_grad_reduce:  # only in the last micro-batch's backward pass
         without = [chunk.no_sync for chunk in wrapped]
         settings.no_sync_func = without if len(without) > 1 else without[0]
@@ -118,20 +127,23 @@ def _build_chunk(
     vp_stage = chunk if config.parallel.vpp > 1 else None
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    extras = family_of(hf).extras(hf)
     arguments = dict(family_of(hf).gpt_kwargs(hf))
     arguments["vocab_size"] = padded_vocab(arguments["vocab_size"], config.parallel.tp)
-    if role == "critic":
+    if role != "actor":
         arguments["share_embeddings_and_output_weights"] = False
     model = GPTModel(
         config=settings,
-        transformer_layer_spec=_layer_spec(settings, vp_stage),
+        transformer_layer_spec=_layer_spec(settings, extras, vp_stage),
         pre_process=first,
         post_process=last,
         parallel_output=True,
         vp_stage=vp_stage,
         **arguments,
     )
-    if role == "critic" and last:
+    if first and extras.embedding_scale != 1:
+        scale_embedding(model.embedding, extras.embedding_scale)
+    if role != "actor" and last:
         model.output_layer = ValueHead(settings)
     elif last:
         model.output_layer.__class__ = DeferredLogits  # the same parameters and state, another forward
@@ -145,12 +157,26 @@ def _build_chunk(
     return model.to(device.device())
 
 
-def _layer_spec(settings: TransformerConfig, vp_stage: int | None) -> Any:
+def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None) -> Any:
     if device.has_cuda():
-        return get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
-    from megarl.megatron.cpu_modules import adapt_local_spec
+        from megatron.core.extensions.transformer_engine import TENorm as norm
 
-    spec = get_gpt_decoder_block_spec(
-        settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-    )
-    return adapt_local_spec(spec)
+        spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
+    else:
+        from megarl.megatron.cpu_modules import RMSNorm as norm
+        from megarl.megatron.cpu_modules import adapt_local_spec
+
+        spec = adapt_local_spec(
+            get_gpt_decoder_block_spec(
+                settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+            )
+        )
+    for layer in spec.layer_specs:  # some are the same object
+        if extras.attention_cap:
+            attention = partial(CappedAttention, cap=extras.attention_cap)
+            layer.submodules.self_attention.submodules.core_attention = attention
+        if extras.post_norms:
+            layer.module, layer.params = PostNormLayer, {"post_norm": norm}
+        if extras.groups_by_best and layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = GroupLimitedRouter
+    return spec

@@ -96,11 +96,20 @@ class PackedAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root mean square norm whose weight says that its gradient must be summed over sequence parallel ranks."""
+    """Root mean square norm whose weight says that its gradient must be summed over sequence parallel ranks.
+
+    With Megatron's `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in fp32.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class DuplicatedLinear(torch.nn.Module):

@@ -6,6 +6,8 @@ ranks, x = h W' divided by the temperature, z = log sum_j exp(x_j) and p_j = exp
     log p(target) = x_target - z              d log p(target) / d x_j = [j is target] - p_j
     entropy H     = z - sum_j p_j x_j         d H / d x_j             = -p_j (x_j - z + H)
 
+Where a model caps its logits, x = cap tanh(h W' / cap) / temperature, and d x / d h W' = (1 - tanh^2) / temperature.
+
 Both passes make the logits of some tokens, use them and drop them; the backward pass makes them again, a third more
 work for this one layer. Only numbers per token travel between ranks, never logits, and the backward pass needs no
 communication of its own, since every rank has z and H. Logits are made in the weight's type and used in fp32.
@@ -27,6 +29,7 @@ def vocab_parallel_logprobs(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     at_once: int = 512,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target, and the entropy of each distribution; both [T] fp32, the same on every rank.
 
@@ -36,11 +39,12 @@ def vocab_parallel_logprobs(
     vocab_size: rows from this one on are padding and have no probability.
     temperature: divides the logits; must be above 0.
     at_once: tokens whose logits exist at the same time.
+    cap: above 0, the soft cap of the logits.
     The gradients that come in must be the same on every rank of `group`, as they are where each computes the same loss.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
-    arguments = hidden, weight, targets, vocab_size, group, 1.0 / temperature, at_once
+    arguments = hidden, weight, targets, vocab_size, group, 1.0 / temperature, at_once, cap
     logprobs, entropy = _VocabParallelLogprobs.apply(*arguments)
     return logprobs, entropy
 
@@ -56,6 +60,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         scale: float,
         at_once: int,
+        cap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rank = 0 if group is None else group.rank()
         width, count = len(weight), len(hidden)
@@ -67,7 +72,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         own_peak = hidden.new_full((count,), -torch.inf, dtype=torch.float32)
         sums = torch.zeros(3, count, dtype=torch.float32, device=hidden.device)  # exp, exp * x, x of the target
         for rows in _slices(count, at_once) if columns else ():
-            x = _logits(hidden[rows], weight[:columns], scale)
+            x = _logits(hidden[rows], weight[:columns], scale, cap)
             own_peak[rows] = x.amax(dim=1)
             x -= own_peak[rows, None]
             sums[2, rows] = x.gather(1, local_targets[rows, None])[:, 0] * mine[rows]
@@ -87,23 +92,23 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         log_sum = sums[0].log()
         entropy = log_sum - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, local_targets, mine, peak + log_sum, entropy)
-        ctx.columns, ctx.scale, ctx.at_once = columns, scale, at_once
+        ctx.columns, ctx.scale, ctx.at_once, ctx.cap = columns, scale, at_once, cap
         ctx.set_materialize_grads(False)
         return sums[2] - log_sum, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        nothing = (None,) * 5
+        nothing = (None,) * 6
         if grad_logprobs is None and grad_entropy is None:
             return None, None, *nothing
         hidden, weight, local_targets, mine, log_z, entropy = ctx.saved_tensors
-        columns, scale = ctx.columns, ctx.scale
+        columns, scale, cap = ctx.columns, ctx.scale, ctx.cap
         grad_hidden, total_weight = torch.zeros_like(hidden), None
         if ctx.needs_input_grad[1]:  # not where it is frozen
             total_weight = torch.zeros(columns, weight.shape[1], dtype=torch.float32, device=weight.device)
         for rows in _slices(len(hidden), ctx.at_once) if columns else ():
-            log_p = _logits(hidden[rows], weight[:columns], scale) - log_z[rows, None]
+            log_p = _logits(hidden[rows], weight[:columns], scale, cap).sub_(log_z[rows, None])
             p = log_p.exp()
             total = torch.zeros_like(p)
             if grad_logprobs is not None:
@@ -112,6 +117,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 total.scatter_add_(1, local_targets[rows, None], at_target)
             if grad_entropy is not None:
                 total -= p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
+            if cap:
+                tanh = log_p.add_(log_z[rows, None]).div_(scale * cap)
+                total *= 1 - tanh.square_()
             grad = (total * scale).to(weight.dtype)
             grad_hidden[rows] = grad @ weight[:columns]
             if total_weight is not None:
@@ -123,9 +131,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, *nothing
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
     """[rows, columns] fp32."""
-    return torch.matmul(hidden, weight.T).float() * scale
+    logits = torch.matmul(hidden, weight.T).float()
+    return logits.div_(cap).tanh_().mul_(cap * scale) if cap else logits * scale
 
 
 def _all_reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:

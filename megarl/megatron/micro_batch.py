@@ -31,11 +31,16 @@ class MicroBatch:
     real: torch.Tensor  # [T] int64, where in it the tokens of `batch` are
     has_prediction: torch.Tensor  # [T] bool, False for the first token of a sequence
     packed: PackedSeqParams
+    routing: torch.Tensor | None  # [P / cp, MoE layers, topk] int16, laid out like the tokens; -1 in the padding
 
     def align(self, emitted: torch.Tensor) -> torch.Tensor:
         """[P] as emitted, index t about token t + 1 -> [T], index t about token t, 0 for the first of a sequence."""
         shifted = emitted.roll(1)[self.real]
         return torch.where(self.has_prediction, shifted, torch.zeros_like(shifted))
+
+    def unshifted(self, emitted: torch.Tensor) -> torch.Tensor:
+        """[P] as emitted -> [T], index t about the tokens up to and including t: without the padding, nothing else."""
+        return emitted[self.real]
 
 
 def make_micro_batch(
@@ -61,9 +66,14 @@ def make_micro_batch(
     places = zigzag(cu_seqlens, cp)
     mine = places[cp_rank]
     offsets = cu_seqlens.to(device=device, dtype=torch.int32)
+    routing = None
+    if chosen.routing is not None:
+        routing = chosen.routing.new_full((len(tokens), *chosen.routing.shape[1:]), -1)
+        routing[real] = chosen.routing
+        routing = routing[mine].to(device)
     return MicroBatch(
         indices=list(indices),
-        batch=_moved(chosen, device),
+        batch=_moved(chosen.with_(routing=None), device),
         tokens=tokens[None, mine].to(device),
         positions=positions[None, mine].to(device),
         targets=targets[mine].to(device),
@@ -77,6 +87,7 @@ def make_micro_batch(
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         ),
+        routing=routing,
     )
 
 

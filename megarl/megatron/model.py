@@ -1,4 +1,4 @@
-"""A policy or a critic on Megatron-Core: forward over a batch, a training step, its weights, its state.
+"""A policy, a critic or a reward model on Megatron-Core: forward over a batch, a training step, its weights, its state.
 
 Every method is called by all ranks with the same global batch and returns the same values on all of them. The batch
 is cut here: over data parallel ranks, into micro-batches, and over Megatron's pipeline schedule.
@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.config import Config, ConfigError
 from megarl.data.packing import plan_micro_batches
-from megarl.megatron import lora, optimizer
+from megarl.megatron import lora, optimizer, routing
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.context import gather_context
@@ -27,9 +27,12 @@ from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
 from megarl.megatron.parking import Parking
 from megarl.models.adapters import adapter_params
+from megarl.models.classifier import VALUE_HEAD
 from megarl.models.cost import quadratic_cost
-from megarl.models.layout import HFTensor, Param, Replicated
+from megarl.models.layout import Param
+from megarl.models.memory import critic_params
 from megarl.models.registry import family_of
+from megarl.models.routing import RoutingShape, routing_shape
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, active, all_gather_objects
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
@@ -38,26 +41,43 @@ LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
 Get = Callable[[Param, int, int], torch.Tensor]
 FP8_ROWS = 32
 """Transformer Engine multiplies in FP8 only matrices with multiples of 16 rows, in blocks with scales, of 32."""
-VALUE_HEAD = "score.weight"
-"""HF name of a critic's head, that of a sequence classifier with one label."""
+NAMES = {"actor": ("logprobs", "entropy"), "critic": ("values",), "reward_model": ("scores",)}
+"""Which fields of ModelOutput a model of each role has."""
 
 
 class MegatronModel:
-    """`total_updates`: optimizer steps of the whole run, for the schedule. Weights are arbitrary until loaded."""
+    """`total_updates`: optimizer steps of the whole run, for the schedule. Weights are arbitrary until loaded.
+
+    With `trains=False` there are no gradients and no optimizer: forward only, from weights that are loaded once.
+    """
 
     def __init__(
-        self, hf_config: Mapping[str, Any], config: Config, ranks: Ranks, role: Role, total_updates: int = 1
+        self,
+        hf_config: Mapping[str, Any],
+        config: Config,
+        ranks: Ranks,
+        role: Role,
+        total_updates: int = 1,
+        trains: bool = True,
     ) -> None:
         self.hf_config = hf_config
         self.config = config
         self.ranks = ranks
         self.role = role
         self.vocab_size = int(family_of(hf_config).gpt_kwargs(hf_config)["vocab_size"])
+        self.extras = family_of(hf_config).extras(hf_config)
         self.quadratic_cost = quadratic_cost(hf_config)
+        self.optimizer: Any = None
+        self.replays: RoutingShape | None = None
         self._parking = Parking(self._kept_tensors, self._grad_buffers)
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
         with self._at_work():
-            self.chunks = build_chunks(hf_config, config, role)
+            self.chunks = build_chunks(hf_config, config, role, trains)
+            if role == "actor" and config.train.replay_routing:
+                self.replays = routing_shape(hf_config, config.model.megatron)
+                routing.install(self.chunks, self.replays)
+            if not trains:
+                return
             self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
         self.scheduler = optimizer.build_scheduler(settings, self.optimizer, total_updates)
 
@@ -68,10 +88,7 @@ class MegatronModel:
         table = family_of(self.hf_config).params(self.hf_config, self.ranks.tp, self.ranks.etp)
         if self.role == "actor":
             return table
-        head = Param(
-            "output_layer.weight", (HFTensor(VALUE_HEAD, (1, int(self.hf_config["hidden_size"]))),), Replicated()
-        )
-        return [param for param in table if param.megatron != head.megatron] + [head]
+        return critic_params(table, int(self.hf_config["hidden_size"]))
 
     def local_params(self) -> dict[str, torch.Tensor]:
         """This rank's parameters, in place, by canonical name (see `names.py`). With LoRA they are the base model's."""
@@ -110,14 +127,15 @@ class MegatronModel:
                 not_finite.append(" or ".join(item.name for item in table[name].hf))
         if found := [name for names in all_gather_objects(not_finite) for name in names]:
             raise ConfigError(f"{found[0]} has elements that are not finite; these weights cannot be trained")
-        self.optimizer.reload_model_params()  # the fp32 masters
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()  # the fp32 masters
 
     def load_hf(self, folder: str | Path) -> None:
-        """Load an HF folder; a critic's head stays zero unless the folder has one. Raises ConfigError."""
+        """Load an HF folder; a value head stays zero unless the folder has one. Raises ConfigError."""
         from megarl.checkpoint.hf import open_hf
 
         weights = open_hf(folder)
-        heads = (VALUE_HEAD, "lm_head.weight") if self.role == "critic" else ()
+        heads = (VALUE_HEAD, "lm_head.weight") if self.role != "actor" else ()
         weights.check(dict(self.hf_config), optional=heads)
         has_head = VALUE_HEAD in weights.names()
 
@@ -168,10 +186,11 @@ class MegatronModel:
     def _kept_tensors(self) -> Iterator[torch.Tensor]:
         for chunk in self.chunks:
             yield from chunk.parameters()
-        yield from optimizer.state_tensors(self.optimizer)
+        if self.optimizer is not None:
+            yield from optimizer.state_tensors(self.optimizer)
 
     def _grad_buffers(self) -> Iterator[torch.Tensor]:
-        for chunk in self.chunks:
+        for chunk in self.chunks if self.optimizer is not None else ():
             yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
 
     @contextmanager
@@ -185,15 +204,15 @@ class MegatronModel:
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """What the model says of each token: `logprobs` and `entropy` of a policy, `values` of a critic.
+        """What the model says of each token: `logprobs` and `entropy` of a policy, `values` of a critic, `scores` of a
+        reward model.
 
         Returns [T] fp32 host tensors in the batch's order. `temperature` divides a policy's logits.
         """
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             output = self._read(micro, emitted, temperature)
-            names = ("logprobs", "entropy") if self.role == "actor" else ("values",)
-            found = {name: getattr(output, name).cpu() for name in names}
+            found = {name: getattr(output, name).cpu() for name in NAMES[self.role]}
             return emitted.new_zeros(()), torch.zeros((), dtype=torch.int), (micro.indices, found)
 
         for chunk in self.chunks:
@@ -206,8 +225,8 @@ class MegatronModel:
         """One optimizer step on sum(loss_weights * loss) over `batch`.
 
         Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (1 when the gradient was not finite and
-        nothing was changed) and the aux losses that are on, all under actor/ or critic/, and the metrics of `loss_fn`
-        under their own names.
+        nothing was changed) and the aux losses that are on, all under the role's name, and the metrics of `loss_fn`
+        under their own names. A reward model's loss gets all sequences of a group in one micro-batch.
         """
         if batch.loss_weights is None:
             raise ValueError("a training batch needs loss_weights")
@@ -249,15 +268,18 @@ class MegatronModel:
         )
         return metrics
 
-    def _plan(self, batch: TrainBatch) -> list[list[list[int]]]:
+    def _plan(self, batch: TrainBatch, forward_only: bool = False) -> list[list[list[int]]]:
         parallel, budget = self.config.parallel, self.config.train.token_budget * self.ranks.cp
         # Megatron's interleaved schedule takes micro-batches by the pipeline's length.
         multiple = parallel.pp if parallel.vpp > 1 else 1
-        return plan_micro_batches(batch.lengths.tolist(), self.ranks.dp, budget, self.quadratic_cost, multiple)
+        # The loss of a reward model compares the scores of a group.
+        together = batch.group.tolist() if self.role == "reward_model" and not forward_only else None
+        lengths = batch.lengths.tolist()
+        return plan_micro_batches(lengths, self.ranks.dp, budget, self.quadratic_cost, multiple, together)
 
     def _schedule(self, batch: TrainBatch, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results."""
-        mine = self._plan(batch)[self.ranks.dp_rank]
+        mine = self._plan(batch, forward_only)[self.ranks.dp_rank]
         place = device.device()
         # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
         keep_type = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
@@ -268,6 +290,8 @@ class MegatronModel:
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(source)
+            if self.replays is not None:
+                routing.begin(model, micro.routing, self.replays, self.ranks.tp, self.ranks.tp_rank)
             output = model(
                 input_ids=micro.tokens,
                 position_ids=micro.positions,
@@ -288,15 +312,20 @@ class MegatronModel:
         )
 
     def _read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float) -> ModelOutput:
-        """[1, P / cp, hidden] states or [1, P / cp, 1] values, as emitted -> [T], shifted.
+        """[1, P / cp, hidden] states or [1, P / cp, 1] values, as emitted -> [T], shifted but for scores.
 
         Every context parallel rank has all of a micro-batch's numbers and computes the same loss of them.
         """
 
-        def whole(local: torch.Tensor) -> torch.Tensor:
+        def gathered(local: torch.Tensor) -> torch.Tensor:
             group = parallel_state.get_context_parallel_group()
-            return micro.align(gather_context(local, micro.places, group, same_gradient=True))
+            return gather_context(local, micro.places, group, same_gradient=True)
 
+        def whole(local: torch.Tensor) -> torch.Tensor:
+            return micro.align(gathered(local))
+
+        if self.role == "reward_model":
+            return ModelOutput(scores=micro.unshifted(gathered(emitted[0, :, 0].float())))
         if self.role == "critic":
             return ModelOutput(values=whole(emitted[0, :, 0].float()))
         model = unwrap(self.chunks[-1])
@@ -309,6 +338,7 @@ class MegatronModel:
             parallel_state.get_tensor_model_parallel_group(),
             temperature,
             self.config.train.logits_at_once,
+            self.extras.logit_cap,
         )
         return ModelOutput(logprobs=whole(logprobs), entropy=whole(entropy))
 

@@ -23,7 +23,7 @@ from megarl.models.layout import (
     Vocab,
     pieces,
 )
-from megarl.models.options import need, rope
+from megarl.models.options import need, rope, tied
 
 
 def checked(params: list[Param], tp: int, etp: int) -> list[Param]:
@@ -65,7 +65,7 @@ def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
         max_sequence_length=need(hf, "max_position_embeddings"),
         position_embedding_type="rope",
         rotary_base=float(rope(hf)["rope_theta"]),
-        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+        share_embeddings_and_output_weights=tied(hf),
     )
 
 
@@ -100,7 +100,7 @@ def final(hf: HFConfig) -> list[Param]:
     """Final norm, and the output layer unless it is the embedding's weight again."""
     vocab, hidden = need(hf, "vocab_size"), need(hf, "hidden_size")
     rows = [one("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Replicated())]
-    if not hf.get("tie_word_embeddings", False):
+    if not tied(hf):
         rows.append(_vocab("output_layer.weight", "lm_head.weight", (vocab, hidden), "head"))
     return rows
 
@@ -113,9 +113,15 @@ def norm(megatron: str, hf: str, size: int) -> Param:
     return one(f"{megatron}.weight", f"{hf}.weight", (size,), Replicated())
 
 
-def grouped_attention(hf: HFConfig, layer: int, bias: bool = False, qk_norm: bool = False) -> list[Param]:
+def grouped_attention(
+    hf: HFConfig,
+    layer: int,
+    bias: bool = False,
+    qk_norm: bool = False,
+    before_mlp: str = "post_attention_layernorm",
+) -> list[Param]:
     """Both norms of a layer and grouped-query attention between them: fused qkv, output projection, optionally biases
-    of qkv and norms of q and k."""
+    of qkv and norms of q and k. `before_mlp`: HF's name of the second norm."""
     hidden, heads, size, shared = need(hf, "hidden_size"), need(hf, "num_attention_heads"), head_dim(hf), groups(hf)
     layer_here, layer_there = f"decoder.layers.{layer}", f"model.layers.{layer}"
     ours, theirs = f"{layer_here}.self_attention", f"{layer_there}.self_attn"
@@ -133,7 +139,7 @@ def grouped_attention(hf: HFConfig, layer: int, bias: bool = False, qk_norm: boo
         rows += [norm(f"{ours}.{x}_layernorm", f"{theirs}.{x}_norm", size) for x in ("q", "k")]
     output = Columns(heads, "num_attention_heads")
     rows.append(one(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * size), output))
-    rows.append(norm(f"{layer_here}.pre_mlp_layernorm", f"{layer_there}.post_attention_layernorm", hidden))
+    rows.append(norm(f"{layer_here}.pre_mlp_layernorm", f"{layer_there}.{before_mlp}", hidden))
     return rows
 
 

@@ -1,6 +1,7 @@
 """DeepSeek-V2 and V3: multi-head latent attention, shared experts, first layers dense.
 
-V3 (and R1, and Kimi K2 by its config.json) routes by sigmoid, by groups and with a bias for balance; V2 by softmax.
+V3 (and R1, and Kimi K2 by its config.json) routes by sigmoid, by groups and with a bias for balance; V2 by softmax,
+by groups or not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.models import blocks
-from megarl.models.family import Family
+from megarl.models.family import Extras, Family
 from megarl.models.layout import Columns, HFConfig, HFTensor, Param, Replicated, Rows, Slot
 from megarl.models.options import need, require, require_common, rope
 
@@ -27,11 +28,7 @@ def _config_v3(hf: HFConfig) -> dict[str, Any]:
 
 def sigmoid_routing(hf: HFConfig) -> dict[str, Any]:
     """Megatron's fields for routing by sigmoid, by groups and with a bias for balance."""
-    groups, group_topk = hf.get("n_group") or 1, hf.get("topk_group") or 1
-    limited = group_topk < groups  # choosing all groups is choosing none
-    return dict(
-        moe_router_num_groups=groups if limited else None,
-        moe_router_group_topk=group_topk if limited else None,
+    return _groups(hf) | dict(
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         moe_router_bias_update_rate=0.0,  # moving it changes the policy outside of the loss
@@ -40,7 +37,24 @@ def sigmoid_routing(hf: HFConfig) -> dict[str, Any]:
 
 def _config_v2(hf: HFConfig) -> dict[str, Any]:
     _check_v2(hf)
-    return _config(hf) | dict(moe_router_score_function="softmax", moe_router_pre_softmax=True)
+    return _config(hf) | _groups(hf) | dict(moe_router_score_function="softmax", moe_router_pre_softmax=True)
+
+
+def _extras_v2(hf: HFConfig) -> Extras:
+    return Extras(groups_by_best=_limited(hf))
+
+
+def _groups(hf: HFConfig) -> dict[str, Any]:
+    limited = _limited(hf)
+    return dict(
+        moe_router_num_groups=hf["n_group"] if limited else None,
+        moe_router_group_topk=(hf.get("topk_group") or 1) if limited else None,
+    )
+
+
+def _limited(hf: HFConfig) -> bool:
+    """Whether experts are chosen out of some groups only; choosing all groups is choosing none."""
+    return bool((hf.get("topk_group") or 1) < (hf.get("n_group") or 1))
 
 
 def _config(hf: HFConfig) -> dict[str, Any]:
@@ -242,9 +256,21 @@ def _check_v2(hf: HFConfig) -> None:
     _check(hf)
     require(hf, "mlp_bias", False)
     require(hf, "scoring_func", "softmax")
-    # group_limited_greedy ranks a group by its best expert, Megatron by its best num_experts_per_tok / topk_group.
-    require(hf, "topk_method", "greedy")
+    require(hf, "topk_method", "greedy", ("group_limited_greedy",))
     require(hf, "norm_topk_prob", False)
+    if not _limited(hf):
+        return
+    groups, group_topk, experts = hf["n_group"], need(hf, "topk_group"), num_experts(hf)
+    if hf.get("topk_method", "greedy") == "greedy":
+        raise ConfigError(
+            f"config.json: topk_method='greedy' with topk_group={group_topk} of n_group={groups} is not implemented: "
+            "SGLang would limit the choice to these groups; HF does with topk_method='group_limited_greedy'"
+        )
+    if experts % groups or need(hf, "num_experts_per_tok") > group_topk * (experts // groups):
+        raise ConfigError(
+            f"config.json: n_routed_experts={experts} in n_group={groups} groups, of which topk_group={group_topk} "
+            f"have too few for num_experts_per_tok={hf['num_experts_per_tok']}, or groups are not of equal size"
+        )
 
 
 def _check_v3(hf: HFConfig) -> None:
@@ -257,13 +283,13 @@ def _check_v3(hf: HFConfig) -> None:
 def check_sigmoid_routing(hf: HFConfig) -> None:
     """Refuse what `sigmoid_routing` would not do."""
     require(hf, "scoring_func", "sigmoid")
-    topk, groups, group_topk = need(hf, "num_experts_per_tok"), hf.get("n_group") or 1, hf.get("topk_group") or 1
+    topk, group_topk = need(hf, "num_experts_per_tok"), hf.get("topk_group") or 1
     if bool(hf.get("norm_topk_prob", True)) != (topk > 1):
         raise ConfigError(
             f"config.json: norm_topk_prob={hf.get('norm_topk_prob', True)} with num_experts_per_tok={topk} is not "
             "implemented: Megatron normalises the weights of sigmoid routing exactly when there is more than one"
         )
-    if group_topk < groups and topk // group_topk != 2:
+    if _limited(hf) and topk // group_topk != 2:
         raise ConfigError(
             f"config.json: num_experts_per_tok={topk} with topk_group={group_topk} is not implemented: HF ranks a "
             f"group by its best 2 experts, Megatron by num_experts_per_tok / topk_group = {topk // group_topk}"
@@ -287,6 +313,7 @@ V2 = Family(
     _layer_v2,
     num_experts,
     tool_call_parser="deepseekv3",
+    extras=_extras_v2,
 )
 V3 = Family(
     "DeepseekV3ForCausalLM",

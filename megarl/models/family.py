@@ -12,6 +12,26 @@ from megarl.models.options import need
 
 
 @dataclass(frozen=True)
+class Extras:
+    """What a model computes that Megatron's configuration has no field for; `megatron/build.py` puts it in."""
+
+    attention_cap: float = 0.0
+    """Above 0: attention logits x, after scaling, become cap * tanh(x / cap)."""
+    logit_cap: float = 0.0
+    """The same for the logits of the vocabulary, before the temperature divides them."""
+    embedding_scale: float = 1.0
+    """Multiplies embeddings, in the model's type; the tied output layer is not scaled."""
+    post_norms: bool = False
+    """What attention and MLP add to the residual stream has a norm of its own."""
+    groups_by_best: bool = False
+    """Group-limited routing ranks a group of experts by its best one, not by a sum over several."""
+
+
+PLAIN = Extras()
+"""Of a model of which Megatron's configuration says all."""
+
+
+@dataclass(frozen=True)
 class Family:
     """One table. Every function raises ConfigError for an option it does not implement, naming the option."""
 
@@ -33,6 +53,8 @@ class Family:
     """Routed experts of a layer that has any; 0 for a dense model."""
     tool_call_parser: str
     """SGLang's parser for the calls that these models write."""
+    extras: Callable[[HFConfig], Extras] = lambda hf: PLAIN
+    """What `megatron_config` cannot say."""
     untrained: Callable[[HFConfig], tuple[str, ...]] = lambda hf: ()
     """Prefixes of HF tensors that are not trained: ignored on load, taken over unchanged on export."""
     mtp_layers: Callable[[HFConfig], int] = lambda hf: 0

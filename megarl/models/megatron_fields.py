@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models.family import PLAIN, Extras
 
 OURS = {
     "tensor_model_parallel_size": "parallel.tp",
@@ -35,6 +36,9 @@ FIXED = {
     "mtp_num_layers": "multi-token prediction layers are not trained",
     "calculate_per_token_loss": "losses are sums over tokens",
     "variable_seq_lengths": "micro-batches differ in length",
+    "window_size": "config.json says which layers have windows",
+    "window_attn_skip_freq": "config.json says which layers have windows",
+    "layernorm_zero_centered_gamma": "weights of norms are what they are in the checkpoint",
     "finalize_model_grads_func": "it is a function",
 }
 """Fields that cannot be set at all, and why."""
@@ -76,8 +80,9 @@ def _fields(*classes: tuple[str, str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def check(settings: Mapping[str, Any], mla: bool) -> None:
-    """Raise ConfigError for a key of `model.megatron` that Megatron does not know, with the nearest, or is not free."""
+def check(settings: Mapping[str, Any], mla: bool, extras: Extras = PLAIN) -> None:
+    """Raise ConfigError for a key of `model.megatron` that Megatron does not know, with the nearest, or is not free;
+    also because of what a model has beyond Megatron."""
     for name in settings:
         if name in OURS:
             raise ConfigError(f"model.megatron.{name} has a key of its own: set {OURS[name]}")
@@ -86,6 +91,10 @@ def check(settings: Mapping[str, Any], mla: bool) -> None:
         if name not in known_fields(mla):
             kind = "MLATransformerConfig" if mla else "TransformerConfig"
             raise ConfigError(_unknown("model.megatron", name, kind, known_fields(mla)))
+    if extras.groups_by_best and settings.get("moe_router_fusion"):
+        raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
+    if extras.attention_cap and settings.get("attention_dropout"):
+        raise ConfigError("model.megatron.attention_dropout is not implemented for attention with a soft cap")
 
 
 def check_ddp(settings: Mapping[str, Any]) -> None:

@@ -51,8 +51,11 @@ class StageMemory:
         return max(self.training_total, self.generation_total)
 
 
-def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None) -> list[StageMemory]:
+def plan_memory(
+    hf: HFConfig, config: Config, critic_hf: HFConfig | None = None, reward_hf: HFConfig | None = None
+) -> list[StageMemory]:
     """Memory of a rank of each pipeline stage. `critic_hf`: of the critic's model; None where there is no critic.
+    `reward_hf`: likewise, of the reward model that serves, in fp32 and with its weights alone.
 
     Raises ConfigError where the layout does not divide the model.
     """
@@ -60,28 +63,31 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
     size = BYTES[config.model.dtype]
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
     params = family_of(hf).params(hf, parallel.tp)
-    tables = {"actor": (params, settings)}
-    if critic_hf is not None:
-        critic_settings = {**family_of(critic_hf).megatron_config(critic_hf), **config.model.megatron}
-        table = params if critic_hf is hf else family_of(critic_hf).params(critic_hf, parallel.tp)
-        tables["critic"] = (critic_params(table, int(critic_hf["hidden_size"])), critic_settings)
+    trains_reward = config.algorithm == "reward_model"
+    tables = {} if trains_reward else {"actor": (params, settings)}
+    for role, other in (("critic", critic_hf), ("reward model", hf if trains_reward else reward_hf)):
+        if other is not None:
+            shape = {**family_of(other).megatron_config(other), **config.model.megatron}
+            table = params if other is hf else family_of(other).params(other, parallel.tp)
+            tables[role] = (critic_params(table, int(other["hidden_size"])), shape)
     models = {}
     for role, (table, shape) in tables.items():
         layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape, parallel.vpp)
-        adapters = adapter_params(table, config.lora) if config.lora.rank else []
+        adapts = config.lora.rank and (role != "reward model" or trains_reward)
+        adapters = adapter_params(table, config.lora) if adapts else []
         heads = [param for param in table if param.slot is None]  # a critic's is trained with LoRA, too
         held = stage_elements([*table, *adapters], parallel.tp, parallel.ep, layers)
         trained = stage_elements([*adapters, *heads], parallel.tp, parallel.ep, layers) if adapters else held
         models[role] = (shape, layers, held, trained)
     generation = {}
-    if config.algorithm != "sft":
+    if config.generates:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
         tokens = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
         generation = {
             "engine weights": engine_bytes(params, rollout.tp, size, is_fp8(hf)),
             "engine KV cache": tokens * kv_elements(settings, rollout.tp) * size,
         }
-    tokens = max(config.train.token_budget, rollout.max_context if config.algorithm != "sft" else 0)
+    tokens = max(config.train.token_budget, rollout.max_context if config.generates else 0)
     stages = []
     dp = parallel.world_size // (parallel.tp * parallel.pp)
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep))
@@ -89,19 +95,27 @@ def plan_memory(hf: HFConfig, config: Config, critic_hf: HFConfig | None = None)
         states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0}
         host = {}
+        awake = dict(generation)
         for role, (shape, layers, held, trained) in models.items():
+            if role == "reward model" and not trains_reward:
+                states["reward model weights"] = sum(held[stage]) * 4
+                # It scores while the engine is awake, and has one layer's activations at a time.
+                widest = max(_layer_elements(shape, layer) for layer in layers[stage])
+                awake["reward model activations"] = widest * tokens // parallel.tp * 4
+                continue
             weights = {"weights": state_bytes(*held[stage], dp, expert_dp, size)["weights"]}
             for part, amount in (state_bytes(*trained[stage], dp, expert_dp, size) | weights).items():
                 states[f"{role} {part}"] = amount
             # One model computes at a time: the greater of the two counts.
             used = activation_elements(shape, layers[stage], parallel.tp, tokens, in_flight=parallel.pp - stage) * size
             training["activations"] = max(training["activations"], used)
-        if stage == parallel.pp - 1:
+        if stage == parallel.pp - 1 and not trains_reward:
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             training["logits"] = logits_bytes(words, hidden, parallel.tp, tokens, config.train.logits_at_once, size)
-        if config.algorithm != "sft" and config.kl.place != "none" and not config.lora.rank:
+        if config.generates and config.kl.place != "none" and not config.lora.rank:
             host["reference weights"] = states["actor weights"]
-        stages.append(StageMemory(stage, models["actor"][1][stage], states, training, generation, host))
+        layers = next(iter(models.values()))[1]
+        stages.append(StageMemory(stage, layers[stage], states, training, awake, host))
     return stages
 
 

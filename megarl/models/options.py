@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config import ConfigError
@@ -24,18 +24,35 @@ def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, .
         raise ConfigError(f"config.json of {_name(hf)}: {key}={value!r} is not implemented (implemented: {known})")
 
 
-def require_common(hf: Mapping[str, Any], partial_rotary: bool = False) -> None:
-    """Refuse what no family implements. partial_rotary: whether this one can turn a part of each head only."""
+def require_common(
+    hf: Mapping[str, Any],
+    partial_rotary: bool = False,
+    activation: str = "silu",
+    layer_types: Sequence[str] | None = None,
+) -> None:
+    """Refuse what no family implements. partial_rotary: whether this one can turn a part of each head only.
+    activation: the one of its MLPs. layer_types: the attention of each layer; None: full everywhere."""
     is_fp8(hf)  # refuses what is quantised otherwise
-    require(hf, "hidden_act", "silu")
+    require(hf, "hidden_act", activation)
     require(hf, "attention_dropout", 0.0)
     require(hf, "use_sliding_window", False)
     if not partial_rotary:
         require(rope(hf), "partial_rotary_factor", 1.0)
     require(hf, "pruned_heads", {})
-    for kind in hf.get("layer_types") or ():
+    kinds = hf.get("layer_types") or ()
+    if layer_types is not None:
+        if kinds and list(kinds) != list(layer_types):
+            raise ConfigError(f"config.json of {_name(hf)}: layer_types={kinds} is not implemented: not {layer_types}")
+        return
+    for kind in kinds:
         if kind != "full_attention":
             raise ConfigError(f"config.json of {_name(hf)}: layer_types with {kind!r} is not implemented")
+
+
+def tied(hf: Mapping[str, Any]) -> bool:
+    """Whether the output layer's weight is the embedding's. Gemma 2's published config.json does not say that it is."""
+    gemma2 = "Gemma2ForCausalLM" in (hf.get("architectures") or ()) or hf.get("model_type") == "gemma2"
+    return bool(hf.get("tie_word_embeddings", gemma2))
 
 
 def rope(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,28 +7,36 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.models import deepseek, dense, glm4_moe, qwen3_moe
+from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
+from megarl.models.classifier import CLASSIFIER, POLICY
 from megarl.models.family import Family, HFConfig
 from megarl.models.layout import Param
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
-    for family in (dense.QWEN2, dense.QWEN3, dense.LLAMA, qwen3_moe.FAMILY, deepseek.V2, deepseek.V3, glm4_moe.FAMILY)
+    for family in (
+        *(dense.QWEN2, dense.QWEN3, dense.LLAMA, gemma2.FAMILY),
+        *(qwen3_moe.FAMILY, deepseek.V2, deepseek.V3, glm4_moe.FAMILY),
+    )
 }
 
 PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")
 
 
 def family_of(hf: HFConfig) -> Family:
-    """The table of the model that config.json describes; raises ConfigError for one that there is no table for."""
+    """The table of the model that config.json describes; raises ConfigError for one that there is no table for.
+
+    A sequence classifier has the table of the language model that it is made of.
+    """
     name = (hf.get("architectures") or [None])[0]
     if name is None:
         name = next((f.architecture for f in FAMILIES.values() if f.model_type == hf.get("model_type")), None)
-    if name not in FAMILIES:
+    policy = str(name).replace(CLASSIFIER, POLICY)
+    if policy not in FAMILIES:
         raise ConfigError(
             f"there is no table for the architecture {name or hf.get('model_type')}; known: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[name]
+    return FAMILIES[policy]
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:

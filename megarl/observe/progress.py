@@ -18,15 +18,22 @@ from rich.text import Text
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("reward", "rollout/reward_mean", ".3f"),
     ("loss", "actor/nll", ".4f"),
+    ("loss", "reward_model/loss", ".4f"),
+    ("accuracy", "reward_model/accuracy", ".3f"),
+    ("margin", "reward_model/margin", ".3f"),
     ("KL to reference", "actor/kl_to_reference", ".4f"),
     ("entropy", "actor/entropy", ".3f"),
     ("gradient norm", "actor/grad_norm", ".3f"),
     ("tool calls", "rollout/tool_calls_mean", ".2f"),
     ("log-prob difference", "rollout/logprob_diff", ".1e"),
+    ("its mean", "rollout/logprob_diff_mean", ".1e"),
+    ("without replay", "rollout/logprob_diff_mean_unreplayed", ".1e"),
     ("tokens/s per rank", "perf/tokens_per_second_per_rank", ",.0f"),
     ("s/step", "time/step", ".1f"),
 )
 """Title, metric and format of what the display shows; a metric that a run does not have is left out."""
+HELD_OUT = ("eval/reward_", "eval/accuracy", "eval/margin")
+"""How the names of those begin that are shown of an evaluation."""
 
 
 class Progress:
@@ -69,8 +76,8 @@ class Progress:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> str:
         """Figures of the state after `step` steps; returns the line that it says."""
         self._values |= metrics
-        rewards = {name.removeprefix("eval/"): value for name, value in metrics.items() if "reward" in name}
-        shown = "  ".join(f"{name} {value:.3f}" for name, value in rewards.items())
+        figures = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith(HELD_OUT)}
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         line = f"held out, after step {step}: {shown}"
         self.say(line)
         return line
@@ -120,9 +127,9 @@ class Progress:
             rows.append(Text(f"now: {self._phase} ({clock(time.monotonic() - self._phase_began)})", style="cyan"))
         shown = [(title, format(self._values[name], style)) for title, name, style in SHOWN if name in self._values]
         shown += [
-            (f"held-out {name.removeprefix('eval/reward_')}", f"{value:.3f}")
+            (f"held-out {name.removeprefix('eval/').removeprefix('reward_')}", f"{value:.3f}")
             for name, value in self._values.items()
-            if name.startswith("eval/reward_")
+            if name.startswith(HELD_OUT)
         ]
         if shown:
             cells = [Text.assemble((f"{title} ", "dim"), (value, "bold")) for title, value in shown]

@@ -14,8 +14,8 @@ from megarl.models.layout import Param, cut_pieces
 from megarl.reshard.flows import Wire
 from megarl.reshard.layout import EngineLayout, TrainLayout, engine_shapes
 
-TIED_COPY = "output_layer.weight"
-"""With a tied head Megatron has a copy of the embedding under this name on the last stage. It is not sent."""
+TIED_COPY = "embedding.word_embeddings.weight"
+"""With a tied head the last stage has a copy of the embedding, by the embedding's name. It is not sent."""
 
 Described = Mapping[str, tuple[str, Sequence[int]]]
 """An engine's tensors: dtype and shape by name."""

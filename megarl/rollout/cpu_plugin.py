@@ -5,11 +5,12 @@ SGLang finds it through the entry point group `sglang.srt.plugins` that setup.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
-from megarl.rollout.cpu_attention import decode_attention
+from megarl.rollout.cpu_attention import decode_attention, extend_attention
 
 
 def register() -> None:
@@ -22,7 +23,9 @@ def register() -> None:
     _plain_rope()
     _mask_foreign_experts()
     _batch_decode()
+    _cap_logits()
     _cut_as_on_gpus()
+    _plain_host_memory()
 
 
 def _absorb_mla() -> None:
@@ -119,16 +122,58 @@ def _batch_decode() -> None:
         scaling: float | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        plain = encoder_lens is None and scaling is not None and options.get("sliding_window_size") is None
-        if not plain:
+        if encoder_lens is not None or scaling is None:
             before = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
             return one_by_one(self, *before, scaling=scaling, **options)
-        assert scaling is not None
-        slots = req_to_token[req_pool_indices]
-        output.copy_(decode_attention(query, k_cache, v_cache, slots, seq_lens, scaling))
+        slots, window = req_to_token[req_pool_indices], options.get("sliding_window_size")
+        output.copy_(decode_attention(query, k_cache, v_cache, slots, seq_lens, scaling, self.logit_cap, window))
         return output
 
     TorchNativeAttnBackend._run_sdpa_forward_decode = decode
+
+
+def _cap_logits() -> None:
+    """The backend ignores a layer's soft cap of attention logits: it is noted before each layer, and applied here to
+    prompts and in `_batch_decode` to what follows."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def noting(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **options: Any) -> torch.Tensor:
+            self.logit_cap = layer.logit_cap
+            return forward(self, q, k, v, layer, *rest, **options)
+
+        return run
+
+    uncapped = TorchNativeAttnBackend._run_sdpa_forward_extend
+
+    def extend(
+        self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if not self.logit_cap:
+            before = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens)
+            return uncapped(self, *before, extend_seq_lens, encoder_lens, scaling=scaling, **options)
+        if encoder_lens is not None or scaling is None or not options["causal"]:
+            raise NotImplementedError("a soft cap on a CPU: causal self attention only")
+        slots, window = req_to_token[req_pool_indices], options.get("sliding_window_size")
+        caches = (k_cache, v_cache, slots, seq_lens, extend_seq_lens)
+        output.copy_(extend_attention(query, *caches, scaling, self.logit_cap, window))
+        return output
+
+    TorchNativeAttnBackend._run_sdpa_forward_extend = extend
+    TorchNativeAttnBackend.forward_extend = noting(TorchNativeAttnBackend.forward_extend)
+    TorchNativeAttnBackend.forward_decode = noting(TorchNativeAttnBackend.forward_decode)
 
 
 def _cut_as_on_gpus() -> None:
@@ -141,3 +186,13 @@ def _cut_as_on_gpus() -> None:
     from sglang.srt.model_executor import model_runner
 
     model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, load_config, tp_size: model_config
+
+
+def _plain_host_memory() -> None:
+    """SGLang registers host buffers with CUDA, such as that for the experts that tokens chose; here there is none."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate

@@ -139,6 +139,7 @@ class Engine:
             "custom_weight_loader": [loader.NAME],
             "skip_server_warmup": True,
             "log_level": "warning",
+            "enable_return_routed_experts": self.config.train.replay_routing,
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
             **self._platform.server_args(self.config, self.first_device),
             **rollout.sglang,

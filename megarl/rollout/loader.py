@@ -91,16 +91,19 @@ def _obey(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | 
             from sglang.srt.model_loader.loader import post_load_weights
 
             post_load_weights(model)
+            for module in model.modules():  # Gemma's norms keep 1 + weight for fused kernels
+                getattr(module, "refresh_gemma_weight", lambda: None)()
             return {}
     raise ValueError(f"unknown order {order['do']!r}")
 
 
 def writable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters and the buffers that a checkpoint has, by name; shared ones once, by their first name."""
+    """The model's parameters and the buffers that a checkpoint has, by name; shared ones once, by their first name.
+    A buffer of one number is no weight: Gemma's normalizer follows from the size."""
     found = {name: parameter.data for name, parameter in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+            if buffer.dim() and name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 found[name] = buffer
     return found
 

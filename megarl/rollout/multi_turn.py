@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from megarl.config import RolloutConfig
+from megarl.models.routing import RoutingShape
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client, Policy
 from megarl.rollout.engine import Engine
@@ -35,20 +38,26 @@ async def run_conversation(
     The whole conversation stays within `max_context` tokens and the policy within `max_turns` turns. Status: `stop`
     when the policy ended a turn without a call, or with an end token that leaves no room for an answer; `length` when
     a turn or the context was full; `max_turns`; `aborted` when the engine cut it off.
+
+    A token's routing is taken from the first request that ran it, which is the one that sampled what follows it.
     """
     chat, config = around.chat, around.config
     schemas = chat.schemas(prompt)
     turns = [Turn(prompt.token_ids or tuple(chat.render(prompt)))]
     messages: list[Message] = list(prompt.messages)
     context = list(turns[0].token_ids)
-    calls = errors = 0
+    routing: list[torch.Tensor] = []
+    routed = calls = errors = 0
     status: Status = "max_turns"
     for number in range(1, config.max_turns + 1):
         budget = min(config.max_new_tokens, config.max_context - len(context))
         if budget <= 0:
             status = "length"
             break
-        out = await policy.generate(context, {**params, "max_new_tokens": budget})
+        out = await policy.generate(context, {**params, "max_new_tokens": budget}, routed)
+        if out.routing is not None:
+            routing.append(out.routing)
+            routed += len(out.routing)
         if out.token_ids:
             turns.append(Turn(out.token_ids, out.logprobs, is_action=True, weight_version=out.weight_version))
             context += out.token_ids
@@ -90,7 +99,16 @@ async def run_conversation(
         messages=tuple(messages),
         tool_calls=calls,
         tool_errors=errors,
+        routing=_completed(routing, len(context)),
     )
+
+
+def _completed(parts: list[torch.Tensor], tokens: int) -> torch.Tensor | None:
+    """[tokens, MoE layers, topk]: the parts, and -1 for the tokens at the end that no request has run."""
+    if not parts:
+        return None
+    known = torch.cat(parts)
+    return torch.cat([known, known.new_full((tokens - len(known), *known.shape[1:]), -1)])
 
 
 async def _run(tools: ToolPool, allowed: set[str], call: Any) -> ToolResult:
@@ -153,10 +171,13 @@ async def gather_rollouts(
 
 
 class Conversations:
-    """Rollouts by one engine; its tools' processes are kept from one call to the next, until `close`."""
+    """Rollouts by one engine; its tools' processes are kept from one call to the next, until `close`.
 
-    def __init__(self, engine: Engine, chat: Chat, config: RolloutConfig) -> None:
-        self._engine, self._chat, self._config = engine, chat, config
+    routing: of the engine's record of it, where the rollouts are to carry one.
+    """
+
+    def __init__(self, engine: Engine, chat: Chat, config: RolloutConfig, routing: RoutingShape | None = None) -> None:
+        self._engine, self._chat, self._config, self._routing = engine, chat, config, routing
         self._runner = asyncio.Runner()  # the processes belong to one event loop
         self._tools: ToolPool | None = None
 
@@ -181,7 +202,8 @@ class Conversations:
         async def run() -> list[Rollout]:
             if self._tools is None:
                 self._tools = ToolPool(chat.tools, config.tool_timeout)
-            async with Client(engine.url, engine.api_key, config.request_timeout, config.concurrency) as client:
+            limits = config.request_timeout, config.concurrency
+            async with Client(engine.url, engine.api_key, *limits, self._routing) as client:
                 parse = parser(client, config.tool_call_parser, engine.tool_call_marker)
                 return await gather_rollouts(
                     prompts,

@@ -26,6 +26,7 @@ _OURS = {
     "weight_version": "nothing, the trainer counts",
     "custom_weight_loader": "nothing, MegaRL has its own",
     "device": "nothing, the machine decides",
+    "enable_return_routed_experts": "train.replay_routing",
 }
 """Fields that MegaRL sets, and what sets them."""
 

@@ -30,6 +30,7 @@ class ReferenceWorker(Worker):
             self.first = partial(model.swapped, model.snapshot())
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """[T] fp32 on the host."""
+        """[T] fp32 on the host. Its router chooses for itself: the experts on record are those of other weights."""
+        batch = batch.with_(routing=None)
         with self.clock.phase("reference_logprobs"), self.first():
             return self.actor.model.forward(batch, self.actor.temperature)["logprobs"]

@@ -1,14 +1,21 @@
-"""Rewards: each rank scores its share of the rollouts, every rank gets them all."""
+"""Rewards: functions, of which each rank calls its share, and a reward model on all ranks; every rank gets them all."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
-from megarl.config import ConfigError
+from megarl.config import ConfigError, LoraConfig
+from megarl.megatron.model import MegatronModel
+from megarl.models.registry import load_hf_config
 from megarl.parallel.ranks import all_gather_objects
 from megarl.rewards.functions import load_functions, score
-from megarl.types import Rollout
+from megarl.types import Rollout, TrainBatch
 from megarl.workers.context import Context, Worker
+
+MODEL = "model"
+"""Name of the reward model's part among a rollout's `reward_parts`."""
 
 
 class RewardWorker(Worker):
@@ -18,8 +25,24 @@ class RewardWorker(Worker):
             self.functions = {getattr(reward_fn, "__name__", "reward_fn"): reward_fn}
         else:
             self.functions = load_functions(self.config.reward.functions)
-        if not self.functions:
-            raise ConfigError("there is no reward: set reward.functions to a list of module:name, or pass reward_fn")
+        self.model: MegatronModel | None = None
+        if not self.functions and not self.config.reward.model:
+            raise ConfigError(
+                "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass reward_fn"
+            )
+        if MODEL in self.functions and self.config.reward.model:
+            raise ConfigError(f"a reward function may not be called {MODEL!r} beside reward.model; rename it")
+
+    def start(self) -> None:
+        """Load the reward model in fp32, whatever the policy's type: weights alone, laid out as the policy."""
+        path = self.config.reward.model
+        if path:
+            with self.clock.phase("load"):
+                settings = dataclasses.replace(self.config.model, dtype="float32")
+                config = dataclasses.replace(self.config, model=settings, lora=LoraConfig())
+                self.model = MegatronModel(load_hf_config(path), config, self.ranks, "reward_model", trains=False)
+                self.model.load_hf(path)
+                self.context.models.append(self.model)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts with `reward` and `reward_parts`; an error of a function on one rank is raised on all."""
@@ -31,10 +54,24 @@ class RewardWorker(Worker):
             except ValueError as error:
                 result = str(error)
             parts = all_gather_objects(result)
-        for part in parts:
-            if isinstance(part, str):
-                raise ConfigError(part)
-        scored: list[Rollout] = [None] * len(rollouts)  # type: ignore[list-item]
-        for rank, part in enumerate(parts):
-            scored[rank :: self.ranks.world] = part
-        return scored
+            for part in parts:
+                if isinstance(part, str):
+                    raise ConfigError(part)
+            scored: list[Rollout] = [None] * len(rollouts)  # type: ignore[list-item]
+            for rank, part in enumerate(parts):
+                scored[rank :: self.ranks.world] = part
+            return scored if self.model is None else self._with_model(scored, self.model)
+
+    def _with_model(self, rollouts: list[Rollout], model: MegatronModel) -> list[Rollout]:
+        """The same with the model's score of each conversation, at its last token: the ids that the engine saw."""
+        batch = TrainBatch.from_rollouts(rollouts)
+        scores = model.forward(batch)["scores"][batch.cu_seqlens[1:] - 1].tolist()
+        for rollout, value in zip(rollouts, scores, strict=True):
+            if not math.isfinite(value):
+                raise ConfigError(f"reward.model gave the sample {rollout.prompt.id!r} the score {value}")
+        return [
+            dataclasses.replace(
+                rollout, reward=rollout.reward + value, reward_parts={**rollout.reward_parts, MODEL: value}
+            )
+            for rollout, value in zip(rollouts, scores, strict=True)
+        ]

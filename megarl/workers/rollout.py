@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megarl.config import ConfigError
+from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import read_rollouts, rollout_file
 from megarl.parallel import ranks
 from megarl.rollout.engine import Engine
@@ -54,7 +55,9 @@ class RolloutWorker(Worker):
             )
         lead = self.engine if self.leads else None
         if lead is not None:
-            self._talks = Conversations(lead, context.chat, self.config.rollout)
+            replays = self.config.train.replay_routing
+            routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
+            self._talks = Conversations(lead, context.chat, self.config.rollout, routing)
         self._push = WeightPush(context.hf_config, self.config, self.ranks, lead, self._collect)
 
     @property

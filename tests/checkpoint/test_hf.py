@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.hf import open_hf, save_hf
 from megarl.config import ConfigError
+from megarl.models.classifier import classifier_config
 from megarl.models.layout import shard
+from megarl.models.memory import critic_params
 from megarl.models.registry import family_of
 
 MOE: dict[str, Any] = {
@@ -106,6 +108,22 @@ def in_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], d
                 value[block] = q[block].float() * scales[i, j]
         stored[name], stored[f"{name}_scale_inv"], meant[name] = q, scales, value.bfloat16()
     return stored, meant
+
+
+def test_a_classifier_of_a_policy(source: Path, tmp_path: Path) -> None:
+    """Its own table and config.json, everything else of the source; and it is a source of the same kind again."""
+    tensors = {name: value for name, value in random_tensors(MOE).items() if name != "lm_head.weight"}
+    tensors["score.weight"] = torch.randn(1, 8)
+    table = critic_params(family_of(MOE).params(MOE, 1), 8)
+    config = classifier_config(MOE, "Qwen3MoeForCausalLM", 3)
+    for start, folder in ((source, tmp_path / "first"), (tmp_path / "first", tmp_path / "second")):
+        save_hf(folder, tensors.items(), start, table=table, config=config)
+        assert json.loads((folder / "config.json").read_text()) == config
+        assert (folder / "tokenizer.json").is_file()
+        assert_equal(folder, tensors)
+        open_hf(folder).check(config, optional=("score.weight", "lm_head.weight"))
+    with pytest.raises(ConfigError, match="lm_head.weight is repeated or not part of"):
+        save_hf(tmp_path / "third", random_tensors(MOE).items(), source, table=table, config=config)
 
 
 def test_fp8_is_read_as_what_it_stands_for(tmp_path: Path) -> None:

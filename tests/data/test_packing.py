@@ -94,3 +94,25 @@ def test_nonsense_is_refused(dp, budget):
 def test_an_empty_sequence_is_refused():
     with pytest.raises(ValueError, match="sequence 1 has 0 tokens"):
         plan_micro_batches([1, 0], 1, 10)
+
+
+def test_what_belongs_together_is_not_parted():
+    """Pairs of 11, 6, 13 and 7 tokens, at most 13 at once: three micro-batches would do, so two for each rank."""
+    lengths, together = [5, 3, 9, 4, 6, 3, 4, 3], [7, 1, 2, 2, 7, 1, 4, 4]
+    plan = plan_micro_batches(lengths, dp=2, token_budget=13, together=together)
+    assert plan == [[[2, 3], [1, 5]], [[0, 4], [6, 7]]]
+    # Three sequences beyond the budget are a micro-batch of their own, as one that is too long by itself.
+    assert plan_micro_batches([5, 5, 5, 2], dp=1, token_budget=8, together=[0, 0, 0, 1]) == [[[0, 1, 2], [3]]]
+
+
+def test_belonging_together_keeps_the_balance():
+    rng = np.random.default_rng(4)
+    lengths, quadratic = rng.integers(20, 900, 512).tolist(), 3e-4
+    plan = plan_micro_batches(lengths, 4, 4096, quadratic, together=[i // 2 for i in range(512)])
+    for rank in plan:
+        for micro in rank:
+            assert micro == sorted(micro) and micro[0::2] == [i - 1 for i in micro[1::2]]
+            assert sum(lengths[i] for i in micro) <= 4096
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(512))
+    cost = [sum(lengths[i] * (1 + quadratic * lengths[i]) for micro in rank for i in micro) for rank in plan]
+    assert max(cost) <= 1.01 * np.mean(cost)

@@ -19,8 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 import reference  # noqa: E402
+import replay  # noqa: E402
 import tiny  # noqa: E402
 
+from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
 from megarl.models.layout import shard, unshard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
@@ -35,6 +37,14 @@ def policy_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
 
 def value_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
     return TokenLoss((output.values - batch.returns) ** 2)
+
+
+def preference_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
+    assert output.scores is not None
+    return bradley_terry(output.scores, batch.cu_seqlens, batch.group)
+
+
+LOSSES = {"actor": policy_loss, "critic": value_loss, "reward_model": preference_loss}
 
 
 def shard_of_gradient(model: Any) -> dict[str, torch.Tensor]:
@@ -101,11 +111,10 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         }
     if layout.get("vpp", 1) > 1:
         tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"]
-    elif (
-        layout.get("pp", 1) > 1 and family == "deepseek_v3"
-    ):  # of three layers: an uneven split, and a stage without experts
+    elif layout.get("pp", 1) > 1 and family == "deepseek_v3":
+        # Of three layers: an uneven split, and a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1
-    batch = tiny.batch()
+    batch = tiny.pairs() if role == "reward_model" else tiny.batch()
     trainer = reference.Trainer(family, role)
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
@@ -119,7 +128,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         return model
 
     model = build()
-    loss_fn = policy_loss if role == "actor" else value_loss
+    loss_fn = LOSSES[role]
     result: dict[str, float] = {}
     found = model.forward(batch)
     with torch.no_grad():
@@ -129,9 +138,18 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             result["entropy"] = float((found["entropy"] - entropy).abs().max())
             cool, _ = reference.policy(trainer.model, batch, temperature=0.7)
             result["temperature"] = float((model.forward(batch, temperature=0.7)["logprobs"] - cool).abs().max())
-        else:
+        elif role == "critic":
             truth = reference.values(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
             result["values"] = float((found["values"] - truth).abs().max())
+        else:
+            truth = reference.scores(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
+            result["scores"] = float((found["scores"] - truth).abs().max())
+            frozen = MegatronModel(tiny.HF[family], model.config, model.ranks, "reward_model", trains=False)
+            frozen.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+            assert frozen.park() > 0 and not any(map(memory, frozen._kept_tensors()))
+            result["serving"] = float((frozen.forward(batch)["scores"] - found["scores"]).abs().max())
+            assert not any(tensor.requires_grad for chunk in frozen.chunks for tensor in chunk.parameters())
+            margins = truth[batch.cu_seqlens[1:] - 1].view(-1, 2) @ torch.tensor([1.0, -1.0])
 
     before = model.snapshot()
     result["parked"] = float(model.park() > 0 and sum(map(memory, model._kept_tensors())) == 0)
@@ -144,14 +162,18 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     assert norm > 2 * ADAM["max_grad_norm"], "the step is meant to be clipped"
     if role == "actor":
         result["metric"] = abs(metrics["entropy"] - float((batch.loss_weights * entropy).sum()))
+    if role == "reward_model":
+        share = float((margins > 0).float().mean())
+        assert 0 < share < 1 and metrics["reward_model/accuracy"] == share
+        result["metric"] = abs(metrics["reward_model/margin"] - float(margins.mean()))
     tied = tiny.HF[family]["tie_word_embeddings"]
-    skip = ("lm_head.weight",) if role == "critic" or tied else ()
+    skip = ("lm_head.weight",) if role != "actor" or tied else ()
     grads = trainer.tensors(grads=True)
     largest = max(float(grad.abs().max()) for name, grad in grads.items() if name not in skip)
     gathered = gather(model, shard_of_gradient(model), add=True)
     result["gradients"] = largest_difference(gathered, grads, skip) / largest
-    after = {name: tensor for name, tensor in trainer.tensors().items() if "inv_freq" not in name}
-    result["step"] = largest_difference(gather(model, model.local_params(), add=False), after, skip) / ADAM["lr"]
+    after = gather(model, model.local_params(), add=False)
+    result["step"] = largest_difference(after, trainer.tensors(), skip) / ADAM["lr"]
 
     # The same step whatever the micro-batches: one per sequence, or all in one.
     other = build(budget=1000)
@@ -176,6 +198,10 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     if family == "qwen3_moe" and role == "actor":
         result |= aux_losses(layout, weights)
+    if role == "actor" and family in ("qwen3_moe", "deepseek_v3"):
+        uneven = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
+        found = replay.check(family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
+        result |= {f"replay {name}": value for name, value in found.items()}
     if folder:
         result["resumed"] = float(resume(model, build, batch, loss_fn, folder))
     return result

@@ -53,7 +53,11 @@ def names() -> dict[str, str]:
     return {name: canonical_name(name, first_layer=4, first_expert=8) for name in local}
 
 
-def logprobs() -> dict[str, float]:
+def logprobs() -> dict[str, dict[str, float]]:
+    return {"plain": logprobs_with(0.0), "capped": logprobs_with(3.0)}
+
+
+def logprobs_with(cap: float) -> dict[str, float]:
     """Against log_softmax in fp64, with gradients of both outputs, more rows than one slice, and padded columns."""
     from megarl.megatron import logprobs as module
 
@@ -72,11 +76,15 @@ def logprobs() -> dict[str, float]:
         return make(states, *rest)
 
     module._logits = watched
-    found = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, at_once=4)
+    found = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, at_once=4, cap=cap)
     (weight[0] * found[0] + weight[1] * found[1]).sum().backward()
     module._logits = make
     exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
-    log_p = ((exact[0] @ exact[1].T)[:, :real] / temperature).log_softmax(-1)
+    logits = (exact[0] @ exact[1].T)[:, :real]
+    if cap:
+        assert logits.abs().max() > 2 * cap
+        logits = cap * torch.tanh(logits / cap)
+    log_p = (logits / temperature).log_softmax(-1)
     truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     (weight[0] * truth[0] + weight[1] * truth[1]).sum().backward()
     assert hidden.grad is not None and head.grad is not None
@@ -110,7 +118,8 @@ def micro_batch() -> dict[str, Any]:
     from megarl.megatron.micro_batch import make_micro_batch
 
     batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
-    micro = make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=4)
+    routing = torch.arange(12, dtype=torch.int16).view(6, 1, 2)
+    micro = make_micro_batch(batch.with_(routing=routing), [0, 2], torch.device("cpu"), tp=4)
     emitted = torch.tensor([10.0, 20, 30, 50, 60, -1, -1, -1])
     empty = make_micro_batch(batch, [], torch.device("cpu"), tp=4)
     return {
@@ -120,6 +129,7 @@ def micro_batch() -> dict[str, Any]:
         "cu_seqlens": micro.packed.cu_seqlens_q.tolist(),
         "aligned": micro.align(emitted).tolist(),
         "cp": context_parts(batch),
+        "routing": micro.routing.flatten(1).tolist(),  # type: ignore[union-attr]
         "empty": [empty.tokens.tolist(), empty.packed.cu_seqlens_q.tolist(), empty.align(torch.ones(4)).tolist()],
     }
 
@@ -155,6 +165,52 @@ def attention() -> dict[str, float]:
     return {"difference": float((found - truth).abs().max()), "seconds": time.perf_counter() - started}
 
 
+def capped_attention() -> dict[str, float]:
+    """Output and gradients against the formula in fp64: with a window and without, all queries and the last ones."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megarl.megatron import gemma
+    from megarl.megatron.build import transformer_config
+
+    settings = transformer_config(tiny.HF["gemma2"], tiny.config())
+    gemma.QUERIES_AT_ONCE, all_at_once = 4, gemma.QUERIES_AT_ONCE
+    generator, keys, result = torch.Generator().manual_seed(0), 19, {}
+    for layer, queries in ((1, 19), (2, 19), (1, 7), (2, 7)):
+        core = gemma.CappedAttention(settings, layer, AttnMaskType.causal, "self", softmax_scale=12**-0.5, cap=1.5)
+        mine = [torch.randn(n, 2, heads, 16, generator=generator) for n, heads in ((queries, 4), (keys, 2), (keys, 2))]
+        exact = [x.double() for x in mine]
+        for x in (*mine, *exact):
+            x.requires_grad_()
+        q, k, v = exact[0], *(x.repeat_interleave(2, 2) for x in exact[1:])
+        logits = 1.5 * torch.tanh(torch.einsum("qbhd,kbhd->bhqk", q, k) * 12**-0.5 / 1.5)
+        distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+        seen = (distance >= 0) & ((distance < 6) | (layer == 2))
+        truth = torch.einsum("bhqk,kbhd->qbhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(2)
+        found = core._attend(*mine)
+        direction = torch.randn(truth.shape, generator=generator)
+        (found * direction).sum().backward()
+        (truth * direction).sum().backward()
+        gaps = [found - truth, *(x.grad - y.grad for x, y in zip(mine, exact, strict=True))]  # type: ignore[operator]
+        result[f"layer {layer}, {queries} queries"] = max(float(gap.detach().abs().max()) for gap in gaps)
+    gemma.QUERIES_AT_ONCE = all_at_once
+    return result
+
+
+def scaled_embedding() -> float:
+    """In bf16 the scale is rounded first, as HF and SGLang do: sqrt(32) = 5.657 becomes 5.65625."""
+    model = build("gemma2", model={"dtype": "bfloat16"})
+    embedding = unwrapped(model).embedding
+    tokens = torch.tensor([[3, 4, 5]])
+    expected = embedding.word_embeddings.weight[tokens[0]].float() * 5.65625
+    return float((embedding(tokens, tokens)[:, 0] - expected.bfloat16()).abs().max())
+
+
+def unwrapped(model: Any) -> Any:
+    from megarl.megatron.names import unwrap
+
+    return unwrap(model.chunks[0])
+
+
 def refusals() -> dict[str, str]:
     from megarl.megatron.build import transformer_config
 
@@ -174,6 +230,9 @@ def refusals() -> dict[str, str]:
         "experts": error("qwen3_moe", ep=3, world=3),
         "dense": error("qwen2", ep=2, world=2),
         "layers": error("qwen2", pp=3, world=3),
+        "window": error("qwen2", model={"megatron": {"window_size": [8, 0]}}),
+        "fused router": error("deepseek_v2", model={"megatron": {"moe_router_fusion": True}}),
+        "dropout": error("gemma2", model={"megatron": {"attention_dropout": 0.1}}),
         "accepted": error("qwen3_moe", model={"megatron": {"moe_z_loss_coeff": 0.1}}),
     }
 
@@ -191,6 +250,60 @@ def build(family: str, role: str = "actor", updates: int = 10, **sections: Any) 
 
     model.load(get)
     return model
+
+
+def routing() -> dict[str, Any]:
+    """Megatron's weights of given experts and their gradient, against fp64; every second token chooses for itself."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    from megarl.megatron.routing import ReplayedTopK, check
+    from megarl.models.routing import RoutingShape
+
+    generator = torch.Generator().manual_seed(4)
+    tokens, experts, k = 10, 8, 2
+    logits = torch.randn(tokens, experts, generator=generator)
+    bias = 0.1 * torch.randn(experts, generator=generator)
+    pull = torch.randn(tokens, experts, generator=generator)
+    given = torch.rand(tokens, experts, generator=generator).topk(k).indices
+    given[::2] = -1
+    kinds: dict[str, dict[str, Any]] = {
+        "softmax after": {},
+        "softmax before": dict(use_pre_softmax=True, scaling_factor=1.5),
+        "sigmoid, bias, groups": dict(score_function="sigmoid", expert_bias=bias, num_groups=4, group_topk=1),
+    }
+    result: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        replay = ReplayedTopK(0)
+        replay.begin(given, training=True)
+        mine = logits.clone().requires_grad_()
+        probs, chosen = topk_routing_with_score_function(mine, k, router_replay=replay, **kind)  # type: ignore[arg-type]
+        (probs * pull).sum().backward()
+        own = topk_routing_with_score_function(logits, k, **kind)[1]
+        wanted = torch.where(given[:, :1] < 0, own, torch.zeros_like(own).scatter(1, given.clamp(min=0), True))
+        exact = logits.double().requires_grad_()
+        scores = exact.sigmoid() if "sigmoid" in name else exact.softmax(-1)
+        weights = scores * wanted
+        if name != "softmax before":
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * kind.get("scaling_factor", 1.0)
+        (weights * pull).sum().backward()
+        assert mine.grad is not None and exact.grad is not None
+        result[name] = {
+            "chosen": torch.equal(chosen, wanted),
+            "others": int((wanted != own).any(-1).sum()),
+            "weights": float((probs - weights).detach().abs().max()),
+            "gradient": float((mine.grad - exact.grad).abs().max()),
+        }
+
+    def refused(record: list[list[int]]) -> str:
+        try:
+            check(torch.tensor(record, dtype=torch.int16)[:, None], RoutingShape(2, (1,), k, experts))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    records = {"valid": [[7, 0], [-1, -1]], "zeros": [[1, 2], [0, 0]], "foreign": [[8, 1]], "half": [[-1, 3]]}
+    return result | {"refused": {name: refused(record) for name, record in (records | {"topk": [[1, 2, 3]]}).items()}}
 
 
 def nll(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
@@ -309,7 +422,8 @@ def aux_losses() -> dict[str, Any]:
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, logprobs, micro_batch, attention, refusals, folder, half, schedule, critic, aux_losses,
+    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, refusals, folder,
+    half, schedule, critic, aux_losses,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -38,6 +38,12 @@ def values(model: Any, head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
     return torch.cat(result)
 
 
+def scores(model: Any, head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+    """[T]; the head on every token, as emitted: what transformers' ...ForSequenceClassification calls logits."""
+    hidden = [model.model(batch.tokens[None, start:stop]).last_hidden_state[0] for start, stop in sequences(batch)]
+    return (torch.cat(hidden) @ head.T)[:, 0]
+
+
 def value_head(hidden: int) -> torch.Tensor:
     return torch.randn(1, hidden, generator=torch.Generator().manual_seed(9)) * 0.3
 
@@ -47,11 +53,15 @@ class Trainer:
 
     def __init__(self, family: str, role: str) -> None:
         self.model = tiny.hf_model(family)
-        self.head = value_head(self.model.config.hidden_size).requires_grad_() if role == "critic" else None
+        self.role = role
+        self.head = value_head(self.model.config.hidden_size).requires_grad_() if role != "actor" else None
 
     def loss(self, batch: TrainBatch) -> torch.Tensor:
         """What `ranks_layout.py` minimises, written out."""
         assert batch.loss_weights is not None and batch.advantages is not None and batch.returns is not None
+        if self.role == "reward_model":
+            at_end = scores(self.model, self.head, batch)[batch.cu_seqlens[1:] - 1]  # type: ignore[arg-type]
+            return -torch.nn.functional.logsigmoid(at_end[0::2] - at_end[1::2]).mean()
         if self.head is not None:
             return (batch.loss_weights * (values(self.model, self.head, batch) - batch.returns) ** 2).sum()
         logprobs, entropy = policy(self.model, batch)
@@ -79,7 +89,8 @@ class Trainer:
             for name, p in self.model.named_parameters()
         }
         if not grads:
-            tree |= dict(self.model.named_buffers())
+            saved = self.model.state_dict()  # without buffers that no checkpoint has
+            tree |= {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
         result = tiny.split_experts(tree)
         if self.head is not None:
             result[HEAD] = self.head.grad if grads else self.head.detach()  # type: ignore[assignment]

@@ -16,6 +16,9 @@ import pytest
         ("experts", ["parallel.ep=3", "4 experts"]),
         ("dense", ["parallel.ep=2", "no experts"]),
         ("layers", ["2 layers", "parallel.pp=3"]),
+        ("window", ["model.megatron.window_size", "config.json says"]),
+        ("fused router", ["model.megatron.moe_router_fusion"]),
+        ("dropout", ["model.megatron.attention_dropout", "soft cap"]),
     ],
 )
 def test_a_mistake_is_refused_in_one_line_with_the_remedy(units: dict[str, Any], case: str, words: list[str]) -> None:

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 
-def test_logprobs_and_entropy_against_log_softmax_in_fp64(units: dict[str, Any]) -> None:
+
+@pytest.mark.parametrize("kind", ["plain", "capped"])
+def test_logprobs_and_entropy_against_log_softmax_in_fp64(units: dict[str, Any], kind: str) -> None:
     """With temperature and padded columns; the same cut over two ranks is part of every TP2 layout in test_model.py."""
-    found = units["logprobs"]
+    found = units["logprobs"][kind]
     assert found["logprobs"] < 5e-6
     assert found["entropy"] < 5e-6
     assert found["gradient"] < 5e-6

@@ -11,6 +11,7 @@ def test_padding_targets_and_alignment_by_hand(units: dict[str, Any]) -> None:
     assert micro["targets"] == [2, 3, 0, 6, 0, 0, 0, 0]
     assert micro["cu_seqlens"] == [0, 3, 5, 8]
     assert micro["aligned"] == [0, 10, 20, 0, 50]
+    assert micro["routing"] == [[0, 1], [2, 3], [4, 5], [8, 9], [10, 11], [-1, -1], [-1, -1], [-1, -1]]
 
 
 def test_context_parallel_parts_by_hand(units: dict[str, Any]) -> None:

@@ -21,15 +21,15 @@ MOE = "qwen3_moe:actor deepseek_v3:actor"
 DENSE = "qwen2:actor qwen3:actor llama:actor"
 # Of tools/check_parity.py's table as much as covers every feature: layout -> family:role.
 MODELS = {
-    "": f"{MOE} {DENSE} deepseek_v2:actor glm4_moe:actor deepseek_v3:critic",
-    "tp=2": f"{MOE} {DENSE} qwen3_moe:critic",
-    "pp=2": f"{MOE} {DENSE} deepseek_v3:critic",
+    "": f"{MOE} {DENSE} gemma2:actor deepseek_v2:actor glm4_moe:actor deepseek_v3:critic llama:reward_model",
+    "tp=2": f"{MOE} {DENSE} gemma2:actor qwen3_moe:critic",
+    "pp=2": f"{MOE} {DENSE} gemma2:actor gemma2:critic deepseek_v3:critic",
     "ep=2,recompute": MOE,
-    "overlap": f"{MOE} qwen2:actor",
-    "cp=2,selective": "qwen2:actor deepseek_v3:actor",
+    "overlap": f"{MOE} qwen2:actor qwen3_moe:reward_model",
+    "cp=2,selective": "qwen2:actor gemma2:actor deepseek_v3:actor qwen2:reward_model",
     "tp=2,etp=2,ep=2": "qwen3_moe:actor glm4_moe:actor",
-    "tp=2,cp=2,ep=2": "qwen3_moe:actor deepseek_v3:critic",
-    "pp=3,vpp=2": "qwen3:actor deepseek_v3:critic",
+    "tp=2,cp=2,ep=2": "qwen3_moe:actor deepseek_v3:critic qwen3_moe:reward_model",
+    "pp=3,vpp=2": "qwen3:actor deepseek_v3:critic qwen3:reward_model",
     "tp=2,ep=2": f"{MOE} deepseek_v2:actor glm4_moe:actor deepseek_v3:critic deepseek_v3:critic@pp=2",
 }
 
@@ -45,9 +45,12 @@ def test_layout(
         assert result.keys() == set(models.split())
         for model, numbers in result.items():
             aux = {name.removeprefix("aux "): numbers.pop(name) for name in list(numbers) if name.startswith("aux ")}
+            moved = numbers.pop("replay moved", 1.0)
+            assert moved > 0.1  # other experts, other log-probs
             assert not misses(numbers), (rank, model, {name: numbers[name] for name in misses(numbers)})
             assert numbers.keys() >= set(FLAGS)
-            assert ("values" if ":critic" in model else "logprobs") in numbers
+            says = {"actor": "logprobs", "critic": "values", "reward_model": "scores"}
+            assert says[model.partition("@")[0].split(":")[1]] in numbers
             if aux and layout != "overlap":  # whose micro-batches are others than those of the one process
                 alone = units["aux_losses"]["aux"]
                 assert aux == pytest.approx({name: alone[f"actor/{name}"] for name in aux}, rel=1e-5)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megarl.algorithms.weights import pair_mean_weights
 from megarl.config import Config, from_dict
 from megarl.types import TrainBatch
 
@@ -53,7 +54,8 @@ HF: dict[str, dict[str, Any]] = {
     "deepseek_v3": dict(LATENT, architectures=["DeepseekV3ForCausalLM"], q_lora_rank=24, n_shared_experts=1)
     | dict(num_hidden_layers=3, n_group=1, topk_group=1, norm_topk_prob=True, num_nextn_predict_layers=0),
     "deepseek_v2": dict(LATENT, architectures=["DeepseekV2ForCausalLM"], q_lora_rank=None, n_shared_experts=2)
-    | dict(topk_method="greedy", norm_topk_prob=False),
+    # Megatron would rank the two groups by the sum of their two best experts.
+    | dict(topk_method="group_limited_greedy", n_routed_experts=8, n_group=2, topk_group=1, norm_topk_prob=False),
     "glm4_moe": dict(EXPERTS, architectures=["Glm4MoeForCausalLM"], head_dim=16, n_shared_experts=1)
     | dict(attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5)
     | dict(norm_topk_prob=True, num_nextn_predict_layers=0),
@@ -73,6 +75,18 @@ HF: dict[str, dict[str, Any]] = {
             high_freq_factor=4.0,
             original_max_position_embeddings=8192,
         ),
+    ),
+    "gemma2": dict(
+        COMMON,
+        architectures=["Gemma2ForCausalLM"],
+        head_dim=16,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=12,
+        sliding_window=6,
+        attn_logit_softcapping=1.5,  # low, so that the caps are felt
+        final_logit_softcapping=4.0,
+        tie_word_embeddings=True,
+        rope_theta=10000.0,
     ),
     "qwen2": dict(COMMON, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, rope_theta=10000.0),
 }
@@ -152,3 +166,10 @@ def batch(lengths: tuple[int, ...] = (7, 19, 12, 3, 1, 26, 11), vocab: int = 200
         returns=torch.randn(total, generator=generator),
         loss_weights=mask / mask.sum(),
     )
+
+
+def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 11, 9)) -> TrainBatch:
+    """The same, of which each two in turn are a pair, for a reward model; one is longer than a micro-batch."""
+    made = batch(lengths)
+    group = torch.arange(len(lengths) // 2).repeat_interleave(2)
+    return made.with_(group=group, loss_weights=pair_mean_weights(made.cu_seqlens))

@@ -43,6 +43,14 @@ SCALED = [
     {"mscale": 1.0, "mscale_all_dim": 0.7},
     {"mscale": 0.5},  # which transformers ignores alone
     {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
+    {
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "factor": 32.0,
+        "rope_theta": 5e4,
+        "beta_fast": 1,
+        "beta_slow": 1,
+    },  # Kimi K2
 ]
 
 
@@ -80,37 +88,51 @@ def rotary(rope_parameters: dict[str, Any]) -> tuple[float, float]:
     return difference, abs(softmax_scale - theirs.DeepseekV3Attention(config, 0).scaling)
 
 
+class Asked:
+    """Stands for what replays routing, where that leaves the choice to the router."""
+
+    def get_replay_topk(self, scores: Any, topk: int, num_groups: int, group_topk: int, compute: Any) -> Any:
+        return compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+
 def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
-    """Largest difference of the experts' weights, zeros for those not chosen, over random tokens."""
+    """Largest difference of the experts' weights, zeros for those not chosen, over random tokens; and of gradients."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    from megarl.megatron.group_limited import BestOfGroups
 
     torch.nn.init.normal_(router.weight)
     bias = getattr(router, "e_score_correction_bias", None)
     if bias is not None:
         bias.copy_(torch.randn(bias.shape) * 0.2)
-    x = torch.randn(500, 16)
-    with torch.no_grad():
-        _, weights, chosen = router(x)
-        expected = torch.zeros(500, router.weight.shape[0]).scatter(1, chosen, weights.float())
-        values = FAMILIES[architecture].megatron_config(hf)
-        probs, _ = topk_routing_with_score_function(
-            x @ router.weight.T,
-            values["moe_router_topk"],
-            use_pre_softmax=values.get("moe_router_pre_softmax", False),
-            num_groups=values.get("moe_router_num_groups"),
-            group_topk=values.get("moe_router_group_topk"),
-            scaling_factor=values.get("moe_router_topk_scaling_factor"),
-            score_function=values.get("moe_router_score_function", "softmax"),
-            expert_bias=bias if values.get("moe_router_enable_expert_bias") else None,
-        )
-    return (probs - expected).abs().max().item()
+    mine, theirs = (torch.randn(500, 16, generator=torch.Generator().manual_seed(3)).requires_grad_() for _ in range(2))
+    _, weights, chosen = router(theirs)
+    expected = torch.zeros(500, router.weight.shape[0]).scatter(1, chosen, weights.float())
+    values, extras = FAMILIES[architecture].megatron_config(hf), FAMILIES[architecture].extras(hf)
+    probs, _ = topk_routing_with_score_function(
+        mine @ router.weight.T,
+        values["moe_router_topk"],
+        use_pre_softmax=values.get("moe_router_pre_softmax", False),
+        num_groups=values.get("moe_router_num_groups"),
+        group_topk=values.get("moe_router_group_topk"),
+        scaling_factor=values.get("moe_router_topk_scaling_factor"),
+        score_function=values.get("moe_router_score_function", "softmax"),
+        expert_bias=bias if values.get("moe_router_enable_expert_bias") else None,
+        router_replay=BestOfGroups(Asked() if hf["n_group"] == 8 else None) if extras.groups_by_best else None,
+    )
+    direction = torch.randn(probs.shape)
+    (probs * direction).sum().backward()
+    (expected * direction).sum().backward()
+    assert mine.grad is not None and theirs.grad is not None
+    return max(float(gap.abs().max()) for gap in (probs - expected, mine.grad - theirs.grad))
 
 
 def main() -> None:
     if not device.has_cuda():
         cpu_platform.install()
     sys.modules["torchvision"] = None  # type: ignore[assignment]  # its CUDA build does not import under a CPU torch
-    from transformers import DeepseekV3Config, Qwen3MoeConfig
+    from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -121,6 +143,14 @@ def main() -> None:
         hf = MLA | {"n_group": groups, "topk_group": group_topk}
         router = DeepseekV3TopkRouter(DeepseekV3Config(**hf))
         routings[f"deepseek {group_topk}/{groups}"] = routing("DeepseekV3ForCausalLM", router, hf)
+    for method, groups, group_topk in (
+        ("greedy", 1, 1),
+        ("group_limited_greedy", 4, 2),
+        ("group_limited_greedy", 8, 3),
+    ):
+        hf = MLA | {"topk_method": method, "n_group": groups, "topk_group": group_topk, "num_experts_per_tok": 6}
+        router = DeepseekV2TopkRouter(DeepseekV2Config(**hf))
+        routings[f"deepseek v2 {group_topk}/{groups}"] = routing("DeepseekV2ForCausalLM", router, hf)
     for norm in (True, False):
         hf = SIZES | {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": norm}
         router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**hf))

@@ -169,9 +169,30 @@ def test_what_a_run_without_rollouts_needs() -> None:
     grpo = plan_memory(QWEN2, config_of(algorithm="grpo", kl={"place": "none"}))[0]
     assert grpo.generation["engine weights"] == sum(param_count(QWEN2).values()) * 2
     assert grpo.host == {}
+    trained = plan_memory(QWEN2, config_of(algorithm="reward_model", model={"dtype": "float32"}))[0]
+    count = sum(param_count(QWEN2).values()) - 1024 * 64 + 64  # a head of one value for the words
+    assert trained.states == {
+        "reward model weights": 4 * count,
+        "reward model gradients": 4 * count,
+        "reward model optimizer": 8 * count,
+    }
+    assert trained.generation == {} and trained.training["logits"] == 0
     ppo = plan_memory(QWEN2, config_of(), QWEN2)[0]
     assert ppo.host["reference weights"] == ppo.states["actor weights"]
     assert ppo.training_total == sum(ppo.states.values()) + ppo.training["activations"] + ppo.training["logits"]
+
+
+def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
+    layout = {"parallel": {"world_size": 4, "tp": 2, "pp": 2}, "rollout": {"max_context": 128}}
+    plain, served = (plan_memory(QWEN2, config_of(**layout), QWEN2, reward) for reward in (None, MOE))
+    layers = [range(2), range(2, 4)]
+    elements = stage_elements(critic_params(family_of(MOE).params(MOE, 2), 64), 2, 1, layers)
+    for before, after, (dense, expert) in zip(plain, served, elements, strict=True):
+        assert after.states == before.states | {"reward model weights": 4 * (dense + expert)}
+        assert after.training == before.training
+        # One layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
+        one = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
+        assert after.generation == before.generation | {"reward model activations": 4 * 3072 * one // 2}
 
 
 def test_lora_keeps_gradients_and_states_of_adapters_only() -> None:

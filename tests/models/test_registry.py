@@ -66,18 +66,29 @@ GLM = MOE | {
     "partial_rotary_factor": 0.5,
     "num_nextn_predict_layers": 0,
 }
-V2 = MLA | {"topk_method": "greedy", "norm_topk_prob": False}
+V2 = MLA | {"topk_method": "greedy", "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+GEMMA2 = (
+    SMALL
+    | {"head_dim": 8, "query_pre_attn_scalar": 6, "sliding_window": 5, "tie_word_embeddings": True}
+    | {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+)
 MODELS = {
     "qwen2": ("Qwen2", SMALL),
     "qwen2 tied": ("Qwen2", SMALL | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", SMALL | {"head_dim": 8}),
     "llama": ("Llama", SMALL),
     "llama 3.1": ("Llama", SMALL | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", GEMMA2),
     "qwen3_moe": ("Qwen3Moe", MOE | {"head_dim": 8, "num_experts": 4}),
     "glm4_moe": ("Glm4Moe", GLM),
     "glm4_moe with norms": ("Glm4Moe", GLM | {"attention_bias": False, "use_qk_norm": True}),
     "deepseek_v2": ("DeepseekV2", V2),
     "deepseek_v2 without q_lora": ("DeepseekV2", V2 | {"q_lora_rank": None, "rope_parameters": YARN}),
+    "deepseek_v2 with groups": ("DeepseekV2", V2 | GROUPS),
     "deepseek_v3": ("DeepseekV3", MLA | {"rope_parameters": YARN}),
     "deepseek_v3 without q_lora": ("DeepseekV3", MLA | {"q_lora_rank": None}),
 }
@@ -107,6 +118,7 @@ def test_the_table_lists_exactly_the_tensors_that_transformers_writes(
     assert family_of(hf).params(hf, 2) == family_of(hf_of(name)).params(hf_of(name), 2)
     ours = family_of(hf).megatron_config(hf)
     assert ours == family_of(hf_of(name)).megatron_config(hf_of(name))
+    assert family_of(hf).extras(hf) == family_of(hf_of(name)).extras(hf_of(name))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -186,6 +198,37 @@ LLAMA_31_8B = {
     "num_key_value_heads": 8,
     "rope_scaling": {**LLAMA3, "rope_type": "llama3"},
 }
+GEMMA_2_2B = {  # as published: it does not say that the head is tied
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+GEMMA_2_27B = GEMMA_2_2B | {
+    "head_dim": 128,
+    "hidden_size": 4608,
+    "intermediate_size": 36864,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 144,
+}
 DEEPSEEK_LLM_7B = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 102400,
@@ -249,6 +292,19 @@ DEEPSEEK_V2_LITE = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+DEEPSEEK_V2 = DEEPSEEK_V2_LITE | {
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "n_routed_experts": 160,
+    "topk_method": "group_limited_greedy",
+    "n_group": 8,
+    "topk_group": 3,
+    "routed_scaling_factor": 16.0,
+    "q_lora_rank": 1536,
+}
 KIMI_K2 = DEEPSEEK_V3 | {
     "vocab_size": 163840,
     "first_k_dense_replace": 1,
@@ -256,6 +312,41 @@ KIMI_K2 = DEEPSEEK_V3 | {
     "n_routed_experts": 384,
     "n_group": 1,
     "topk_group": 1,
+    # and what else its config.json names
+    "model_type": "kimi_k2",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
 }
 
 
@@ -265,15 +356,34 @@ KIMI_K2 = DEEPSEEK_V3 | {
         (QWEN_25_05B, 494_032_768),
         (QWEN3_8B, 8_190_735_360),
         (LLAMA_31_8B, 8_030_261_248),
+        (GEMMA_2_2B, 2_614_341_888),
+        (GEMMA_2_27B, 27_227_128_320),
         (DEEPSEEK_LLM_7B, 6_910_365_696),
         (QWEN3_30B, 30_532_122_624),
         (DEEPSEEK_V2_LITE, 15_706_484_224),
+        (DEEPSEEK_V2, 235_741_434_880),
         (KIMI_K2, pytest.approx(1.0264e12, rel=1e-4)),
         (DEEPSEEK_V3, 671_026_404_352 + 58 * 256),  # published without the router's 58 bias vectors
     ],
 )
 def test_published_parameter_counts(hf: dict[str, Any], total: int) -> None:
     assert sum(param_count(hf).values()) == total
+
+
+def test_what_kimi_k2_turns_into() -> None:
+    values = family_of(KIMI_K2).megatron_config(KIMI_K2)
+    assert (values["moe_router_num_groups"], values["moe_router_topk_scaling_factor"]) == (None, 2.827)
+    assert (values["beta_fast"], values["beta_slow"], values["rotary_scaling_factor"]) == (1.0, 1.0, 32.0)
+
+
+def test_what_gemma_2_turns_into() -> None:
+    """Published without layer_types and tie_word_embeddings; every other layer has a window, the first one, too."""
+    values, extras = family_of(GEMMA_2_27B).megatron_config(GEMMA_2_27B), family_of(GEMMA_2_27B).extras(GEMMA_2_27B)
+    assert values["window_attn_skip_freq"] == [1, 0] * 23
+    assert values["window_size"] == (4095, 0)  # a query sees 4096 keys, one of them its own
+    assert values["softmax_scale"] == pytest.approx(1 / 12)
+    assert extras.embedding_scale == pytest.approx(67.882, abs=1e-3)
+    assert family_of(GEMMA_2_27B).gpt_kwargs(GEMMA_2_27B)["share_embeddings_and_output_weights"]
 
 
 def test_parts_of_a_count() -> None:
@@ -307,12 +417,28 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
         ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}}, "high_freq_factor=2.0"),
         ("llama", {"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ("gemma2", {"layer_types": ["full_attention"] * 3}, "layer_types=.'full_attention'"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("gemma2", {"hidden_act": "silu"}, "hidden_act='silu'"),
+        ("gemma2", {"attn_logit_softcapping": None}, "has no attn_logit_softcapping"),
+        ("gemma2", {"final_logit_softcapping": None}, "has no final_logit_softcapping"),
+        ("gemma2", {"sliding_window": None}, "has no sliding_window"),
+        ("gemma2", {"head_dim": None}, "has no head_dim"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "has no query_pre_attn_scalar"),
+        ("gemma2", {"attention_bias": True}, "attention_bias=True"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ("gemma2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3'"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob=True with num_experts_per_tok=1"),
-        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy'"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+        ("deepseek_v2", {"n_group": 4, "topk_group": 2}, "topk_method='greedy' with topk_group=2 of n_group=4"),
+        ("deepseek_v2", GROUPS | {"n_group": 3}, "n_routed_experts=4 in n_group=3 groups"),
+        ("deepseek_v2", GROUPS | {"topk_group": 1}, "too few for num_experts_per_tok=2"),
+        ("deepseek_v2", GROUPS | {"topk_group": None}, "has no topk_group"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),

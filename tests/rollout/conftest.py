@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def start(host: str, model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[Running]:
     path = tiny_models.save(model, folder / "model")
     config = make_config(path, folder / "run", **rollout)
+    records = replace(config.train, replay_routing=hasattr(model.config, "num_experts_per_tok"))
+    config = replace(config, train=records)
     engine = Engine(config, threads=1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(SHARED, host)

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -23,3 +25,29 @@ def test_equals_attention_sequence_by_sequence(
         k, v = (cache[slots[i, :length].long()].transpose(0, 1)[None] for cache in (keys, values))
         expected = scaled_dot_product_attention(query[i][None, :, None], k, v, scale=0.3, enable_gqa=True)
         torch.testing.assert_close(out[i], expected[0, :, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 0, 4])
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+def test_caps_and_windows_are_those_of_the_formula(cap: float, window: int | None) -> None:
+    """Prompts of which a part is cached already, a token at a time, and the tokens that follow them."""
+    generator = torch.Generator().manual_seed(1)
+    lengths, new = torch.tensor([6, 1, 9]), torch.tensor([6, 1, 3])
+    keys = torch.randn(40, 2, 8, generator=generator)
+    values = torch.randn(40, 2, 6, generator=generator)
+    query = torch.randn(10, 4, 8, generator=generator)
+    slots = torch.randperm(40, generator=generator)[:30].reshape(3, 10).to(torch.int32)
+    expected = []
+    for q, i, position in zip(query, (0,) * 6 + (1,) + (2,) * 3, (*range(6), 0, 6, 7, 8), strict=True):
+        first = 0 if window is None else max(0, position - window)
+        seen = slots[i, first : position + 1].long()
+        k, v = (cache[seen].repeat_interleave(2, 1) for cache in (keys, values))
+        scores = 0.3 * torch.einsum("hd,khd->hk", q, k)
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        expected.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
+    found = cpu_attention.extend_attention(query, keys, values, slots, lengths, new, 0.3, cap, window)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
+    last = [5, 6, 9]
+    decoded = cpu_attention.decode_attention(query[last], keys, values, slots, lengths, 0.3, cap, window)
+    torch.testing.assert_close(decoded, found[last], rtol=1e-5, atol=1e-6)

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_models
-from compare import generate
+import torch
+from compare import generate, recorded
 from conftest import Running, make_config
 
 from megarl.config import ConfigError
@@ -27,7 +28,7 @@ from megarl.rollout.engine import Engine, EngineError, start_host
 from megarl.rollout.hosting import SHARED, Hosted
 from megarl.rollout.multi_turn import Conversations
 from megarl.rollout.tools import load_tools
-from megarl.types import Prompt
+from megarl.types import Prompt, TrainBatch
 
 
 def test_sleep_and_wake(qwen3_moe: Running) -> None:
@@ -47,11 +48,39 @@ def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
     assert [rollout.group for rollout in rollouts] == [0] * 4 + [1] * 4 + [2] * 4
     assert len({rollout.turns[1].token_ids for rollout in rollouts}) > 1
     for rollout in rollouts:
+        assert rollout.routing is None  # nobody asked
         assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
         assert 1 <= rollout.num_actions <= config.max_new_tokens
+    talks.close()
+    talks = Conversations(qwen3_moe.engine, chat, config, recorded(qwen3_moe.engine))
     greedy = talks.generate(prompts[:1], samples=2, greedy=True)
     assert greedy[0].turns == greedy[1].turns
     talks.close()
+    batch = TrainBatch.from_rollouts(greedy)
+    assert batch.routing is not None and batch.routing.shape == (len(batch.tokens), 2, 2)
+    assert (batch.routing[:, 0, 0] == -1).nonzero()[:, 0].tolist() == (batch.cu_seqlens[1:] - 1).tolist()
+
+
+def test_routing_of_a_conversation_is_that_of_one_pass_over_it(qwen3_moe: Running) -> None:
+    """Three turns, each asking only for what the ones before did not tell; then everything at once, without a cache."""
+    engine, observed = qwen3_moe.engine, [list(range(50, 57)), list(range(90, 95))]
+
+    async def talk() -> tuple[torch.Tensor, torch.Tensor]:
+        async with Client(engine.url, engine.api_key, 300.0, 1, recorded(engine)) as client:
+            context, parts = list(range(20, 60)), []
+            for observation in [*observed, []]:
+                params = {"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True}
+                out = await client.generate(context, params, sum(map(len, parts)))
+                assert out.routing is not None
+                parts.append(out.routing)
+                context += [*out.token_ids, *observation]
+            engine._call("/flush_cache")
+            once = (await client.generate(context, {"max_new_tokens": 1})).routing
+            assert once is not None and [len(part) for part in parts] == [45, 13, 11]
+            return torch.cat(parts), once
+
+    parts, once = asyncio.run(talk())
+    assert torch.equal(parts.sort(-1).values, once[:-1].sort(-1).values)
 
 
 def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) -> None:

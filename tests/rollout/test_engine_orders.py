@@ -50,18 +50,20 @@ def qwen3_moe_one_key_head(seed: int) -> PreTrainedModel:
         (tiny_models.qwen3, EngineLayout(2)),
         (tiny_models.llama, EngineLayout(2)),
         (qwen3_moe_one_key_head, EngineLayout(2)),
+        (tiny_models.gemma2, EngineLayout(2)),
         (tiny_models.deepseek_v2, EngineLayout(2)),
         (tiny_models.glm4_moe, EngineLayout(2, ep=2)),
-        (tiny_models.deepseek_v3, EngineLayout(2, ep=2)),
+        (tiny_models.kimi_k2, EngineLayout(2, ep=2)),
     ],
     ids=[
         "qwen2-tp2",
         "qwen3-tp2",
         "llama-tp2",
         "qwen3_moe-tp2",
+        "gemma2-tp2",
         "deepseek_v2-tp2",
         "glm4_moe-tp2-ep2",
-        "deepseek_v3-tp2-ep2",
+        "kimi_k2-tp2-ep2",
     ],
 )
 def test_two_ranks(build: Callable[[int], PreTrainedModel], layout: EngineLayout, host: str, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class Model(torch.nn.Module):
         self.again = self.matrix
         self.register_buffer("kept", torch.zeros(2))
         self.register_buffer("computed", torch.zeros(2), persistent=False)
+        self.register_buffer("constant", torch.tensor(0.0))
 
 
 DTYPES = {"experts": "float32", "matrix": "bfloat16", "vector": "float32"}
@@ -157,15 +158,16 @@ def test_it_does_not_raise_even_where_it_cannot_answer(capfd: pytest.CaptureFixt
 
 
 def test_finish_has_sglang_compute_what_it_derives(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[torch.nn.Module] = []
+    done: list[object] = []
     stand_in = ModuleType("sglang.srt.model_loader.loader")
     stand_in.post_load_weights = done.append  # type: ignore[attr-defined]
     for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     model = Model()
+    monkeypatch.setattr(Model, "refresh_gemma_weight", lambda norm: done.append(("1 + w", norm)), raising=False)
     assert obey(model, {"do": "finish"}) == {}
-    assert done == [model]
+    assert done == [model, ("1 + w", model)]
 
 
 def unpacked(payload: str) -> list[tuple[str, torch.Tensor]]:

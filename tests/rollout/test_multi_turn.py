@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 
 from megarl.config import RolloutConfig
 from megarl.rollout import multi_turn
@@ -49,7 +50,7 @@ class Script:
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
         self.at_once = self.most_at_once = 0
 
-    async def generate(self, context: Sequence[int], params: dict[str, Any]) -> Generation:
+    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         self.asked.append((list(context), params))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -75,8 +76,10 @@ async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
         return Reply(text, error="malformed")
 
 
-def converse(*lines: str | Generation, prompt: Prompt = PROMPT, **config: Any) -> tuple[Rollout, Script]:
-    script = Script(*lines)
+def converse(
+    *lines: str | Generation, prompt: Prompt = PROMPT, script: Script | None = None, **config: Any
+) -> tuple[Rollout, Script]:
+    script = script or Script(*lines)
 
     async def run() -> Rollout:
         async with aclosing(ToolPool(CHAT.tools, CONFIG.tool_timeout)) as pool:
@@ -102,6 +105,51 @@ def test_a_call_and_a_statement_turn_by_turn() -> None:
     # The engine is always given exactly what it has seen and written so far.
     assert script.asked[1][0] == [*rendered, *first.token_ids, *observed]
     assert script.asked[0][1] == {"temperature": 1.0, "max_new_tokens": 100}
+
+
+class Recorded(Script):
+    """A script whose engine records, as routing of a token, its place in the conversation; `lost` requests do not."""
+
+    def __init__(self, *lines: str | Generation, lost: Sequence[int] = ()) -> None:
+        super().__init__(*lines)
+        self.lost = lost
+        self.routed: list[int] = []
+
+    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        self.routed.append(routed)
+        out = await super().generate(context, params)
+        places = torch.arange(routed, len(context) + len(out.token_ids) - 1, dtype=torch.int16)
+        return out if len(self.routed) in self.lost else replace(out, routing=places.view(-1, 1, 1))
+
+
+@pytest.mark.parametrize("lost", [(), (1,), (2,)], ids=["all recorded", "first request lost", "second request lost"])
+def test_each_tokens_routing_is_asked_for_once_and_the_last_token_has_none(lost: tuple[int, ...]) -> None:
+    script = Recorded(call("1+2"), call("3+4"), "7", lost=lost)
+    rollout, _ = converse(script=script)
+    assert rollout.routing is not None
+    size = len(rollout.token_ids)
+    assert rollout.routing.flatten().tolist() == [*range(size - 1), -1]
+    # Each request begins with the token that was written last before, which it is the first to run.
+    before = [0, *(len(context) - 1 for context in ends(rollout))]
+    if not lost:
+        assert script.routed == before
+    else:
+        assert script.routed[lost[0]] == script.routed[lost[0] - 1]
+
+
+def ends(rollout: Rollout) -> list[tuple[int, ...]]:
+    """The conversation up to the end of each of the policy's turns but the last."""
+    heads, context = [], ()
+    for turn in rollout.turns:
+        context += turn.token_ids
+        heads += [context] if turn.is_action else []
+    return heads[:-1]
+
+
+def test_without_a_record_there_is_no_routing() -> None:
+    assert converse("3")[0].routing is None
+    script = Recorded("3", lost=(1,))
+    assert converse(script=script)[0].routing is None
 
 
 def test_the_mask_of_the_packed_batch_is_on_the_policys_tokens_only() -> None:
@@ -219,7 +267,7 @@ def test_each_sample_has_a_seed_of_its_own_that_does_not_depend_on_the_others() 
 
 def test_a_failing_engine_is_one_error() -> None:
     class Gone(Script):
-        async def generate(self, context: Sequence[int], params: dict[str, Any]) -> Generation:
+        async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
             raise RuntimeError("the engine cannot be reached")
 
     with pytest.raises(RuntimeError, match="cannot be reached"):

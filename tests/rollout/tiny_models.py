@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from transformers import (  # noqa: E402
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -126,6 +130,20 @@ def llama(seed: int = 0, **changes: Any) -> PreTrainedModel:
     return randomized(LlamaForCausalLM(LlamaConfig(**(_dense() | {"rope_parameters": rope} | changes))), seed)
 
 
+def gemma2(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """With caps that are felt and a window shorter than a prompt; norms are around 1 + 1, not 1 + 0."""
+    settings = _dense() | {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 12,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+        "attn_implementation": "eager",  # the only one with soft caps
+    }
+    return randomized(Gemma2ForCausalLM(Gemma2Config(**(settings | changes))), seed)
+
+
 def qwen3_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
     settings = _common(2) | {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
     return randomized(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes))), seed)
@@ -158,14 +176,32 @@ def deepseek_v3(seed: int = 0, rope: bool = True, **changes: Any) -> PreTrainedM
     return randomized(DeepseekV3ForCausalLM(DeepseekV3Config(**(settings | changes))), seed)
 
 
+def kimi_k2(seed: int = 0) -> PreTrainedModel:
+    """DeepSeek-V3 with the options of Kimi K2's config.json: no groups, another stretch of the rotary embeddings."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 50000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    routing = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.827}
+    model = deepseek_v3(seed, rope=False, rope_parameters=yarn, **routing)
+    model.config.published = "kimi_k2"
+    return model
+
+
 def deepseek_v2(seed: int = 0, **changes: Any) -> PreTrainedModel:
     settings = _common(4) | {
         "n_routed_experts": 8,
         "n_shared_experts": 2,
-        "n_group": 1,
+        "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,
-        "topk_method": "greedy",
+        "topk_method": "group_limited_greedy",
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.5,
         "q_lora_rank": None,
@@ -198,11 +234,14 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     tokenizer().save_pretrained(folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())
+    published = config.pop("published", config["model_type"])  # what the authors call it
     if config["model_type"] == "deepseek_v3":
         config |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    if config["model_type"] == "gemma2":
+        config |= {"hidden_act": "gelu_pytorch_tanh"}
     if config["model_type"] == "deepseek_v2":
         config |= {"moe_layer_freq": 1, "scoring_func": "softmax"}
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(config | {"model_type": published}))
     generation = {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
@@ -212,6 +251,17 @@ def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     """[len(ids), vocabulary] log-probs; row t is the distribution of token t + 1."""
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+@contextmanager
+def watched_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Collects the experts of the next forward pass: per MoE layer [tokens, topk]; nothing of a dense model."""
+    found: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    hooks = [gate.register_forward_hook(lambda _, __, out: found.append(out[2])) for gate in gates]
+    yield found
+    for hook in hooks:
+        hook.remove()
 
 
 def greedy(model: PreTrainedModel, ids: list[int], tokens: int) -> list[int]:

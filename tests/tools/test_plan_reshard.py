@@ -98,6 +98,23 @@ def test_table_and_advice(main: Callable[[list[str]], int], capsys: pytest.Captu
     assert "25 GB/s of network" in text
 
 
+def test_gemma_2_on_two_ranks_by_hand(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A stage each on the trainer's side, halves on the engine's. Each lacks half of the other's layer and its four
+    norms; besides, one lacks half of the embedding, which is the head, too, and the other the last norm."""
+    hf = {"architectures": ["Gemma2ForCausalLM"], "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24}
+    hf |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    hf |= {"query_pre_attn_scalar": 8, "sliding_window": 16, "rms_norm_eps": 1e-6}
+    hf |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    layouts = ("--train", "world=2,pp=2", "--engine", "tp=2", "--gpus-per-node", "2")
+    assert main(["--model", str(tmp_path), *layouts, "--json"]) == 0
+    matrices = 16 * (2 * 32 + 2 * 16 + 3 * 24)  # q and o, k and v, the MLP
+    elements = 2 * (matrices // 2 + 4 * 16) + 128 * 16 // 2 + 16
+    assert json.loads(capsys.readouterr().out)["cross_bytes"] == 2 * elements
+
+
 def test_better_split() -> None:
     train, engine = TrainLayout(512, 8, 32, even_stages(61, 16)), EngineLayout(32, 32, draft=True)
     advice = better_split(DEEPSEEK, train, engine, 8)

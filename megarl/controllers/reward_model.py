@@ -1,0 +1,60 @@
+"""A reward model from preferences: of two answers to a prompt, the one that people preferred gets the higher score.
+
+Bradley-Terry on pairs (arXiv:2203.02155, section 3.5). The export serves other runs as `reward.model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.algorithms.preference_loss import bradley_terry
+from megarl.algorithms.weights import pair_mean_weights
+from megarl.controllers.base import Controller, MeanOf, StepResult, parts_of
+from megarl.data.preferences import Pair
+from megarl.types import ModelOutput, TokenLoss, TrainBatch
+
+if TYPE_CHECKING:
+    from megarl.flow import HybridFlow
+
+
+class RewardModelController(Controller):
+    def roles(self) -> tuple[str, ...]:
+        return ("reward_model",)
+
+    def items(self, flow: HybridFlow) -> Sequence[Pair]:
+        return flow.load_preferences(self.config.data.train)
+
+    def step(self, flow: HybridFlow, items: Sequence[Pair]) -> StepResult:
+        def loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+            assert output.scores is not None
+            return bradley_terry(output.scores, part.cu_seqlens, part.group)
+
+        means = MeanOf()
+        for part in parts_of(len(items), self.config.run.num_update, self.config.run.epochs, seed=0):
+            means.add(flow.reward_model.update(pair_batch([items[i] for i in part]), loss))
+        return StepResult(means.result())
+
+    def eval_items(self, flow: HybridFlow) -> Sequence[Pair]:
+        return flow.load_preferences(self.config.data.eval)
+
+    def evaluate(self, flow: HybridFlow, items: Sequence[Pair]) -> dict[str, float]:
+        """Loss, accuracy and margin of the held-out pairs, under eval/."""
+        totals = {"eval/loss": 0.0, "eval/accuracy": 0.0, "eval/margin": 0.0}
+        at_once = self.config.data.prompts_per_step
+        for first in range(0, len(items), at_once):
+            batch = pair_batch([items[i] for i in range(first, min(first + at_once, len(items)))])
+            result = bradley_terry(flow.reward_model.scores(batch), batch.cu_seqlens, batch.group)
+            figures = {"loss": result.loss, **result.metrics}
+            for name, values in figures.items():
+                totals[f"eval/{name.removeprefix('reward_model/')}"] += float(values.sum()) / len(items)
+        return totals
+
+
+def pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
+    """Chosen and rejected in turn: sequences 2k and 2k + 1 are pair k; the weights make the loss a mean over pairs."""
+    batch = TrainBatch.from_rollouts([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)])
+    group = torch.arange(len(pairs)).repeat_interleave(2)
+    return batch.with_(group=group, loss_weights=pair_mean_weights(batch.cu_seqlens))

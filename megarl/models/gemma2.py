@@ -1,0 +1,82 @@
+"""Gemma 2: dense, with norms before and after attention and MLP, soft caps, and a sliding window in every other layer.
+
+Norms multiply by 1 + w, and w is what Megatron, HF and SGLang keep. Embeddings are scaled by sqrt(hidden_size), which
+is no weight. The head is tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch.nn.functional import gelu
+
+from megarl.models import blocks
+from megarl.models.family import Extras, Family
+from megarl.models.layout import HFConfig, Param
+from megarl.models.options import need, require, require_common, require_default_rope
+
+GELU_TANH = partial(gelu, approximate="tanh")
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def _config(hf: HFConfig) -> dict[str, Any]:
+    _check(hf)
+    return blocks.grouped_config(hf) | dict(
+        activation_func=GELU_TANH,
+        layernorm_zero_centered_gamma=True,
+        softmax_scale=float(need(hf, "query_pre_attn_scalar") ** -0.5),
+        window_size=(need(hf, "sliding_window") - 1, 0),  # keys before the query's own, and after it
+        window_attn_skip_freq=[int(kind == SLIDING) for kind in _layer_types(hf)],  # 1 has a window
+    )
+
+
+def _extras(hf: HFConfig) -> Extras:
+    return Extras(
+        attention_cap=float(need(hf, "attn_logit_softcapping")),
+        logit_cap=float(need(hf, "final_logit_softcapping")),
+        embedding_scale=float(need(hf, "hidden_size") ** 0.5),
+        post_norms=True,
+    )
+
+
+def _layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+    ours, theirs, key = f"decoder.layers.{layer}", f"model.layers.{layer}", "intermediate_size"
+    hidden = need(hf, "hidden_size")
+    return [
+        *blocks.grouped_attention(hf, layer, before_mlp="pre_feedforward_layernorm"),
+        blocks.norm(f"{ours}.post_self_attn_layernorm", f"{theirs}.post_attention_layernorm", hidden),
+        *blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, need(hf, key), key),
+        blocks.norm(f"{ours}.post_mlp_layernorm", f"{theirs}.post_feedforward_layernorm", hidden),
+    ]
+
+
+def _layer_types(hf: HFConfig) -> list[str]:
+    """Those of the published models, which SGLang has built in."""
+    return [FULL if layer % 2 else SLIDING for layer in range(need(hf, "num_hidden_layers"))]
+
+
+def _check(hf: HFConfig) -> None:
+    require_common(hf, activation="gelu_pytorch_tanh", layer_types=_layer_types(hf))
+    require(hf, "hidden_activation", "gelu_pytorch_tanh")
+    require(hf, "attention_bias", False)
+    require(hf, "use_bidirectional_attention", False)
+    require(hf, "tie_word_embeddings", True)
+    require_default_rope(hf)
+    for key in ("head_dim", "sliding_window", "query_pre_attn_scalar"):  # HF's defaults are not those of other families
+        need(hf, key)
+    _extras(hf)  # a model without caps has them as null, which SGLang cannot read
+
+
+FAMILY = Family(
+    "Gemma2ForCausalLM",
+    "gemma2",
+    _check,
+    _config,
+    blocks.gpt_kwargs,
+    _layer,
+    lambda hf: 0,
+    tool_call_parser="pythonic",
+    extras=_extras,
+)

@@ -1,0 +1,46 @@
+"""The shape of a record of routing: which layers have experts, how many, and how many of them a token goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models.layout import HFConfig
+from megarl.models.registry import family_of
+
+
+@dataclass(frozen=True)
+class RoutingShape:
+    """Of a decoder; layers of multi-token prediction are not part of it."""
+
+    layers: int
+    moe_layers: tuple[int, ...]  # numbers of those with experts, from 0
+    topk: int
+    experts: int
+
+
+def routing_shape(hf: HFConfig, megatron: Mapping[str, Any]) -> RoutingShape:
+    """Of a model with the further fields `megatron` (`model.megatron`) of Megatron's configuration.
+
+    Raises ConfigError for a dense model, and where trainer and engine would choose different numbers of experts.
+    """
+    table = family_of(hf).megatron_config(hf)
+    settings = {**table, **megatron}
+    if not settings.get("num_moe_experts"):
+        name = family_of(hf).architecture
+        raise ConfigError(f"train.replay_routing=true, but {name} has no experts; set it to false")
+    if settings["moe_router_topk"] != table["moe_router_topk"]:
+        raise ConfigError(
+            f"model.megatron.moe_router_topk={settings['moe_router_topk']}, but the engine sends a token through "
+            f"{table['moe_router_topk']} experts, which train.replay_routing=true replays; leave the first out"
+        )
+    layers, frequency = int(settings["num_layers"]), settings.get("moe_layer_freq", 1)
+    pattern = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in range(layers)]
+    return RoutingShape(
+        layers=layers,
+        moe_layers=tuple(layer for layer in range(layers) if pattern[layer]),
+        topk=int(settings["moe_router_topk"]),
+        experts=int(settings["num_moe_experts"]),
+    )

@@ -1,0 +1,62 @@
+"""The reward model in training: scores, updates, export. Trained, it serves in `workers/reward.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megarl.checkpoint.gather import gather_hf
+from megarl.checkpoint.hf import save_hf
+from megarl.megatron.model import MegatronModel
+from megarl.models.classifier import classifier_config
+from megarl.models.registry import family_of
+from megarl.types import TrainBatch
+from megarl.workers.actor import LossFn
+from megarl.workers.context import Worker
+
+
+class RewardModelWorker(Worker):
+    """The trunk of `model.path`, a policy or a reward model; of a policy, the head starts at zero."""
+
+    model: MegatronModel
+
+    def start(self) -> None:
+        with self.clock.phase("load"):
+            context = self.context
+            self.model = MegatronModel(
+                context.hf_config, self.config, self.ranks, role="reward_model", total_updates=context.total_updates
+            )
+            self.model.load_hf(self.config.model.path)
+
+    def scores(self, batch: TrainBatch) -> torch.Tensor:
+        """[T] fp32 on the host; scores[t] is of the conversation up to and including token t."""
+        with self.clock.phase("reward_model_scores"):
+            return self.model.forward(batch)["scores"]
+
+    def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
+        """One optimizer step on a mini-batch with `loss_weights`, all sequences of a group in one micro-batch; metrics
+        under reward_model/."""
+        with self.clock.phase("reward_model_update"):
+            return self.model.train_step(batch, loss_fn)
+
+    def export(self, folder: Path) -> None:
+        """Write an HF folder of a sequence classifier with one label; rank 0 writes, all ranks take part."""
+        with self.clock.phase("export"):
+            table, hf = self.model.params(), self.context.hf_config
+            save_hf(
+                folder,
+                gather_hf(self.model.merged(), table, self.ranks),
+                self.config.model.path,
+                dtype=getattr(torch, self.config.model.dtype),
+                write=self.ranks.rank == 0,
+                table=table,
+                config=classifier_config(hf, family_of(hf).architecture, self._padding()),
+            )
+
+    def _padding(self) -> int | None:
+        """A token to pad batches with that no conversation ends with; None where the tokenizer and config.json have
+        none, and HF's class then takes one conversation at a time."""
+        tokenizer, hf = self.context.chat.tokenizer, self.context.hf_config
+        known = (tokenizer.pad_token_id, hf.get("pad_token_id"))
+        return next((token for token in known if token not in (None, self.context.chat.end_of_turn)), None)

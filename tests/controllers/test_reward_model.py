@@ -1,0 +1,89 @@
+"""The reward-model controller as written, with a table of scores for the model: the algorithm alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config import from_dict
+from megarl.controllers.registry import make_controller
+from megarl.controllers.reward_model import pair_batch
+from megarl.data.preferences import Pair
+from megarl.types import ModelOutput, Prompt, Rollout, TrainBatch, Turn
+
+
+class TableFlow:
+    """A conversation's score is the entry of its last token; records the groups of each update."""
+
+    def __init__(self) -> None:
+        self.reward_model = self
+        self.table = torch.zeros(10, requires_grad=True)
+        self.optimizer = torch.optim.Adam([self.table], lr=0.1)
+        self.updates: list[list[int]] = []
+
+    def scores(self, batch: TrainBatch) -> torch.Tensor:
+        return self.table.detach()[batch.tokens]
+
+    def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
+        assert batch.loss_weights is not None
+        result = loss_fn(ModelOutput(scores=self.table[batch.tokens]), batch)
+        self.optimizer.zero_grad()
+        (result.loss * batch.loss_weights).sum().backward()
+        self.optimizer.step()
+        self.updates.append(batch.tokens[batch.cu_seqlens[1:] - 1].tolist())
+        return {name: float((values * batch.loss_weights).sum()) for name, values in result.metrics.items()}
+
+
+def talk(*answer: int) -> Rollout:
+    return Rollout(Prompt("p", ()), (Turn((9,)), Turn(answer, (0.0,) * len(answer), True)), group=77)
+
+
+PAIRS = [Pair(talk(1, 5), talk(2)), Pair(talk(1), talk(6, 2)), Pair(talk(3), talk(4)), Pair(talk(3), talk(2))]
+
+
+def test_pairs_are_packed_in_turn() -> None:
+    batch = pair_batch(PAIRS[:2])
+    assert batch.tokens.tolist() == [9, 1, 5, 9, 2, 9, 1, 9, 6, 2]
+    assert batch.group.tolist() == [0, 0, 1, 1]
+    assert batch.loss_weights is not None and batch.loss_weights.tolist() == [0, 0, 0.5, 0, 0, 0, 0.5, 0, 0, 0]
+
+
+def test_it_learns_the_preferences() -> None:
+    config = from_dict({"algorithm": "reward_model", "run": {"num_update": 4, "epochs": 2}, "data": {"eval": "x"}})
+    controller = make_controller(config)
+    assert controller.roles() == ("reward_model",)
+    flow: Any = TableFlow()
+    first = controller.evaluate(flow, PAIRS)
+    assert first == pytest.approx({"eval/loss": 0.6931472, "eval/accuracy": 0.0, "eval/margin": 0.0})
+    for _ in range(10):
+        result = controller.step(flow, PAIRS)
+    assert result.metrics["reward_model/accuracy"] == 1.0 and result.rollouts == []
+    # Two passes over the four pairs in halves: no pair is parted, and each comes once in a pass.
+    ends = sorted([pair.chosen.token_ids[-1], pair.rejected.token_ids[-1]] for pair in PAIRS)
+    for epoch in (flow.updates[:2], flow.updates[2:4]):
+        assert [len(update) for update in epoch] == [4, 4]
+        seen = [update[i : i + 2] for update in epoch for i in (0, 2)]
+        assert sorted(seen) == ends
+    last = controller.evaluate(flow, PAIRS)
+    table = flow.table.detach()
+    margins = [
+        float(table[a] - table[b])
+        for a, b in ([pair.chosen.token_ids[-1], pair.rejected.token_ids[-1]] for pair in PAIRS)
+    ]
+    assert last["eval/margin"] == pytest.approx(sum(margins) / 4) and last["eval/accuracy"] == 1.0
+
+
+def test_held_out_pairs_count_equally_however_they_are_cut() -> None:
+    flow: Any = TableFlow()
+    flow.table = torch.arange(10.0, requires_grad=True)
+    found = [
+        make_controller(from_dict({"algorithm": "reward_model", "data": {"prompts_per_step": at_once}})).evaluate(
+            flow, PAIRS
+        )
+        for at_once in (1, 3, 64)
+    ]
+    # Margins 5 - 2, 1 - 2, 3 - 4, 3 - 2.
+    assert found[0]["eval/margin"] == pytest.approx(0.5) and found[0]["eval/accuracy"] == 0.5
+    assert found[1] == pytest.approx(found[0]) and found[2] == pytest.approx(found[0])

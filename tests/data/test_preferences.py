@@ -1,0 +1,165 @@
+"""Pairs in each form that they come in, and every mistake by its line; an id is a character's code, as in test_sft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.config import ConfigError
+from megarl.data.preferences import Preferences, read_preferences
+from megarl.types import Rollout
+
+
+class Letters:
+    """A tokenizer whose ids are code points; its template writes `(role:content;`, and thoughts in the last turn only,
+    as Qwen3's does."""
+
+    eos_token = ";"
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: Any, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize
+        text = "".join(f"[{tool['function']['name']}]" for tool in tools or ())
+        for message in messages:
+            thought = "?" if message["role"] == "assistant" and message is messages[-1] else ""
+            text += f"({message['role'][0]}:{thought}{message['content']}{self.eos_token}\n"
+        return text + ("(a:" if add_generation_prompt else "")
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(char) for char in text]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+IMPLICIT = {"chosen": [user("1+1"), assistant("2")], "rejected": [user("1+1"), assistant("three")]}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path, max_tokens: int = 1000, max_length: int = 1000) -> tuple[Preferences, int]:
+    return read_preferences(path, Letters(), max_tokens, max_length)
+
+
+def text(rollout: Rollout) -> str:
+    return "".join(map(chr, rollout.token_ids))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        IMPLICIT,
+        {"prompt": "1+1", "chosen": "2", "rejected": "three"},
+        {"prompt": [user("1+1")], "chosen": [assistant("2")], "rejected": [assistant("three")]},
+        {"prompt": [user("1+1")], "chosen": "2", "rejected": "three"},
+        {
+            "prompt": "1+1",
+            "score_chosen": 4.5,
+            **IMPLICIT,
+        },  # as in UltraFeedback: the prompt by itself and in the chats
+    ],
+    ids=["implicit", "strings", "explicit", "mixed", "twice"],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_every_form_is_the_same_pair(row: dict[str, Any], suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        write(path, "", row)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    pairs, dropped = read(path)
+    assert (len(pairs), dropped) == (1, 0)
+    (pair,) = pairs
+    assert text(pair.chosen) == "(u:1+1;\n(a:?2;" and text(pair.rejected) == "(u:1+1;\n(a:?three;"
+    # It ends with the turn's end, as a rollout does, not with what the template puts behind it.
+    assert [turn.is_action for turn in pair.chosen.turns] == [False, True]
+    assert pair.num_tokens == 14 + 18
+
+
+def test_a_long_chat_is_prompt_but_for_its_last_answer(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]
+    tools = [{"type": "function", "function": {"name": "calc"}}]
+    row = {"prompt": chat, "chosen": "d", "rejected": [assistant("e"), user("f"), assistant("g")], "tools": tools}
+    (pair,), _ = read(write(tmp_path / "a.jsonl", row))
+    assert text(pair.chosen) == "[calc](s:s;\n(u:a;\n(a:b;\n(u:c;\n(a:?d;"
+    assert text(pair.rejected) == "[calc](s:s;\n(u:a;\n(a:b;\n(u:c;\n(a:e;\n(u:f;\n(a:?g;"
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ("{", r"a.jsonl:2: not JSON"),
+        ("[1]", r"a.jsonl:2: a list, not an object"),
+        ({"prompt": "x", "chosen": "y"}, r"a.jsonl:2: no 'rejected'; .*columns here: prompt, chosen"),
+        ({"prompt": "x", "chosen": None, "rejected": "y"}, r"a.jsonl:2: no 'chosen'; .*columns here: prompt, rejected"),
+        ({"prompt": "x", "chosen": "y", "rejected": "y"}, r"a.jsonl:2: 'chosen' and 'rejected' are the same"),
+        ({"chosen": "x", "rejected": "y"}, r"a.jsonl:2: 'chosen' begins with the answer, and there is no 'prompt'"),
+        ({"prompt": "x", "chosen": [], "rejected": "y"}, r"a.jsonl:2: 'chosen' must be text or a list of chat mess"),
+        (
+            {"prompt": "x", "chosen": "y", "rejected": [{"content": "z"}]},
+            r"a.jsonl:2: 'rejected' holds .*not a message",
+        ),
+        (IMPLICIT | {"rejected": [user("1+1")]}, r"a.jsonl:2: 'rejected' must end with the assistant's.* role user"),
+        (IMPLICIT | {"rejected": [user("1+2"), assistant("3")]}, r"a.jsonl:2: 'chosen' and 'rejected' begin diff"),
+        (
+            IMPLICIT | {"prompt": "1+2"},
+            r"a.jsonl:2: 'chosen' begins neither with the answer nor with the row's 'prompt'",
+        ),
+    ],
+)
+def test_a_mistake_is_named_by_its_line(row: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        read(write(tmp_path / "a.jsonl", IMPLICIT, row))
+    assert "\n" not in str(error.value)
+
+
+def test_files_without_pairs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no pair"):
+        read(write(tmp_path / "a.jsonl", ""))
+    with pytest.raises(ConfigError, match="there is no data file"):
+        read(tmp_path / "b.jsonl")
+    with pytest.raises(ConfigError, match="'.csv' is not known"):
+        read(write(tmp_path / "c.csv", ""))
+
+
+def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
+    long = {"prompt": "1+1", "chosen": "2" * 30, "rejected": "3"}  # 43 and 14 tokens; the others 14 and 18
+    path = write(tmp_path / "a.jsonl", IMPLICIT, long, IMPLICIT)
+    assert [len(read(path, *limits)[0]) for limits in ((57, 43), (56, 43), (57, 42), (32, 18))] == [3, 2, 2, 2]
+    pairs, dropped = read(path, 56)
+    assert dropped == 1 and [text(pair.chosen) for pair in pairs] == ["(u:1+1;\n(a:?2;"] * 2
+    with pytest.raises(
+        ConfigError, match=r"all 3 pairs are too long: the shortest has 32 tokens .*micro-batch holds 31"
+    ):
+        read(path, 31)
+
+
+def test_slices_and_repetition(tmp_path: Path) -> None:
+    rows = [{"prompt": str(i), "chosen": "a", "rejected": "b"} for i in range(4)]
+    pairs, _ = read(write(tmp_path / "a.jsonl", *rows))
+    assert [text(pair.chosen) for pair in pairs[1:3]] == ["(u:1;\n(a:?a;", "(u:2;\n(a:?a;"]
+    assert pairs[3] == pairs[3] and pairs[3] != pairs[2]
+
+
+def test_a_template_that_refuses_is_an_error_of_the_line(tmp_path: Path) -> None:
+    class Strict(Letters):
+        def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+            raise ValueError("roles must alternate")
+
+    with pytest.raises(ConfigError, match=r"a.jsonl:1, 'chosen': the chat template cannot render.*must alternate"):
+        read_preferences(write(tmp_path / "a.jsonl", IMPLICIT), Strict(), 100, 100)

@@ -1,0 +1,124 @@
+"""Replaying experts in one layout: the model's own change no bit, others give what transformers computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import reference
+import tiny
+import torch
+
+from megarl.models.layout import shard
+from megarl.models.routing import routing_shape
+from megarl.types import ModelOutput, TokenLoss, TrainBatch
+
+Gradients = Callable[[Any], dict[str, torch.Tensor]]
+
+
+def policy_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
+    return TokenLoss(-output.logprobs * batch.advantages - 0.1 * output.entropy)  # type: ignore[operator]
+
+
+def gates(model: Any) -> list[Any]:
+    return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+
+
+def own_routing(model: Any, batch: TrainBatch) -> torch.Tensor:
+    """[T, MoE layers, topk]: the experts that transformers chooses, one sequence at a time."""
+    found: list[list[torch.Tensor]] = [[] for _ in gates(model)]
+    hooks = [
+        gate.register_forward_hook(lambda _, __, out, into=into: into.append(out[2]))
+        for gate, into in zip(gates(model), found, strict=True)
+    ]
+    with torch.no_grad():
+        reference.policy(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([torch.cat(parts) for parts in found], dim=1).short()
+
+
+@contextmanager
+def forced(model: Any, routing: torch.Tensor) -> Iterator[None]:
+    """transformers' model takes the experts of `routing`, sequence after sequence, its own for rows of -1."""
+
+    def patch(gate: Any, chosen: torch.Tensor) -> None:
+        rows = iter(chosen.long())
+        own = gate.forward
+
+        def choose(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            _, _, indices = own(hidden)
+            given = torch.stack([next(rows) for _ in range(len(indices))])
+            indices = torch.where(given < 0, indices, given)
+            logits = hidden.view(-1, hidden.shape[-1]) @ self.weight.T
+            scores = logits.sigmoid() if hasattr(self, "e_score_correction_bias") else logits.softmax(-1)
+            weights = scores.gather(1, indices)
+            if getattr(self, "norm_topk_prob", False):
+                weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights * getattr(self, "routed_scaling_factor", 1.0), indices
+
+        gate.forward = MethodType(choose, gate)
+
+    for layer, gate in enumerate(gates(model)):
+        patch(gate, routing[:, layer])
+    try:
+        yield
+    finally:
+        for gate in gates(model):
+            del gate.forward
+
+
+def check(
+    family: str, layout: dict[str, int], megatron: dict[str, Any], ranks: Any, gradients: Gradients
+) -> dict[str, float]:
+    """The largest differences. In a pipeline the second step is repeated with recomputation, which must use each
+    micro-batch's own experts, although the next ones have begun meanwhile."""
+    from megarl.megatron.model import MegatronModel
+
+    hf, batch = tiny.HF[family], tiny.batch()
+    trainer = reference.Trainer(family, "actor")
+    weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+    optimizer = dict(lr=0.01, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
+
+    def stepped(batch: TrainBatch, **recompute: Any) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+        sections = {"actor_optimizer": optimizer, "model": {"megatron": megatron | recompute}}
+        config = tiny.config(**layout, **sections, train={"replay_routing": True})
+        model = MegatronModel(hf, config, ranks, "actor")
+        model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+        logprobs = model.forward(batch)["logprobs"]
+        loss = model.train_step(batch, policy_loss)["actor/loss"]
+        return logprobs, loss, gradients(model)
+
+    def difference(one: Any, other: Any) -> float:
+        gaps = [float((one[2][name] - other[2][name]).abs().max()) for name in one[2]]
+        return max(float((one[0] - other[0]).abs().max()), abs(one[1] - other[1]), *gaps)
+
+    own = own_routing(trainer.model, batch)
+    natural = stepped(batch)
+    result = {"same experts": difference(stepped(batch.with_(routing=own.flip(-1))), natural)}
+
+    shape = routing_shape(hf, {})
+    generator = torch.Generator().manual_seed(7)
+    given = torch.rand(*own.shape[:2], shape.experts, generator=generator).topk(shape.topk).indices.short()
+    given[batch.cu_seqlens[1:] - 1] = -1
+    other = batch.with_(routing=given)
+    replayed = stepped(other)
+    with forced(trainer.model, given), torch.no_grad():
+        logprobs, _ = reference.policy(trainer.model, batch)
+    with forced(trainer.model, given):
+        loss = trainer.loss(batch)
+    loss.backward()
+    truth = trainer.tensors(grads=True)
+    largest = max(float(grad.abs().max()) for grad in truth.values())
+    result["logprobs"] = float((replayed[0] - logprobs).abs().max())
+    result["loss"] = abs(replayed[1] - float(loss))
+    result["gradients"] = max(float((replayed[2][name] - truth[name]).abs().max()) for name in replayed[2]) / largest
+    result["moved"] = float((replayed[0] - natural[0]).abs().max())
+    if layout.get("pp", 1) > 1:
+        full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        moe = dict(recompute_granularity="selective", recompute_modules=["moe"])
+        result["recompute full"] = difference(stepped(other, **full), replayed)
+        result["recompute moe"] = difference(stepped(other, **moe), replayed)
+    return result

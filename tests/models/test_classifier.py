@@ -1,0 +1,34 @@
+"""What a classifier's config.json says, and that its trunk has the table of the language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.models.classifier import classifier_config, is_classifier
+from megarl.models.registry import family_of, load_hf_config
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs/models").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_round_trip(path: Path) -> None:
+    policy = load_hf_config(path)
+    family = family_of(policy)
+    found = classifier_config(policy, family.architecture, 7)
+    assert not is_classifier(policy) and is_classifier(found)
+    assert found["architectures"] == [family.architecture.replace("CausalLM", "SequenceClassification")]
+    assert (found["id2label"], found["num_labels"], found["pad_token_id"]) == ({"0": "LABEL_0"}, 1, 7)
+    assert family_of(found) is family
+    changed = {"architectures", "id2label", "label2id", "num_labels", "pad_token_id"}
+    assert {key: found[key] for key in found.keys() - changed} == {key: policy[key] for key in policy.keys() - changed}
+    assert classifier_config(found, family.architecture, None) == {**found, "pad_token_id": None}
+
+
+def test_an_unknown_classifier_is_named_as_it_is() -> None:
+    with pytest.raises(ConfigError, match="no table for the architecture BertForSequenceClassification; known: Qwen2"):
+        family_of({"architectures": ["BertForSequenceClassification"]})
+    with pytest.raises(ConfigError, match="Qwen2ForTokenClassification"):
+        family_of({"architectures": ["Qwen2ForTokenClassification"]})

@@ -1,0 +1,106 @@
+"""Reward models of several families, on two ranks: started from transformers' folders, trained for a step, exported;
+and the exports serving in a reward worker, whose job computes in bf16. Arguments: a folder, families.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests/megatron"))
+torch.set_num_threads(1)
+
+import tiny  # noqa: E402
+
+from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
+from megarl.models.registry import load_hf_config  # noqa: E402
+from megarl.observe.clock import Clock  # noqa: E402
+from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+from megarl.types import ModelOutput, Prompt, Rollout, TokenLoss, TrainBatch, Turn  # noqa: E402
+
+ADAM = dict(lr=0.02, schedule="constant", warmup_fraction=0.0)
+
+
+def loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+    assert output.scores is not None
+    return bradley_terry(output.scores, part.cu_seqlens, part.group)
+
+
+def context(path: str, folder: str, **sections: Any) -> Any:
+    from megarl.workers.context import Context
+
+    config = tiny.config(tp=2, world=2, critic={"optimizer": ADAM}, **sections)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
+    chat: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=199), end_of_turn=198)
+    return Context(config, RANKS, load_hf_config(path), chat, Clock(), Path(folder), total_updates=2)
+
+
+def train(family: str, folder: str) -> list[float]:
+    """Two updates from a policy's folder; the export; and one more update's worth of moves from it as a start."""
+    from megarl.workers.reward_model import RewardModelWorker
+
+    policy, export = f"{folder}/{family}_policy", f"{folder}/{family}"
+    if RANKS.rank == 0:
+        tiny.hf_model(family).save_pretrained(policy)
+        config = json.loads(Path(policy, "config.json").read_text())
+        Path(policy, "config.json").write_text(json.dumps(config | {"architectures": tiny.HF[family]["architectures"]}))
+    parallel_ranks.barrier()
+    worker = RewardModelWorker(context(policy, folder))
+    worker.start()
+    batch = tiny.pairs()
+    assert float(worker.scores(batch).abs().max()) == 0.0  # a policy has no head
+    for _ in range(2):  # the first moves the head alone
+        worker.update(batch, loss)
+    scores = worker.scores(batch)
+    worker.export(Path(export))
+    parallel_ranks.barrier()
+    again = RewardModelWorker(context(export, folder))
+    again.start()
+    assert torch.equal(again.scores(batch), scores)
+    return [float(value) for value in scores[batch.cu_seqlens[1:] - 1]]
+
+
+def serve(family: str, folder: str) -> list[dict[str, Any]]:
+    """The same sequences as rollouts, in two turns each, with a function beside the model."""
+    from megarl.workers.reward import RewardWorker
+
+    made, batch = context(f"{folder}/{family}", folder), tiny.pairs()
+    config = made.config
+    model = dataclasses.replace(config.model, dtype="bfloat16")
+    reward = dataclasses.replace(config.reward, model=f"{folder}/{family}")
+    made = dataclasses.replace(made, config=dataclasses.replace(config, model=model, reward=reward))
+    rollouts = []
+    for i, ids in enumerate(batch.tokens.split(batch.lengths.tolist())):
+        own = tuple(ids.tolist())
+        turns = (Turn(own[:1]), Turn(own[1:], (0.0,) * (len(own) - 1), True))
+        rollouts.append(Rollout(Prompt(str(i), ()), turns, group=0))
+    worker = RewardWorker(made, reward_fn=length)
+    worker.start()
+    assert worker.model is not None and worker.model.optimizer is None
+    assert {tensor.dtype for tensor in worker.model.local_params().values()} == {torch.float32}
+    alone = RewardWorker(made)
+    alone.model = worker.model
+    only = [scored.reward for scored in alone.score(rollouts)]
+    return [
+        {"reward": r.reward, "only": o, **r.reward_parts} for r, o in zip(worker.score(rollouts), only, strict=True)
+    ]
+
+
+def length(rollout: Rollout) -> float:
+    return float(len(rollout.token_ids))
+
+
+if __name__ == "__main__":
+    RANKS = parallel_ranks.initialize(tiny.config(tp=2, world=int(os.environ["WORLD_SIZE"])).parallel, timeout_s=120)
+    place, families = sys.argv[1], sys.argv[2].split(",")
+    result = {family: {"trained": train(family, place), "served": serve(family, place)} for family in families}
+    print("RESULT " + json.dumps(result))
+    parallel_ranks.shutdown()
