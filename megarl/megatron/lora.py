@@ -10,6 +10,8 @@ are the rank's parts; communication is of [s, b, rank], beside the layer's own o
     row           cols   cols    whole   summed, scattered in s   the rank's tokens   B's
     duplicated    whole  whole   whole   the rank's tokens        the rank's tokens   both
     of an expert  (cut by expert TP) as column and row, but its tokens come and go with Megatron's dispatcher
+
+Transformer Engine's fused norm and grouped experts have been tested by stand-ins only, there being no GPU.
 """
 
 from __future__ import annotations
@@ -42,18 +44,19 @@ from megarl.models.registry import family_of
 class Adapter(torch.nn.Module):
     """The factors of one linear layer; of one of grouped experts, those of each of them.
 
-    weights: the rows of the table of the layer's weights. factors: this rank's A and B of each.
+    weights: the rows of the table of the layer's weights. factors: this rank's A and B of each. parts: in how many
+    they are cut.
     """
 
     def __init__(
-        self, weights: Sequence[Param], factors: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float, tp: int
+        self, weights: Sequence[Param], factors: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float, parts: int
     ) -> None:
         super().__init__()
         self.weights, self.scale, self.enabled = list(weights), scale, True
         self.expert = weights[0].expert is not None
         self.by_rows = isinstance(weights[0].cut, Columns)
         self.duplicated = isinstance(weights[0].cut, Replicated)
-        self.parallel = tp > 1
+        self.parallel = parts > 1
         self.lora_a = torch.nn.ParameterList(a for a, _ in factors)
         self.lora_b = torch.nn.ParameterList(b for _, b in factors)
 

@@ -39,6 +39,7 @@ rollouts/        step_000012.jsonl holds every conversation of step 12: turns wi
                  advantages, reward, seed. Look at them with: python tools/view_rollouts.py <this folder> --step 12
 checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest
 export/          the trained policy as a Hugging Face folder, written at the end
+adapter/         with LoRA, its adapters alone, as PEFT writes them
 .lock            held by the process that writes here; it may be deleted when none runs
 
 A table and a plot of it all: python tools/report.py <this folder>

@@ -152,11 +152,11 @@ def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
 def trained(model: Any) -> dict[str, torch.nn.Parameter]:
     """This rank's factors and head, as parameters; asserts that nothing else is trained."""
     found = {param.megatron: tensor for layers in lora()._adapters(model.chunks) for _, param, tensor in layers.named()}
-    for chunk in model.chunks:
-        for name, tensor in chunk.named_parameters():
-            if name.endswith("output_layer.weight") and tensor.requires_grad:
-                found["output_layer.weight"] = tensor
-        assert {id(t) for t in chunk.parameters() if t.requires_grad} == {id(t) for t in found.values()}
+    everything = [pair for chunk in model.chunks for pair in chunk.named_parameters()]
+    for name, tensor in everything:
+        if name.endswith("output_layer.weight") and tensor.requires_grad:
+            found["output_layer.weight"] = tensor
+    assert {id(tensor) for _, tensor in everything if tensor.requires_grad} == {id(t) for t in found.values()}
     return found
 
 
@@ -198,9 +198,9 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     batch, truth = tiny.batch(), Reference(family, role, targets)
     weights, value = truth.weights(), "logprobs" if role == "actor" else "values"
 
-    def build(rank: int = RANK, recompute: bool = False) -> Any:
+    def build(rank: int = RANK, recompute: bool = False, layout: dict[str, int] = layout) -> Any:
         options = {"lora": {"rank": rank, "alpha": ALPHA, "targets": targets}, "model": {}}
-        if recompute or "recompute_granularity" not in megatron:
+        if recompute or (layout.get("pp", 1) > 1 and "recompute_granularity" not in megatron):
             options["model"] = {"megatron": megatron}
         chosen = tiny.config(**layout, **sections, **options)
         ranks = parallel_ranks.layout(chosen.parallel)
@@ -276,6 +276,12 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     # Saved, a step; loaded into a fresh model, a step: equal bits; and nearly so where activations are recomputed.
     place = Path(folder)
     save_model(model, place)
+    # It can be loaded in any layout, with masters and moments: there the next step is nearly the same.
+    other = build(layout={"world": 2, "tp": 2} if layout.keys() & {"pp", "cp", "etp"} else {"world": 2, "cp": 2})
+    restore_model(other, place)
+    here, there = gather(model, dict(trained(model))), gather(other, dict(trained(other)))
+    assert all(torch.equal(here[name], there[name]) for name in here)
+    other.train_step(batch, loss_fn)
     first = model.train_step(batch, loss_fn)
     for name, recompute in (("resumed", False), ("recomputed", True)):
         fresh = build(recompute=recompute)
@@ -285,6 +291,7 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
             float((a - b).abs().max()) for a, b in zip(trained(model).values(), trained(fresh).values(), strict=True)
         ]
         result[name] = max(gaps, default=0.0) / ADAM["lr"] + abs(first[f"{role}/loss"] - second[f"{role}/loss"])
+    result["elsewhere"] = largest(gather(other, dict(trained(other))), gather(model, dict(trained(model)))) / ADAM["lr"]
     return result
 
 
