@@ -322,7 +322,11 @@ def test_the_cluster_recipes_fit_their_gpus() -> None:
     for name, gpu, extra in (
         ("deepseek_v3_671b", 141, []),
         ("deepseek_v3_671b", 80, ["algorithm=grpo", "rollout.tp=64", "rollout.ep=64"]),
+        ("deepseek_v3_671b_256", 141, []),
         ("qwen3_235b", 80, []),
+        ("qwen3_30b_a3b", 80, []),
+        ("qwen2.5_7b", 80, []),
+        ("qwen2.5_7b", 80, ["algorithm=ppo", "parallel.tp=4"]),
         ("ppo_gsm8k", 40, []),
     ):
         recipe = ROOT / "configs" / f"{name}.yaml"
@@ -330,6 +334,7 @@ def test_the_cluster_recipes_fit_their_gpus() -> None:
         config = load_config(recipe, [*extra, f"model.hf_config={hf}"])
         report = validate(config, dry_run=True)
         assert f"GPUs of {gpu} GB or more" in render(report), (name, extra)
+        assert f"{gpu} GB" in recipe.read_text() or extra, f"{name} does not say for which GPUs it is"
         # What SGLang is allowed must hold the weights and the cache that are planned.
         engine = report.memory[0].generation
         needed = engine["engine weights"] + engine["engine KV cache"]

@@ -105,10 +105,10 @@ def reason(one: Judged, search: Search, others: int) -> str:
         f"{seconds / one.total:.0%} {NAMES[what]}" for seconds, what in shares if seconds > 0.005 * one.total
     )
     layout = layout_text(one.config.parallel)
-    of = f"of {others} layouts that fit" if others > 1 else "the only layout that fits"
+    of = f"of {others} layouts that fit, by the rule" if others > 1 else "the only layout that fits"
     return (
-        f"Suggested: {layout}, {'no recomputation' if one.way == 'none' else f'{one.way} recomputation'}: {of}, by the "
-        f"rule; {one.peak / 1e9:.1f} of {search.gpu_bytes / 1e9:g} GB at its fullest, and of the modelled "
+        f"Suggested: {layout}, {'no recomputation' if one.way == 'none' else f'{one.way} recomputation'}: {of}; "
+        f"{one.peak / 1e9:.1f} of {search.gpu_bytes / 1e9:g} GB at its fullest, and of the modelled "
         f"{one.total:.2f} s {spent}."
     )
 
