@@ -69,7 +69,7 @@ class MegatronModel:
         self.quadratic_cost = quadratic_cost(hf_config)
         self.optimizer: Any = None
         self.replays: RoutingShape | None = None
-        self._parking = Parking(self._kept_tensors, self._grad_buffers)
+        self._weights_away, self._states_away = Parking(), Parking()
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
         with self._at_work():
             self.chunks = build_chunks(hf_config, config, role, trains)
@@ -92,12 +92,12 @@ class MegatronModel:
 
     def local_params(self) -> dict[str, torch.Tensor]:
         """This rank's parameters, in place, by canonical name (see `names.py`). With LoRA they are the base model's."""
-        self._parking.restore()
+        self._weights_away.restore()
         return {name: tensor.detach() for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items()}
 
     def local_adapters(self) -> dict[str, torch.Tensor]:
         """This rank's factors of `adapter_params`, in place, by canonical name; none without LoRA."""
-        self._parking.restore()
+        self._weights_away.restore()
         return lora.local_adapters(self.chunks)
 
     def adapter_params(self) -> list[Param]:
@@ -178,25 +178,25 @@ class MegatronModel:
 
     # ---- the device's memory
 
-    def park(self) -> int:
-        """Give the device's memory to others, weights and optimizer states going to the host; returns how many bytes.
-        Whatever is asked of the model next takes it back."""
-        return self._parking.park()
-
-    def _kept_tensors(self) -> Iterator[torch.Tensor]:
-        for chunk in self.chunks:
-            yield from chunk.parameters()
+    def park(self, weights: bool = True) -> int:
+        """Give the device's memory to others: optimizer states, and weights if they are wanted there too, go to the
+        host, gradients are dropped. Returns how many bytes. Whatever is asked of the model next takes back what it
+        needs."""
+        params = [param for chunk in self.chunks for param in chunk.parameters()]
+        freed = 0
         if self.optimizer is not None:
-            yield from optimizer.state_tensors(self.optimizer)
-
-    def _grad_buffers(self) -> Iterator[torch.Tensor]:
-        for chunk in self.chunks if self.optimizer is not None else ():
-            yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+            buffers = (buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+            grads = [buffer.grad_data for buffer in buffers]
+            freed += self._states_away.park(optimizer.state_tensors(self.optimizer), drop=grads, but=params)
+        return freed + (self._weights_away.park(params) if weights else 0)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Within the block Megatron is in this model's layout, and the model's memory is the device's."""
-        self._parking.restore()
+    def _at_work(self, states: bool = True) -> Iterator[None]:
+        """Within the block Megatron is in this model's layout, and the model's weights are on the device, and its
+        optimizer states if they are wanted too."""
+        self._weights_away.restore()
+        if states:
+            self._states_away.restore()
         with active(self.ranks):
             yield
 
@@ -217,7 +217,7 @@ class MegatronModel:
 
         for chunk in self.chunks:
             chunk.eval()
-        with self._at_work():
+        with self._at_work(states=False):
             done = self._schedule(batch, consume, forward_only=True)
         return _assemble(batch, all_gather_objects(done if self._speaks() else []))
 

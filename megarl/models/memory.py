@@ -34,7 +34,8 @@ class StageMemory:
     """One rank of a pipeline stage of the actor. Every rank of it needs the same. All numbers are bytes.
 
     While training the engine sleeps and has given its memory back; in a push both sides are there, and what is staged;
-    while generating, the states of actor and critic stay on the device or, with `train.offload`, leave it.
+    in both, the states of actor and critic stay on the device or, with `train.offload`, leave it, but for the weights
+    that are pushed.
     """
 
     stage: int
@@ -59,7 +60,8 @@ class StageMemory:
     @property
     def push_total(self) -> int:
         engine = sum(amount for name, amount in self.generation.items() if name.startswith("engine"))
-        return sum(self.states.values()) + engine + sum(self.push.values())
+        states = self.states["actor weights"] if self.offloaded else sum(self.states.values())
+        return states + engine + sum(self.push.values())
 
     @property
     def peak(self) -> int:

@@ -102,6 +102,9 @@ class RolloutWorker(Worker):
             self.version = self.step
             if self.config.rollout.replay:
                 return
+            if self.config.train.offload:  # but for the actor's weights, which are on their way
+                for model in self.context.models:
+                    model.park(weights=model is not actor.model)
             self._on_leads(Engine.wake)
             self._push.push(actor.model.merged(), self.version)
 

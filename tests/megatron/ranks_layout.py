@@ -152,13 +152,13 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             result["scores"] = float((found["scores"] - truth).abs().max())
             frozen = MegatronModel(tiny.HF[family], model.config, model.ranks, "reward_model", trains=False)
             frozen.load(lambda param, tp, rank: shard(param, weights, tp, rank))
-            assert frozen.park() > 0 and not any(map(memory, frozen._kept_tensors()))
+            assert frozen.park() > 0 and memory(frozen) == (0, 0)
             result["serving"] = float((frozen.forward(batch)["scores"] - found["scores"]).abs().max())
             assert not any(tensor.requires_grad for chunk in frozen.chunks for tensor in chunk.parameters())
             margins = truth[batch.cu_seqlens[1:] - 1].view(-1, 2) @ torch.tensor([1.0, -1.0])
 
     before = model.snapshot()
-    result["parked"] = float(model.park() > 0 and sum(map(memory, model._kept_tensors())) == 0)
+    result["parked"] = float(is_away(model, batch, found))
     metrics = model.train_step(batch, loss_fn)
     adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
     betas = (ADAM["beta1"], ADAM["beta2"])
@@ -250,9 +250,29 @@ def vocabulary(real: int) -> float:
     return max(float(gap.detach().abs().max()) for gap in gaps)
 
 
-def memory(tensor: torch.Tensor) -> int:
-    """Bytes behind a tensor; a step count's are not for parking."""
-    return tensor.untyped_storage().nbytes() if tensor.dim() else 0
+def is_away(model: Any, batch: TrainBatch, found: dict[str, torch.Tensor]) -> bool:
+    """Parked by and by, and back, the model says the same; in the end it is parked."""
+    weights, _ = memory(model)
+    freed = [model.park(weights=False)]
+    kept = memory(model) == (weights, 0)
+    freed.append(model.park())
+    away = memory(model) == (0, 0)
+    again = model.forward(batch)
+    back = memory(model) == (weights, 0)
+    freed.append(model.park())
+    same = all(torch.equal(again[name], found[name]) for name in found)
+    return min(freed) > 0 and kept and away and back and same
+
+
+def memory(model: Any) -> tuple[int, int]:
+    """Bytes behind the weights, and behind the optimizer's states that are no weights; step counts are not counted."""
+    from megarl.megatron.optimizer import state_tensors
+
+    params = [tensor for chunk in model.chunks for tensor in chunk.parameters()]
+    mine = {tensor.untyped_storage() for tensor in params}
+    states = [] if model.optimizer is None else [t for t in state_tensors(model.optimizer) if t.dim()]
+    others = {tensor.untyped_storage() for tensor in states} - mine
+    return sum(storage.nbytes() for storage in mine), sum(storage.nbytes() for storage in others)
 
 
 def spoilt(result: TokenLoss) -> TokenLoss:

@@ -269,7 +269,9 @@ def test_reshard_staging() -> None:
 def test_states_can_leave_the_device_while_engines_generate() -> None:
     stay, leave = (plan_memory(QWEN2, config_of(train={"offload": offload}), QWEN2)[0] for offload in (False, True))
     assert leave.generation_total == sum(leave.generation.values())
-    assert leave.push_total == stay.push_total  # which needs the weights, and the rest is there as well
+    engine = leave.generation["engine weights"] + leave.generation["engine KV cache"]
+    assert leave.push_total == leave.states["actor weights"] + engine + leave.push["reshard staging"]
+    assert stay.push_total == leave.push_total + sum(stay.states.values()) - stay.states["actor weights"]
     states = [amount for name, amount in stay.states.items() if "gradients" not in name]
     assert leave.host["states, while generating"] == sum(states)
     assert leave.host["reference weights"] == stay.host["reference weights"]
