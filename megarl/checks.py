@@ -216,7 +216,10 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
         if not experts and (size := getattr(parallel, name)) > 1:
             raise ConfigError(f"parallel.{name}={size}, but {family.architecture} has no experts; set it to 1")
     if experts and experts % parallel.ep:
-        raise ConfigError(f"parallel.ep={parallel.ep} does not divide the model's {experts} experts")
+        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} does not divide the model's {experts} experts; sizes that do: {fits}"
+        )
     stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
     check_lora(hf, config)
 

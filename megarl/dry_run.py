@@ -25,6 +25,8 @@ from megarl.parallel.ranks import check_layout
 from megarl.reshard.configured import engine_layout, push_plan
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
+ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
+ESTIMATES["reshard staging"] = "at most "
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
 
 
@@ -173,7 +175,7 @@ def render(report: Report) -> str:
                 facts.add_row(section if i == 0 else "", name, value, end_section=i == len(rows) - 1)
         parts.append(facts)
     if report.memory:
-        parts += [_memory_table(report.memory), _verdict(max(stage.peak for stage in report.memory))]
+        parts += [memory_table(report.memory), verdict(max(stage.peak for stage in report.memory))]
     parts += [f"warning: {line}" for line in report.warnings]
     parts += [f"error: {line}" for line in report.errors] or ["the configuration fits together"]
     console = Console(soft_wrap=False)
@@ -183,7 +185,7 @@ def render(report: Report) -> str:
     return capture.get().rstrip()
 
 
-def _verdict(peak: int) -> str:
+def verdict(peak: int) -> str:
     line = f"the fullest rank needs {_bytes(peak)}"
     if peak < 4e9:
         return line
@@ -191,27 +193,36 @@ def _verdict(peak: int) -> str:
     return f"{line}: GPUs of {size} GB or more" if size else f"{line}, more than a GPU of {GPU_SIZES[-1]} GB has"
 
 
-def _memory_table(stages: list[StageMemory]) -> Table:
-    """Parts down, pipeline stages across: the first, the fullest in between, and the last."""
+def memory_table(stages: list[StageMemory]) -> Table:
+    """Bytes of a rank. Parts down, pipeline stages across: the first, the fullest in between, and the last."""
     shown = [stages[0], *([max(stages[1:-1], key=lambda s: s.peak)] if len(stages) > 2 else []), *stages[1:][-1:]]
     table = Table(box=box.SIMPLE_HEAD, title="memory per rank", title_justify="left")
     table.add_column("")
     for stage in shown:
-        table.add_column(f"stage {stage.stage}\nlayers {stage.layers[0]}-{stage.layers[-1]}", justify="right")
+        table.add_column(f"stage {stage.stage}\nlayers {_spans(stage.layers)}", justify="right")
     blocks: list[tuple[list[dict[str, int]], str, list[int]]] = [
         ([s.states for s in shown], "", []),
         ([s.training for s in shown], "in training", [s.training_total for s in shown]),
         ([s.generation for s in shown], "in generation", [s.generation_total for s in shown]),
+        ([s.push for s in shown], "in a push", [s.push_total for s in shown]),
         ([s.host for s in shown], "", []),
     ]
     for parts, title, totals in blocks:
         for name in parts[0]:
             where = " (host)" if parts[0] is shown[0].host else ""
-            estimate = "about " if name.endswith(("activations", "engine KV cache")) else ""
+            estimate = ESTIMATES.get(name, "")
             table.add_row(name + where, *[estimate + _bytes(part[name]) if part[name] else "-" for part in parts])
         if totals and parts[0]:
             table.add_row(title, *map(_bytes, totals), style="bold", end_section=True)
     return table
+
+
+def _spans(layers: tuple[int, ...]) -> str:
+    """0-3, or 0-1, 8-9 where a stage has its layers in parts; of many parts the first and the last."""
+    starts = [layer for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1] + 1]
+    ends = [layer for i, layer in enumerate(layers) if i == len(layers) - 1 or layer != layers[i + 1] - 1]
+    spans = [f"{start}-{end}" if start < end else str(start) for start, end in zip(starts, ends, strict=True)]
+    return ", ".join(spans if len(spans) < 3 else [spans[0], "...", spans[-1]])
 
 
 def _count(number: int) -> str:

@@ -322,7 +322,11 @@ def test_the_cluster_recipes_fit_their_gpus() -> None:
     for name, gpu, extra in (
         ("deepseek_v3_671b", 141, []),
         ("deepseek_v3_671b", 80, ["algorithm=grpo", "rollout.tp=64", "rollout.ep=64"]),
+        ("deepseek_v3_671b_256", 141, []),
         ("qwen3_235b", 80, []),
+        ("qwen3_30b_a3b", 80, []),
+        ("qwen2.5_7b", 80, []),
+        ("qwen2.5_7b", 80, ["algorithm=ppo", "parallel.tp=4"]),
         ("ppo_gsm8k", 40, []),
     ):
         recipe = ROOT / "configs" / f"{name}.yaml"
@@ -330,15 +334,17 @@ def test_the_cluster_recipes_fit_their_gpus() -> None:
         config = load_config(recipe, [*extra, f"model.hf_config={hf}"])
         report = validate(config, dry_run=True)
         assert f"GPUs of {gpu} GB or more" in render(report), (name, extra)
+        assert f"{gpu} GB" in recipe.read_text() or extra, f"{name} does not say for which GPUs it is"
         # What SGLang is allowed must hold the weights and the cache that are planned.
-        needed = max(sum(stage.generation.values()) for stage in report.memory)
+        engine = report.memory[0].generation
+        needed = engine["engine weights"] + engine["engine KV cache"]
         assert needed < config.rollout.sglang["mem_fraction_static"] * gpu * 1e9, (name, needed)
 
 
 def test_the_report_shows_every_part(plan) -> None:
     text = render(plan("parallel.pp=2"))
     parts = ("actor weights", "actor gradients", "actor optimizer", "critic weights", "activations", "logits")
-    for part in (*parts, "engine weights", "engine KV cache", "reference weights (host)", "stage 1"):
+    for part in (*parts, "engine weights", "engine KV cache", "reshard staging", "reference weights (host)", "stage 1"):
         assert part in text, part
     assert "the fullest rank needs" in text
 

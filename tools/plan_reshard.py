@@ -31,7 +31,7 @@ from megarl.reshard.picture import page
 from megarl.reshard.planner import Plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
-MODELS = {"deepseek-v3": "deepseek_v3.json", "qwen3-235b": "qwen3_235b.json", "qwen2.5-0.5b": "qwen2.5_0.5b.json"}
+MODELS = {file.stem.replace("_", "-"): file for file in sorted(FOLDER.glob("*.json"))}
 TRAIN = {"world": 0, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "cp": 1}
 ENGINE = {"tp": 0, "ep": 1, "dp": 1, "mlp_tp": 0, "head_tp": 0}
 LEAST_GAIN = 0.002  # of another split, to be worth a line
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         if getattr(options, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be positive")
     links = Links(options.nic_gbs * 1e9, options.nvlink_gbs * 1e9, options.round_us / 1e6)
-    hf = load_hf_config(FOLDER / MODELS[options.model] if options.model in MODELS else options.model)
+    hf = load_hf_config(MODELS.get(options.model, options.model))
     train, engine = layouts(options, hf)
     node, wire = options.gpus_per_node, options.wire
     paper = draw_up(lambda: Plan(hf, train, engine, node, options.bucket_mb << 20, wire), train.world)

@@ -29,8 +29,8 @@ from megarl.megatron.lora import add_adapters
 from megarl.models import megatron_fields as fields
 from megarl.models.family import Extras
 from megarl.models.layout import padded_vocab
-from megarl.models.memory import stage_layers
 from megarl.models.registry import family_of
+from megarl.models.stages import stage_layers
 from megarl.parallel import device
 
 Role = Literal["actor", "critic", "reward_model"]
@@ -108,6 +108,10 @@ def build_chunks(hf: Mapping[str, Any], config: Config, role: Role, trains: bool
     chunks: list[Any] = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
     if settings.bf16:
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
+    for router in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "expert_bias")):
+        # Of which the wrapper has made bf16, as of everything. Megatron puts that right in the first forward, when the
+        # biases that were loaded in the meantime have been rounded.
+        router._maintain_float32_expert_bias()
     if not trains:
         return [chunk.requires_grad_(False) for chunk in chunks]
     fields.check_ddp(config.train.ddp)

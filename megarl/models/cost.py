@@ -6,24 +6,27 @@ from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, param_count
 
 
-def quadratic_cost(hf: HFConfig) -> float:
-    """q, where a sequence of n tokens costs as much as n + q n^2 times what one token costs without attention.
-
-    A token costs 2 operations for each weight that it meets: all but the embedding's, and of the experts those chosen.
-    Causal attention makes n^2 / 2 pairs, of each head and layer, which cost 2 operations for each element of a query
-    and of a value. Sliding windows are not looked at: Gemma 2's spares an eighth of the pairs of its longest sequences.
-    """
-    settings = family_of(hf).megatron_config(hf)
-    counts = param_count(hf)
+def met_weights(hf: HFConfig) -> float:
+    """How many weights a token meets: all but the embedding's, and of the experts those chosen."""
+    settings, counts = family_of(hf).megatron_config(hf), param_count(hf)
     met = float(sum(counts.values()) - counts["embedding"] - counts["experts"])
     if experts := settings.get("num_moe_experts"):
         met += counts["experts"] * settings["moe_router_topk"] / experts
-    if not counts["head"]:  # tied
-        met += counts["embedding"]
+    return met if counts["head"] else met + counts["embedding"]  # a tied head
+
+
+def quadratic_cost(hf: HFConfig) -> float:
+    """q, where a sequence of n tokens costs as much as n + q n^2 times what one token costs without attention.
+
+    A token costs 2 operations for each weight that it meets. Causal attention makes n^2 / 2 pairs, of each head and
+    layer, which cost 2 operations for each element of a query and of a value. Sliding windows are not looked at: Gemma
+    2's spares an eighth of the pairs of its longest sequences.
+    """
+    settings = family_of(hf).megatron_config(hf)
     if settings.get("multi_latent_attention"):
         query = settings["qk_head_dim"] + settings["qk_pos_emb_head_dim"]
         value = settings["v_head_dim"]
     else:
         query = value = settings["kv_channels"]
     pairs = settings["num_layers"] * settings["num_attention_heads"] * (query + value)
-    return float(pairs / (2 * met))
+    return float(pairs / (2 * met_weights(hf)))

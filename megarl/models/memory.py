@@ -1,42 +1,50 @@
 """Bytes that a rank needs, by part, worked out from a family's table: no process, no device.
 
-Weights, gradients, optimizer states and the engine's weights are exact, element by element. Activations, what the loss
-takes for logits, and the KV cache are estimates, as their functions say. What CUDA, NCCL and the allocator take for
-themselves is not counted.
+Weights, gradients, optimizer states and the engine's weights are exact, element by element, but for the padding of
+Megatron's gradient buffers. Activations, what the loss takes for logits, and the KV cache are estimates, as their
+functions say. What CUDA, NCCL and the allocator take for themselves is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from megarl.config import Config
+from megarl.config import Config, LoraConfig, ParallelConfig, critic_config
+from megarl.models.activations import activation_elements, layer_elements, logits_bytes, micro_batches_in_flight
 from megarl.models.adapters import adapter_params
+from megarl.models.blocks import embedding, final
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
-from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape, padded_vocab
+from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape
 from megarl.models.registry import family_of
 from megarl.models.stages import stage_layers
 
 BYTES = {"float32": 4, "bfloat16": 2}
+REWARD_WEIGHTS = "reward model weights"
+NO_LORA = LoraConfig()
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of a pipeline stage. Every rank of a stage needs the same. All numbers are bytes.
+    """One rank of a pipeline stage of the actor. Every rank of it needs the same. All numbers are bytes.
 
-    While training the engine sleeps and has given its memory back; while generating there are no activations. The
-    states of actor and critic stay on the device in both.
+    While training the engine sleeps and has given its memory back; in a push both sides are there, and what is staged;
+    while generating, the states of actor and critic stay on the device or, with `train.offload`, leave it.
     """
 
     stage: int
-    layers: tuple[int, ...]  # decoder layers of the stage
-    states: dict[str, int]  # there all the time
+    layers: tuple[int, ...]  # the actor's decoder layers of the stage
+    states: dict[str, int]  # of actor and critic
     training: dict[str, int]  # besides, while training
-    generation: dict[str, int]  # besides, while generating
+    generation: dict[str, int]  # while generating, and in a push
+    push: dict[str, int]  # besides, in a push
     host: dict[str, int]  # in the host's memory
+    offloaded: bool
 
     @property
     def training_total(self) -> int:
@@ -44,79 +52,148 @@ class StageMemory:
 
     @property
     def generation_total(self) -> int:
-        return sum(self.states.values()) + sum(self.generation.values())
+        # A reward model comes back to score while the engine is awake.
+        states = self.states.get(REWARD_WEIGHTS, 0) if self.offloaded else sum(self.states.values())
+        return states + sum(self.generation.values())
+
+    @property
+    def push_total(self) -> int:
+        engine = sum(amount for name, amount in self.generation.items() if name.startswith("engine"))
+        return sum(self.states.values()) + engine + sum(self.push.values())
 
     @property
     def peak(self) -> int:
-        return max(self.training_total, self.generation_total)
+        return max(self.training_total, self.generation_total, self.push_total)
+
+
+class Elements(NamedTuple):
+    """What a rank holds, in elements: trained dense parameters, vocabulary padding included; trained parameters of
+    routed experts; those that LoRA leaves as they are; and biases of routers, not trained and kept in fp32."""
+
+    dense: int = 0
+    expert: int = 0
+    frozen: int = 0
+    biases: int = 0
 
 
 def plan_memory(
     hf: HFConfig, config: Config, critic_hf: HFConfig | None = None, reward_hf: HFConfig | None = None
 ) -> list[StageMemory]:
-    """Memory of a rank of each pipeline stage. `critic_hf`: of the critic's model; None where there is no critic.
-    `reward_hf`: likewise, of the reward model that serves, in fp32 and with its weights alone.
+    """Memory of a rank of each pipeline stage of the actor, or of the reward model in training. `critic_hf`: of the
+    critic's model; None where there is no critic. Of a critic in a layout of its own the fullest of the stages counts
+    that the ranks have. `reward_hf`: likewise, of the reward model that serves, in fp32 and with its weights alone.
 
     Raises ConfigError where the layout does not divide the model.
     """
     parallel, rollout = config.parallel, config.rollout
     size = BYTES[config.model.dtype]
-    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
-    params = family_of(hf).params(hf, parallel.tp)
-    trains_reward = config.algorithm == "reward_model"
-    tables = {} if trains_reward else {"actor": (params, settings)}
-    for role, other in (("critic", critic_hf), ("reward model", hf if trains_reward else reward_hf)):
-        if other is not None:
-            shape = {**family_of(other).megatron_config(other), **config.model.megatron}
-            table = params if other is hf else family_of(other).params(other, parallel.tp)
-            tables[role] = (critic_params(table, int(other["hidden_size"])), shape)
-    models = {}
-    for role, (table, shape) in tables.items():
-        layers = stage_layers(int(shape["num_layers"]), parallel.pp, shape, parallel.vpp)
-        adapts = config.lora.rank and (role != "reward model" or trains_reward)
-        adapters = adapter_params(table, config.lora) if adapts else []
-        heads = [param for param in table if param.slot is None]  # a critic's is trained with LoRA, too
-        held = stage_elements([*table, *adapters], parallel.tp, parallel.ep, layers)
-        trained = stage_elements([*adapters, *heads], parallel.tp, parallel.ep, layers) if adapters else held
-        models[role] = (shape, layers, held, trained)
-    generation = {}
+    role = "reward model" if config.algorithm == "reward_model" else "actor"
+    trained = {role: _states_and_activations(hf, config, role)}
+    if critic_hf is not None:
+        trained["critic"] = _states_and_activations(critic_hf, critic_config(config), "critic")
+    served = [] if reward_hf is None else _served(reward_hf, config)
+    engine: dict[str, int] = {}
     if config.generates:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
-        tokens = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
-        generation = {
-            "engine weights": engine_bytes(params, rollout.tp, size, is_fp8(hf)),
-            "engine KV cache": tokens * kv_elements(settings, rollout.tp) * size,
-        }
-    tokens = max(config.train.token_budget, rollout.max_context if config.generates else 0)
+        cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
+        engine["engine weights"] = engine_bytes(hf, rollout.tp, size)
+        engine["engine KV cache"] = cached * kv_elements(family_of(hf).megatron_config(hf), rollout.tp) * size
     stages = []
-    dp = parallel.world_size // (parallel.tp * parallel.pp)
-    expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep))
+    layers = _layers({**family_of(hf).megatron_config(hf), **config.model.megatron}, parallel)
     for stage in range(parallel.pp):
         states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0}
-        host = {}
-        awake = dict(generation)
-        for role, (shape, layers, held, trained) in models.items():
-            if role == "reward model" and not trains_reward:
-                states["reward model weights"] = sum(held[stage]) * 4
-                # It scores while the engine is awake, and has one layer's activations at a time.
-                widest = max(_layer_elements(shape, layer) for layer in layers[stage])
-                awake["reward model activations"] = widest * tokens // parallel.tp * 4
-                continue
-            weights = {"weights": state_bytes(*held[stage], dp, expert_dp, size)["weights"]}
-            for part, amount in (state_bytes(*trained[stage], dp, expert_dp, size) | weights).items():
-                states[f"{role} {part}"] = amount
+        for mine in trained.values():
+            # Stages are runs of ranks: those of the other model that have some of this one's.
+            first, last = stage * len(mine) // parallel.pp, -(-(stage + 1) * len(mine) // parallel.pp)
+            held, kept = max(mine[first:last], key=lambda one: sum(one[0].values()))
+            states |= held
             # One model computes at a time: the greater of the two counts.
-            used = activation_elements(shape, layers[stage], parallel.tp, tokens, in_flight=parallel.pp - stage) * size
-            training["activations"] = max(training["activations"], used)
-        if stage == parallel.pp - 1 and not trains_reward:
+            training["activations"] = max(training["activations"], kept)
+        if stage == parallel.pp - 1 and role == "actor":
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
-            training["logits"] = logits_bytes(words, hidden, parallel.tp, tokens, config.train.logits_at_once, size)
-        if config.generates and config.kl.place != "none" and not config.lora.rank:
-            host["reference weights"] = states["actor weights"]
-        layers = next(iter(models.values()))[1]
-        stages.append(StageMemory(stage, layers[stage], states, training, awake, host))
+            at_once = config.train.logits_at_once
+            training["logits"] = logits_bytes(words, hidden, parallel.tp, _tokens(config), at_once, size)
+        generation, push, host = dict(engine), {}, {}
+        if served:
+            states[REWARD_WEIGHTS], generation["reward model activations"] = served[stage]
+        if config.generates:
+            weights = states["actor weights"]
+            push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, engine["engine weights"])
+            if config.kl.place != "none" and not config.lora.rank:  # else it is the actor without its adapters
+                host["reference weights"] = weights
+            if config.train.offload:
+                host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
+        offloaded = config.generates and config.train.offload
+        stages.append(StageMemory(stage, layers[stage], states, training, generation, push, host, offloaded))
     return stages
+
+
+def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tuple[dict[str, int], int]]:
+    """By pipeline stage of a model in its own layout: bytes of its states by part, and of what it keeps for the
+    backward pass."""
+    parallel, size = config.parallel, BYTES[config.model.dtype]
+    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
+    layers = _layers(settings, parallel)
+    dp = parallel.world_size // (parallel.tp * parallel.pp)  # and cp: both share the optimizer's states
+    expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
+    found = []
+    for stage, elements in enumerate(stage_elements(hf, parallel, layers, role != "actor", config.lora)):
+        states = state_bytes(elements, dp, expert_dp, size)
+        mine, count = layers[stage], len(layers[stage]) // parallel.vpp
+        runs = [mine[i * count : (i + 1) * count] for i in range(parallel.vpp)]
+        in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
+        kept = activation_elements(settings, runs, parallel.tp, _tokens(config), in_flight, parallel.etp)
+        found.append(({f"{role} {part}": amount for part, amount in states.items()}, kept * size))
+    return found
+
+
+def _served(hf: HFConfig, config: Config) -> list[tuple[int, int]]:
+    """By pipeline stage: bytes of the weights of a reward model that serves, in fp32 in the policy's layout, and of
+    its activations, which it has of one layer at a time."""
+    parallel = config.parallel
+    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
+    layers = _layers(settings, parallel)
+    found = []
+    for mine, elements in zip(layers, stage_elements(hf, parallel, layers, head=True), strict=True):
+        widest = max((layer_elements(settings, layer, parallel.etp) for layer in mine), default=0)
+        found.append((4 * sum(elements), 4 * widest * _tokens(config) // parallel.tp))
+    return found
+
+
+def _tokens(config: Config) -> int:
+    """The most tokens that a rank has of a micro-batch: the budget, or its part of a longer sequence."""
+    longest = config.rollout.max_context if config.generates else 0
+    return max(config.train.token_budget, -(-longest // config.parallel.cp))
+
+
+def _layers(settings: Mapping[str, Any], parallel: ParallelConfig) -> list[tuple[int, ...]]:
+    return stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
+
+
+def kinds(hf: HFConfig) -> list[tuple[Param, int]]:
+    """The family's table with one of the routed experts of each layer, and how many there are of each parameter.
+
+    Two orders of magnitude shorter than the whole table of a model of many experts.
+    """
+    return _kinds(_text(hf))
+
+
+def _text(hf: HFConfig) -> str:
+    return json.dumps(dict(hf), sort_keys=True)
+
+
+@cache
+def _kinds(text: str) -> list[tuple[Param, int]]:
+    """Of a config.json as text, which can be remembered: a search asks for the same table many times."""
+    hf = json.loads(text)
+    family = family_of(hf)
+    family.check(hf)
+    count = family.num_experts(hf)
+    rows = embedding(hf) + final(hf)
+    for layer in range(int(hf["num_hidden_layers"])):
+        rows += family.layer(hf, layer, range(min(1, count)))
+    return [(row, 1 if row.expert is None else count) for row in rows]
 
 
 def critic_params(policy: Sequence[Param], hidden: int) -> list[Param]:
@@ -126,117 +203,90 @@ def critic_params(policy: Sequence[Param], hidden: int) -> list[Param]:
 
 
 def stage_elements(
-    params: Sequence[Param], tp: int, ep: int, stages: Sequence[Collection[int]]
-) -> list[tuple[int, int]]:
-    """Elements of (dense, routed expert) parameters that one rank of each stage holds, vocabulary padding included.
+    hf: HFConfig,
+    parallel: ParallelConfig,
+    stages: Sequence[Sequence[int]],
+    head: bool = False,
+    lora: LoraConfig = NO_LORA,
+) -> list[Elements]:
+    """What one rank of each stage holds. `stages`: the decoder layers of each, see `stage_layers`. head: there is one
+    of one value in place of the output layer. Raises ConfigError where tp or etp does not divide, and for LoRA's
+    targets that are not there."""
+    layers, others, copy = _table(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora)
+    found = [_sum(layers[layer] for layer in mine) for mine in stages]
+    found[0] = _sum([found[0], others["embedding"]])
+    found[-1] = _sum([found[-1], others["final"], *([copy] if len(stages) > 1 else [])])
+    return found
 
-    `stages`: the decoder layers of each, see `stage_layers`.
-    """
-    dense, expert = [0] * len(stages), [0] * len(stages)
-    stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+
+def _sum(parts: Iterable[Elements]) -> Elements:
+    return Elements(*map(sum, zip(Elements(), *parts, strict=True)))
+
+
+@cache
+def _table(
+    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig
+) -> tuple[list[Elements], dict[str, Elements], Elements]:
+    """What a rank has of each layer, of the embedding and of what follows the layers; and the copy of a tied embedding
+    that a last stage has."""
+    hf = json.loads(text)
+    params, experts = [param for param, _ in _kinds(text)], family_of(hf).num_experts(hf)
+    if head:
+        params = critic_params(params, int(hf["hidden_size"]))
     tied = all(param.megatron != "output_layer.weight" for param in params)
-    last = len(stages) - 1
+    if lora.rank:
+        params = params + adapter_params(params, lora)
+    layers = [Elements() for _ in range(int(hf["num_hidden_layers"]))]
+    others = {"embedding": Elements(), "final": Elements()}
     for param in params:
-        name = param.megatron
-        if param.expert is not None:
-            expert[stage_of[int(name.split(".")[2])]] += param.size
-            continue
-        size = prod(local_shape(param, tp, 0))
-        if name.startswith("decoder.layers."):
-            dense[stage_of[int(name.split(".")[2])]] += size
-        elif name.startswith("embedding."):
-            dense[0] += size
-            if tied and last > 0:
-                dense[last] += size  # the output layer's copy of a tied embedding
+        if param.expert is None:
+            size = prod(local_shape(param, tp, 0))
         else:
-            dense[last] += size
-    return [(amount, of_experts // ep) for amount, of_experts in zip(dense, expert, strict=True)]
+            size = prod(local_shape(param, etp, 0)) * experts // ep
+        frozen = lora.rank and param.slot is not None  # adapters and a head of one value are in no engine
+        kind = "biases" if param.buffer else "frozen" if frozen else "dense" if param.expert is None else "expert"
+        mine = Elements(**{kind: size})
+        if param.megatron.startswith("decoder.layers."):
+            layer = int(param.megatron.split(".")[2])
+            layers[layer] = _sum([layers[layer], mine])
+        else:
+            part = "embedding" if param.megatron.startswith("embedding.") else "final"
+            others[part] = _sum([others[part], mine])
+    return layers, others, others["embedding"] if tied else Elements()
 
 
-def state_bytes(dense: int, expert: int, dp: int, expert_dp: int, size: int) -> dict[str, int]:
+def state_bytes(elements: Elements, dp: int, expert_dp: int, size: int) -> dict[str, int]:
     """Weights, fp32 gradients, and the distributed optimizer's share of master weights and two moments.
 
     Per element, with d ranks to share the optimizer: 6 + 12 / d bytes in bf16 and 8 + 8 / d in fp32, where the weights
     are their own masters: the table in Megatron-Core's guide to its distributed optimizer. Dense parameters are shared
-    over data parallel ranks, experts over the ranks that hold the same experts.
+    over data and context parallel ranks, experts over the ranks that hold the same experts.
     """
+    dense, expert, frozen, biases = elements
     states = 12 if size == 2 else 8
     return {
-        "weights": (dense + expert) * size,
+        "weights": (dense + expert + frozen) * size + biases * 4,
         "gradients": (dense + expert) * 4,
         "optimizer": -(-dense * states // dp) + -(-expert * states // expert_dp),
     }
 
 
-def activation_elements(
-    settings: Mapping[str, Any], layers: Collection[int], tp: int, tokens: int, in_flight: int
-) -> int:
-    """Elements that the layers of a stage keep for the backward pass: an estimate.
-
-    The tensors that enter a matrix product, a norm, an activation function or flash attention are kept, as counted in
-    arXiv:2205.05198 section 4, here for gated MLPs, grouped or latent attention and routed experts. Sequence
-    parallelism divides all of them by tp; tokens are taken to be spread evenly over the experts. A stage holds
-    `in_flight` micro-batches at once (1F1B). With `recompute_granularity: full` a layer keeps its input, and one layer
-    at a time is computed anew.
-    """
-    hidden = int(settings["hidden_size"])
-    per_layer = [_layer_elements(settings, layer) for layer in layers]
-    kept = sum(per_layer)
-    extra = 0
-    if settings.get("recompute_granularity") == "full":
-        kept, extra = hidden * len(layers), max(per_layer, default=0)
-    return (kept * in_flight + extra) * tokens // tp
-
-
-def _layer_elements(settings: Mapping[str, Any], layer: int) -> int:
-    """Kept per token by one layer before any division."""
-    hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
-    if settings.get("multi_latent_attention"):
-        nope, turned, value = (int(settings[key]) for key in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
-        latents = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + turned
-        attention = 2 * latents + heads * (2 * (nope + turned) + 2 * value)  # latents and their norms; q, k, v, out
-    else:
-        head = _head_size(settings)
-        attention = (2 * heads + 2 * int(settings["num_query_groups"])) * head  # q, out, k, v
-    mlp = 3 * int(settings["ffn_hidden_size"])  # gate, up, their product
-    if _is_moe(settings, layer):
-        width, topk = int(settings["moe_ffn_hidden_size"]), int(settings["moe_router_topk"])
-        shared = int(settings.get("moe_shared_expert_intermediate_size") or 0)
-        mlp = topk * (2 * hidden + 3 * width) + 3 * shared  # dispatched input and output of each chosen expert
-    return 4 * hidden + attention + mlp  # the two norms' inputs and outputs
-
-
-def _is_moe(settings: Mapping[str, Any], layer: int) -> bool:
-    if not settings.get("num_moe_experts"):
-        return False
-    frequency = settings.get("moe_layer_freq", 1)
-    return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
-
-
-def logits_bytes(vocab_size: int, hidden: int, tp: int, tokens: int, at_once: int, size: int) -> int:
-    """About what `megatron/logprobs.py` needs for a micro-batch: logits of some tokens, in the model's type and four
-    times in fp32; the gradient of the output layer's weight, a sum in fp32 and a summand; hidden states and their
-    gradient.
-    """
-    words = padded_vocab(vocab_size, tp) // tp
-    return min(tokens, at_once) * words * (size + 16) + words * hidden * (4 + size) + 2 * tokens * hidden * size
-
-
-def engine_bytes(params: Sequence[Param], tp: int, size: int, fp8: bool) -> int:
-    """What one rank of an SGLang engine holds in weights, of `size` bytes an element, or 1 and a scale for a block.
+def engine_bytes(hf: HFConfig, tp: int, size: int) -> int:
+    """What one rank of an SGLang engine holds in weights, of `size` bytes an element; what an FP8 checkpoint has in FP8
+    takes a byte and a scale for each block.
 
     Of experts it has 1 / tp, whether they are dealt out whole or cut. Keys and values are held more than once where
     there are fewer heads than ranks; latents, norms and routers by all.
     """
-    total = 0.0
-    for param in params:
+    total, fp8 = 0.0, is_fp8(hf)
+    for param, count in kinds(hf):
         if isinstance(param.cut, Replicated) and param.expert is None:
             elements = param.size
         elif isinstance(param.cut, Qkv):
             q, k, v = (prod(tensor.shape) for tensor in param.hf)
             elements = q // tp + (k + v) // min(tp, param.cut.groups)
         else:
-            elements = -(-param.size // tp)
+            elements = -(-param.size * count // tp)
         total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)
     return round(total)
 
@@ -247,8 +297,11 @@ def kv_elements(settings: Mapping[str, Any], tp: int) -> int:
     if settings.get("multi_latent_attention"):
         return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
     heads = max(1, int(settings["num_query_groups"]) // tp)
-    return 2 * layers * heads * _head_size(settings)
+    size = int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])
+    return 2 * layers * heads * size
 
 
-def _head_size(settings: Mapping[str, Any]) -> int:
-    return int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])
+def staging_bytes(bucket: int, weights: int, engine: int) -> int:
+    """The most that a push stages on a rank: two halves of a bucket to send from, two to receive into, of which none is
+    larger than what there is to send or to receive."""
+    return 2 * min(bucket // 2, weights) + 2 * min(bucket // 2, engine)

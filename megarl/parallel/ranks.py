@@ -71,7 +71,7 @@ def check_layout(parallel: ParallelConfig) -> None:
     if expert_ranks % (parallel.ep * parallel.etp):
         for name, size, other in (("ep", parallel.ep, parallel.etp), ("etp", parallel.etp, parallel.ep)):
             fits = [n for n in range(1, expert_ranks + 1) if expert_ranks % (n * other) == 0]
-            if size not in fits:
+            if size not in fits and (fits or name == "etp"):
                 beside = f", beside {'etp' if name == 'ep' else 'ep'}={other}" if other > 1 else ""
                 raise ConfigError(
                     f"parallel.{name}={size} does not divide the {expert_ranks} ranks of a pipeline stage "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import tiny  # noqa: E402
 
 from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
 from megarl.models.layout import shard, unshard  # noqa: E402
+from megarl.models.memory import plan_memory  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
 
@@ -93,6 +95,7 @@ def largest_difference(found: dict[str, torch.Tensor], truth: dict[str, torch.Te
 
 
 def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[str, float]:
+    from megarl.megatron.held import held_bytes
     from megarl.megatron.model import MegatronModel
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
@@ -129,7 +132,10 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     model = build()
     loss_fn = LOSSES[role]
-    result: dict[str, float] = {}
+    algorithm = "reward_model" if role == "reward_model" else "ppo"
+    planned = plan_memory(tiny.HF[family], replace(model.config, algorithm=algorithm), tiny.HF[family])
+    states, name = planned[model.ranks.pp_rank].states, role.replace("_", " ")
+    result = {f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in held_bytes(model).items()}
     found = model.forward(batch)
     with torch.no_grad():
         if role == "actor":

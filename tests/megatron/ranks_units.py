@@ -356,7 +356,11 @@ def half() -> dict[str, float]:
     start = model.local_params()[name].clone().float()
     losses = [model.train_step(batch, nll)["actor/loss"] for _ in range(40)]
     moved = (model.local_params()[name].float() - start).abs()
+    bias = build("deepseek_v3", model={"dtype": "bfloat16"}).local_params()["decoder.layers.1.mlp.router.expert_bias"]
+    exact_bias = build("deepseek_v3").local_params()["decoder.layers.1.mlp.router.expert_bias"]
     return {
+        "bias": float((bias - exact_bias).abs().max()) if bias.dtype == torch.float32 else torch.inf,
+        "bias_size": float(exact_bias.abs().max()),
         "difference": float((found - exact).abs().mean()),
         "first": losses[0],
         "last": losses[-1],

@@ -78,6 +78,8 @@ def test_bf16_is_close_and_has_fp32_masters(units: dict[str, Any]) -> None:
     assert half["difference"] < 0.03
     assert half["last"] < half["first"] - 0.5
     assert half["moved"] > 0.5  # without masters each of the updates would be rounded away
+    # The biases of routers choose experts: they are what was loaded, before any forward pass.
+    assert half["bias"] == 0.0 < half["bias_size"]
 
 
 def test_a_critic_starts_at_zero_and_its_head_learns_first(units: dict[str, Any]) -> None:

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from megarl.config import Config, from_dict, load_config
+from megarl.config import Config, ConfigError, ParallelConfig, from_dict, load_config
+from megarl.models.activations import activation_elements, logits_bytes, micro_batches_in_flight
 from megarl.models.memory import (
-    activation_elements,
-    critic_params,
+    Elements,
     engine_bytes,
+    kinds,
     kv_elements,
-    logits_bytes,
     plan_memory,
     stage_elements,
+    staging_bytes,
     state_bytes,
 )
 from megarl.models.registry import family_of, load_hf_config, param_count
@@ -50,20 +51,29 @@ def config_of(**sections: Any) -> Config:
     return from_dict({"model": {"dtype": "bfloat16"}, **sections})
 
 
+def held(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[Elements]:
+    """By each stage, its layers dealt out evenly."""
+    parallel = ParallelConfig(**sizes)
+    stages = stage_layers(hf["num_hidden_layers"], parallel.pp, {}, parallel.vpp)
+    return stage_elements(hf, parallel, stages, head)
+
+
 @pytest.mark.parametrize(
     "file, total",
     [
         ("deepseek_v3.json", 671_026_419_200),  # 671.0 B without the multi-token prediction layer
         ("qwen3_235b.json", 235_093_634_560),
+        ("qwen3_30b_a3b.json", 30_532_122_624),
+        ("qwen2.5_7b.json", 7_615_616_512),
         ("qwen2.5_0.5b.json", 494_032_768),
     ],
 )
 def test_published_sizes(file: str, total: int) -> None:
     hf = load_hf_config(MODELS / file)
     assert sum(param_count(hf).values()) == total
-    # On one rank without padding (all three vocabularies are multiples of 128) the plan counts the same.
-    layers = [range(hf["num_hidden_layers"])]
-    assert sum(stage_elements(family_of(hf).params(hf, 1), 1, 1, layers)[0]) == total
+    # On one rank without padding (all the vocabularies are multiples of 128) the plan counts the same.
+    assert sum(held(hf)[0]) == total
+    assert sum(param.size * count for param, count in kinds(hf)) == total
 
 
 @pytest.mark.parametrize(
@@ -72,37 +82,50 @@ def test_published_sizes(file: str, total: int) -> None:
 def test_elements_are_those_of_transformers(transformers_models: ModuleType, name: str, hf: dict[str, Any]) -> None:
     values = {key: value for key, value in hf.items() if key != "architectures"}
     model = getattr(transformers_models, f"{name}ForCausalLM")(getattr(transformers_models, f"{name}Config")(**values))
-    layers = [range(hf["num_hidden_layers"])]
-    assert sum(stage_elements(family_of(hf).params(hf, 1), 1, 1, layers)[0]) == model.num_parameters()
-    critic = sum(stage_elements(critic_params(family_of(hf).params(hf, 1), 64), 1, 1, layers)[0])
+    assert sum(held(hf)[0]) == model.num_parameters()
     head = 0 if hf["tie_word_embeddings"] else 1024 * 64
-    assert critic == model.num_parameters() - head + 64
+    assert sum(held(hf, head=True)[0]) == model.num_parameters() - head + 64
 
 
-def test_ranks_together_hold_every_weight_once_or_as_often_as_it_is_replicated() -> None:
+@pytest.mark.parametrize("etp", [1, 2])
+def test_ranks_together_hold_every_weight_once_or_as_often_as_it_is_replicated(etp: int) -> None:
     params = family_of(MOE).params(MOE, 2)
-    held = stage_elements(params, 2, 4, stage_layers(4, 2, {}))
+    stages = held(MOE, tp=2, ep=4, etp=etp, pp=2)
     experts = sum(param.size for param in params if param.expert is not None)
-    assert sum(expert for _, expert in held) * 4 == experts
+    assert sum(stage.expert for stage in stages) * 4 * etp == experts
     # Replicated on both tensor parallel ranks: norms and routers.
     copies = 4 * (2 * 64 + 2 * 32 + 8 * 64) + 64
     dense = sum(param.size for param in params if param.expert is None)
-    assert sum(dense for dense, _ in held) * 2 == dense + copies
-    assert held[0][0] - held[1][0] == -64  # the embedding and the output layer weigh the same, the final norm is extra
+    assert sum(stage.dense for stage in stages) * 2 == dense + copies
+    # The embedding and the output layer weigh the same, the final norm is extra.
+    assert stages[0].dense - stages[1].dense == -64
+    # In parts that take turns, a stage has other layers, of the same number.
+    assert held(MOE, tp=2, ep=4, etp=etp, pp=2, vpp=2) == stages
+    with pytest.raises(ConfigError, match="moe_intermediate_size=48 does not divide by tensor parallel size 5"):
+        held(MOE, etp=5)
 
 
 def test_a_tied_embedding_has_a_copy_on_the_last_stage() -> None:
     tied = QWEN2 | {"tie_word_embeddings": True}
-    params = family_of(tied).params(tied, 1)
-    (first, _), (last, _) = stage_elements(params, 1, 1, stage_layers(4, 2, {}))
-    assert last - first == 64  # the final norm
-    assert stage_elements(params, 1, 1, [range(4)])[0][0] == sum(param.size for param in params)
+    first, last = held(tied, pp=2)
+    assert last.dense - first.dense == 64  # the final norm
+    assert held(tied)[0].dense == sum(param.size for param in family_of(tied).params(tied, 1))
+    first, last = held(tied, head=True, pp=2)  # which has no output layer to tie
+    assert first.dense - last.dense == 1024 * 64 - 2 * 64
+
+
+def test_biases_of_routers_are_kept_in_fp32_and_not_trained() -> None:
+    hf = load_hf_config(MODELS / "deepseek_v3.json")
+    (stage,) = held(hf, tp=8, ep=32)
+    assert stage.biases == 58 * 256
+    bare = state_bytes(stage._replace(biases=0), 8, 2, 2)
+    full = state_bytes(stage, 8, 2, 2)
+    assert full == bare | {"weights": bare["weights"] + 4 * 58 * 256}
 
 
 def test_a_vocabulary_is_padded() -> None:
     odd = QWEN2 | {"vocab_size": 1000}
-    held = stage_elements(family_of(odd).params(odd, 1), 1, 1, [range(4)])[0][0]
-    assert held - sum(param_count(odd).values()) == 2 * 24 * 64
+    assert held(odd)[0].dense - sum(param_count(odd).values()) == 2 * 24 * 64
     # 4 tokens of 512 words in bf16 and fp32; the weight's gradient in fp32 and bf16; 10 hidden states, twice
     expected = 4 * 512 * (2 + 16) + 512 * 64 * (4 + 2) + 2 * 10 * 64 * 2
     assert logits_bytes(1000, 64, 2, tokens=10, at_once=4, size=2) == expected
@@ -111,8 +134,9 @@ def test_a_vocabulary_is_padded() -> None:
 @pytest.mark.parametrize("size, dp, per_element", [(2, 1, 18.0), (2, 4, 6 + 12 / 4), (4, 1, 16.0), (4, 8, 8 + 8 / 8)])
 def test_bytes_of_the_distributed_optimizer(size: int, dp: int, per_element: float) -> None:
     """The table in Megatron-Core's guide: 6 + 12 / d in bf16 with fp32 gradients, 8 + 8 / d in fp32."""
-    assert sum(state_bytes(1000, 0, dp, 1, size).values()) == 1000 * per_element
-    assert sum(state_bytes(0, 1000, 1, dp, size).values()) == 1000 * per_element  # experts, by their own sharing
+    assert sum(state_bytes(Elements(1000, 0), dp, 1, size).values()) == 1000 * per_element
+    # Experts by their own sharing.
+    assert sum(state_bytes(Elements(0, 1000), 1, dp, size).values()) == 1000 * per_element
 
 
 def test_the_671b_policy_alone_takes_18_bytes_an_expert_weight() -> None:
@@ -132,17 +156,18 @@ def test_the_671b_policy_alone_takes_18_bytes_an_expert_weight() -> None:
 
 def test_engine_weights() -> None:
     params = family_of(QWEN2).params(QWEN2, 1)
-    assert engine_bytes(params, 1, 2, False) == 2 * sum(param.size for param in params)
+    assert engine_bytes(QWEN2, 1, 2) == 2 * sum(param.size for param in params)
     # tp 4 with 2 key-value heads: every rank has one head of keys and values, a quarter of the rest, all of the norms.
     norms = (2 * 4 + 1) * 64
     kv = 4 * 2 * (32 * 64 + 32)  # k and v of four layers, weights and biases
     rest = sum(param.size for param in params) - norms - kv
-    assert engine_bytes(params, 4, 1, False) == rest // 4 + kv // 2 + norms
+    assert engine_bytes(QWEN2, 4, 1) == rest // 4 + kv // 2 + norms
     # In FP8 the matrices of the layers have a byte an element, and 4 for each block of 128 x 128.
     matrices = sum(p.size for p in params if p.megatron.startswith("decoder.layers") and p.megatron.endswith("weight"))
     matrices -= (2 * 4) * 64
     others = sum(param.size for param in params) - matrices
-    assert engine_bytes(params, 1, 2, True) == pytest.approx(2 * others + matrices * (1 + 4 / 128**2), abs=1)
+    quantised = QWEN2 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert engine_bytes(quantised, 1, 2) == pytest.approx(2 * others + matrices * (1 + 4 / 128**2), abs=1)
 
 
 def test_kv_cache() -> None:
@@ -155,17 +180,119 @@ def test_kv_cache() -> None:
 
 def test_activations_scale() -> None:
     settings = family_of(QWEN2).megatron_config(QWEN2)
-    one = activation_elements(settings, range(2), tp=1, tokens=100, in_flight=1)
+    one = activation_elements(settings, [range(2)], tp=1, tokens=100, in_flight=1)
     # By hand: inputs and outputs of two norms; q, k, v and attention's output; gate, up and their product.
     assert one == 100 * 2 * (4 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
-    assert activation_elements(settings, range(2), tp=2, tokens=100, in_flight=3) == one * 3 // 2
-    full = settings | {"recompute_granularity": "full"}
-    assert activation_elements(full, range(2), tp=1, tokens=100, in_flight=3) == 100 * (3 * 2 * 64) + one // 2
+    assert activation_elements(settings, [range(2)], tp=2, tokens=100, in_flight=3) == one * 3 // 2
+    assert activation_elements(settings, [range(1), range(2, 3)], tp=1, tokens=100, in_flight=1) == one
+
+
+@pytest.mark.parametrize(
+    "method, kept, anew",
+    [
+        ({}, 4 * 64, 736),  # every layer's input, and one layer at a time
+        ({"recompute_method": "uniform", "recompute_num_layers": 2}, 2 * 64, 2 * 736),
+        ({"recompute_method": "uniform", "recompute_num_layers": 3}, 2 * 64, 3 * 736),
+        ({"recompute_method": "block", "recompute_num_layers": 3}, 3 * 64 + 736, 736),
+    ],
+)
+def test_full_recomputation(method: dict[str, Any], kept: int, anew: int) -> None:
+    settings = family_of(QWEN2).megatron_config(QWEN2) | {"recompute_granularity": "full"} | method
+    assert activation_elements(settings, [range(4)], tp=1, tokens=100, in_flight=3) == 100 * (3 * kept + anew)
+
+
+@pytest.mark.parametrize(
+    "modules, dropped, largest",
+    [
+        (None, 0, 0),  # core_attn: flash attention keeps nothing of its own
+        (["layernorm"], 2 * 2 * 64, 2 * 64),
+        (["mlp"], 3 * 96, 3 * 96),  # of the dense layer only
+        (["moe_act"], 2 * 48, 2 * 48),  # two experts a token
+        (["moe"], 2 * (2 * 64 + 3 * 48) + 3 * 40, 2 * (2 * 64 + 3 * 48) + 3 * 40),
+        (["shared_experts", "moe_act"], 2 * 48 + 3 * 40, 2 * 48 + 3 * 40),
+    ],
+)
+def test_selective_recomputation(modules: list[str] | None, dropped: int, largest: int) -> None:
+    settings = family_of(MOE).megatron_config(MOE)
+    settings |= {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 40}
+    whole = activation_elements(settings, [range(2)], tp=1, tokens=10, in_flight=4)
+    settings |= {"recompute_granularity": "selective"} | ({"recompute_modules": modules} if modules else {})
+    found = activation_elements(settings, [range(2)], tp=1, tokens=10, in_flight=4)
+    assert whole - found == 10 * (4 * dropped - largest)
+
+
+def test_latent_attention_can_do_without_what_is_projected_up() -> None:
+    hf = load_hf_config(MODELS / "deepseek_v3.json")
+    settings = family_of(hf).megatron_config(hf)
+    whole = activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2)
+    settings |= {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    dropped = 128 * (192 + 192 + 128)  # q, k and v of 128 heads
+    assert whole - activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2) == dropped
+
+
+def test_experts_cut_in_two_see_the_tokens_of_two() -> None:
+    settings = family_of(MOE).megatron_config(MOE)
+    whole, cut = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
+    assert cut - whole == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
+
+
+def test_micro_batches_in_flight() -> None:
+    assert [micro_batches_in_flight(4, stage) for stage in range(4)] == [4, 3, 2, 1]
+    # arXiv:2205.05198 section 4.2.3: 1 + (p - 1) / (p m) times as many on the first stage, in m parts each.
+    for pp, vpp in ((4, 2), (8, 3), (2, 4)):
+        assert micro_batches_in_flight(pp, 0, vpp) == pytest.approx(pp * (1 + (pp - 1) / (pp * vpp)))
+    assert [micro_batches_in_flight(4, stage, 2) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
+
+
+def test_context_parallelism_shares_a_long_sequence_and_the_optimizer() -> None:
+    def plan(**sizes: int) -> Any:
+        rollout = {"max_context": 8192}
+        return plan_memory(QWEN2, config_of(algorithm="grpo", parallel=sizes, rollout=rollout, train=budget))[0]
+
+    budget = {"token_budget": 1024}
+    alone, together = plan(world_size=4), plan(world_size=4, cp=4)
+    assert together.states == alone.states
+    assert together.training["activations"] * 4 == alone.training["activations"]
+    budget = {"token_budget": 4096}  # which a rank has of a micro-batch, however long its sequences
+    assert plan(world_size=4, cp=4).training["activations"] * 2 == alone.training["activations"]
+
+
+def test_reshard_staging() -> None:
+    assert staging_bytes(1 << 30, 10**10, 10**10) == 2 << 30
+    assert staging_bytes(1 << 30, 1000, 500) == 3000  # no more than there is
+    grpo = plan_memory(QWEN2, config_of(algorithm="grpo", rollout={"push_bucket_mb": 1}))[0]
+    assert grpo.push["reshard staging"] == 4 * grpo.states["actor weights"] < 2 << 20
+    both_sides = sum(grpo.states.values()) + sum(grpo.generation.values())
+    assert (grpo.generation_total, grpo.push_total) == (both_sides, both_sides + grpo.push["reshard staging"])
+
+
+def test_states_can_leave_the_device_while_engines_generate() -> None:
+    stay, leave = (plan_memory(QWEN2, config_of(train={"offload": offload}), QWEN2)[0] for offload in (False, True))
+    assert leave.generation_total == sum(leave.generation.values())
+    assert leave.push_total == stay.push_total  # which needs the weights, and the rest is there as well
+    states = [amount for name, amount in stay.states.items() if "gradients" not in name]
+    assert leave.host["states, while generating"] == sum(states)
+    assert leave.host["reference weights"] == stay.host["reference weights"]
+
+
+def test_a_critic_in_a_layout_of_its_own() -> None:
+    def plan(**critic: int) -> Any:
+        parallel = {"world_size": 4, "pp": 2}
+        return plan_memory(QWEN2, config_of(parallel=parallel, critic={"parallel": critic}), QWEN2)
+
+    same, cut = plan(), plan(tp=2)
+    assert [stage.states["actor weights"] for stage in cut] == [stage.states["actor weights"] for stage in same]
+    assert cut[1].states["critic weights"] < 0.6 * same[1].states["critic weights"]
+    # In one stage it is whole on the ranks of both of the actor's; in four each pair of ranks has the fuller of two.
+    whole, fine = plan(pp=1), plan(pp=4)
+    assert whole[0].states["critic weights"] == whole[1].states["critic weights"] > same[0].states["critic weights"]
+    assert fine[0].states["critic weights"] == 2 * held(QWEN2, head=True, world_size=4, pp=4)[0].dense
+    assert fine[1].states["critic weights"] < fine[0].states["critic weights"]  # a layer, and hardly any head
 
 
 def test_what_a_run_without_rollouts_needs() -> None:
     sft = plan_memory(QWEN2, config_of(algorithm="sft"))[0]
-    assert sft.generation == {} and sft.host == {}
+    assert sft.generation == {} and sft.push == {} and sft.host == {}
     grpo = plan_memory(QWEN2, config_of(algorithm="grpo", kl={"place": "none"}))[0]
     assert grpo.generation["engine weights"] == sum(param_count(QWEN2).values()) * 2
     assert grpo.host == {}
@@ -185,10 +312,9 @@ def test_what_a_run_without_rollouts_needs() -> None:
 def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
     layout = {"parallel": {"world_size": 4, "tp": 2, "pp": 2}, "rollout": {"max_context": 128}}
     plain, served = (plan_memory(QWEN2, config_of(**layout), QWEN2, reward) for reward in (None, MOE))
-    layers = [range(2), range(2, 4)]
-    elements = stage_elements(critic_params(family_of(MOE).params(MOE, 2), 64), 2, 1, layers)
-    for before, after, (dense, expert) in zip(plain, served, elements, strict=True):
-        assert after.states == before.states | {"reward model weights": 4 * (dense + expert)}
+    elements = held(MOE, head=True, tp=2, pp=2)
+    for before, after, weights in zip(plain, served, elements, strict=True):
+        assert after.states == before.states | {"reward model weights": 4 * sum(weights)}
         assert after.training == before.training
         # One layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
         one = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)

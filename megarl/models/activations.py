@@ -1,0 +1,122 @@
+"""What training takes besides the states: activations kept for the backward pass, and what the loss takes for logits.
+
+Estimates, in the units that the functions say. The tensors that enter a matrix product, a norm, an activation function
+or flash attention are kept, as counted in arXiv:2205.05198 section 4, here for gated MLPs, grouped or latent attention
+and routed experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.models.layout import padded_vocab
+
+
+def activation_elements(
+    settings: Mapping[str, Any], parts: Sequence[Sequence[int]], tp: int, tokens: int, in_flight: float, etp: int = 1
+) -> int:
+    """Elements that a rank of a pipeline stage keeps for the backward pass.
+
+    parts: the layers of the stage, by parts that are computed in one go. tokens: of a micro-batch on this rank, a part
+    of them with context parallelism. in_flight: see `micro_batches_in_flight`. Sequence parallelism divides everything
+    by tp; tokens are taken to be spread evenly over the experts, whose inputs all ranks of an etp group have.
+
+    With `recompute_granularity` full, the inputs of `recompute_num_layers` layers at a time are kept (method uniform),
+    or those of the first so many layers of a part (block); selective does without what its modules make. What is
+    computed anew is there for one layer, or one such run of layers, at a time.
+    """
+    hidden = int(settings["hidden_size"])
+    kept, anew = 0, [0]
+    for part in parts:
+        layers = [_layer(settings, layer, etp) for layer in part]
+        whole = [sum(layer.values()) for layer in layers]
+        number = int(settings.get("recompute_num_layers") or 1)
+        if settings.get("recompute_granularity") == "selective":
+            dropped = [_dropped(settings, layer) for layer in layers]
+            kept += sum(whole) - sum(dropped)
+            anew += dropped
+        elif settings.get("recompute_granularity") != "full":
+            kept += sum(whole)
+        elif settings.get("recompute_method") == "block":
+            kept += hidden * min(number, len(part)) + sum(whole[number:])
+            anew += whole[:number]
+        else:
+            runs = [sum(whole[i : i + number]) for i in range(0, len(part), number)]
+            kept += hidden * len(runs)
+            anew += runs
+    return round((kept * in_flight + max(anew)) * tokens / tp)
+
+
+def micro_batches_in_flight(pp: int, stage: int, vpp: int = 1) -> float:
+    """For how many micro-batches a stage keeps the activations of all of its layers, at most, if there are as many.
+
+    1F1B: those that it has sent on before the first comes back. Interleaved (arXiv:2104.04473 section 2.2), the stage
+    goes through its first part with pp micro-batches before it comes to the second; counted in micro-batches of all its
+    parts. On the first stage pp + (pp - 1) / vpp, as in arXiv:2205.05198.
+    """
+    if vpp == 1:
+        return pp - stage
+    return (2 * (pp - stage - 1) + (vpp - 1) * pp + 1) / vpp
+
+
+def layer_elements(settings: Mapping[str, Any], layer: int, etp: int = 1) -> int:
+    """Kept per token by one layer before any division."""
+    return sum(_layer(settings, layer, etp).values())
+
+
+def _layer(settings: Mapping[str, Any], layer: int, etp: int) -> dict[str, int]:
+    """The same by what it is."""
+    hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
+    kept = {"norm inputs": 2 * hidden, "norm outputs": 2 * hidden}
+    if settings.get("multi_latent_attention"):
+        nope, turned, value = (int(settings[key]) for key in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
+        latents = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + turned
+        kept["latents"] = 2 * latents  # and their norms
+        kept["qkv"], kept["attention"] = heads * (2 * (nope + turned) + value), heads * value
+    else:
+        head = int(settings["kv_channels"] or hidden // heads)
+        kept["qkv"], kept["attention"] = (heads + 2 * int(settings["num_query_groups"])) * head, heads * head
+    if is_moe(settings, layer):
+        width, topk = int(settings["moe_ffn_hidden_size"]), int(settings["moe_router_topk"])
+        kept["dispatched"] = topk * 2 * hidden * etp  # input and output of each chosen expert
+        kept["gate, up"], kept["products"] = topk * 2 * width, topk * width
+        kept["shared expert"] = 3 * int(settings.get("moe_shared_expert_intermediate_size") or 0)
+    else:
+        kept["mlp"] = 3 * int(settings["ffn_hidden_size"])  # gate, up, their product
+    return kept
+
+
+_MADE_BY = {
+    "core_attn": (),  # flash attention keeps nothing of its own
+    "layernorm": ("norm outputs",),
+    "mla_up_proj": ("qkv",),
+    "mlp": ("mlp",),
+    "moe_act": ("products",),
+    "moe": ("dispatched", "gate, up", "products", "shared expert"),
+    "shared_experts": ("shared expert",),
+}
+"""What each of Megatron's `recompute_modules` computes anew."""
+
+
+def _dropped(settings: Mapping[str, Any], layer: Mapping[str, int]) -> int:
+    """Of what a layer would keep, what selective recomputation does without."""
+    modules = settings.get("recompute_modules") or ["core_attn"]
+    return sum(layer.get(name, 0) for name in {name for module in modules for name in _MADE_BY.get(module, ())})
+
+
+def is_moe(settings: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has routed experts."""
+    if not settings.get("num_moe_experts"):
+        return False
+    frequency = settings.get("moe_layer_freq", 1)
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
+
+
+def logits_bytes(vocab_size: int, hidden: int, tp: int, tokens: int, at_once: int, size: int) -> int:
+    """About what `megatron/logprobs.py` needs for a micro-batch: logits of some tokens, in the model's type and four
+    times in fp32; the gradient of the output layer's weight, a sum in fp32 and a summand; hidden states and their
+    gradient.
+    """
+    words = padded_vocab(vocab_size, tp) // tp
+    return min(tokens, at_once) * words * (size + 16) + words * hidden * (4 + size) + 2 * tokens * hidden * size

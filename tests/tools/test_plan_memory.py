@@ -1,0 +1,218 @@
+"""Memory on paper: what fits, what is suggested and why, mistakes in one line; and against models that are there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import from_dict
+from megarl.dry_run import validate
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools/plan_memory.py"
+TINY = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "rope_theta": 10000.0,
+}
+Tool = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
+    """tool(*arguments): exit code, what it says in JSON, and what on stderr."""
+    spec = importlib.util.spec_from_file_location("plan_memory", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
+        code = module.main([*arguments, "--json"])
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if out else {}, err
+
+    return run
+
+
+def test_which_of_several_layouts_fit(tool: Tool) -> None:
+    layouts = ("world=16,tp=4,ep=8", "world=16,tp=4,pp=2,ep=8", "world=8,tp=4,ep=8", "world=32,tp=1,ep=2")
+    code, found, _ = tool("--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", *layouts)
+    assert code == 0
+    # Half as many GPUs have to hold twice as much of the optimizer; and of 32 there are only 16.
+    assert [row["fits"] for row in found["layouts"]] == [True, True, False, False]
+    first, second, small, _ = found["layouts"]
+    assert first["recompute"] == "selective" and second["recompute"] == "none" and small["recompute"] == "full"
+    assert [stage["layers"] for stage in second["stages"]] == [list(range(24)), list(range(24, 48))]
+    for row in found["layouts"]:
+        peaks = []
+        for stage in row["stages"]:
+            parts = (sum(stage[name].values()) for name in ("states", "training", "generation", "push"))
+            states, training, generation, push = parts
+            peaks.append(states + max(training, generation + push))
+        assert max(peaks) == row["peak_bytes"]
+        assert row["fits"] == (row["peak_bytes"] <= 0.93 * 80e9 and row["layout"]["world"] <= 16)
+    assert found["suggested"] == first["layout"]  # fewer model parallel ranks, and hardly slower
+    assert "selective recomputation: of 2 layouts that fit" in found["reason"] and "Rule:" in found["reason"]
+
+
+def test_a_dry_run_says_the_same(tool: Tool) -> None:
+    _, found, _ = tool(
+        "--model",
+        "deepseek-v3",
+        "--gpus",
+        "512",
+        "--gpu-gb",
+        "141",
+        "--layout",
+        "tp=8,pp=16,ep=32",
+        "--algorithm",
+        "ppo",
+        "--rollout",
+        "tp=32,ep=32",
+        "--recompute",
+        "full",
+    )
+    (row,) = found["layouts"]
+    assert row["megatron"]["num_layers_in_first_pipeline_stage"] == 3
+    layout = row["layout"]
+    tree = {
+        "algorithm": "ppo",
+        "model": {"hf_config": str(ROOT / "configs/models/deepseek_v3.json"), "megatron": row["megatron"]},
+        "parallel": {"world_size": layout.pop("world"), **layout},
+        "rollout": {**row["rollout"], "max_context": 16384, "sglang": {"max_total_tokens": 131072}},
+        "train": {"token_budget": 16384},
+        "data": {"train": "nowhere.jsonl"},
+        "reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]},
+    }
+    report = validate(from_dict(tree), dry_run=True)
+    assert report.ok, report.errors
+    for stage, planned in zip(row["stages"], report.memory, strict=True):
+        for name in ("states", "training", "generation", "push", "host"):
+            assert stage[name] == getattr(planned, name)
+
+
+def test_layouts_are_searched_for(tool: Tool) -> None:
+    code, found, _ = tool("--model", "qwen2.5-7b", "--gpus", "8", "--gpu-gb", "80")
+    assert code == 0 and len(found["layouts"]) > 5
+    assert all(row["fits"] for row in found["layouts"])
+    seconds = [sum(row["modelled_seconds"].values()) for row in found["layouts"]]
+    assert seconds == sorted(seconds)
+    assert all(row["layout"]["tp"] in (1, 2, 4) for row in found["layouts"])  # four key-value heads
+    # What is suggested divides, fits and is among them; nothing that is as fast has fewer model parallel ranks.
+    chosen = next(row for row in found["layouts"] if row["layout"] == found["suggested"])
+    least = chosen["layout"]["tp"] * chosen["layout"]["pp"]
+    for row, took in zip(found["layouts"], seconds, strict=True):
+        assert row["layout"]["tp"] * row["layout"]["pp"] >= least or took > 1.1 * seconds[0]
+    # More memory, less need to cut; and a longer context brings in context parallelism.
+    _, roomy, _ = tool("--model", "qwen2.5-7b", "--gpus", "8", "--gpu-gb", "288")
+    assert roomy["suggested"]["tp"] * roomy["suggested"]["pp"] < least
+    _, long, _ = tool("--model", "qwen2.5-7b", "--gpus", "16", "--tokens", "8192", "--context", "32768")
+    assert {row["layout"]["cp"] for row in long["layouts"]} == {1, 2, 4}
+
+
+def test_the_engine_is_as_small_as_fits(tool: Tool) -> None:
+    _, found, _ = tool("--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", "tp=4,ep=8")
+    engine = found["layouts"][0]["rollout"]
+    assert engine == {"tp": 4, "ep": 4}
+    code, smaller, _ = tool(
+        "--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", "tp=4,ep=8", "--rollout", "tp=2,ep=2"
+    )
+    assert code == 1 and not smaller["layouts"][0]["fits"] and smaller["suggested"] is None
+    _, sft, _ = tool("--model", "qwen3-30b-a3b", "--gpus", "16", "--algorithm", "sft", "--layout", "tp=4,ep=8")
+    assert sft["layouts"][0]["rollout"] is None and sft["layouts"][0]["stages"][0]["generation"] == {}
+
+
+def test_where_nothing_fits(tool: Tool) -> None:
+    code, found, _ = tool("--model", "deepseek-v3", "--gpus", "8", "--recompute", "full")
+    assert code == 1 and found["layouts"] == [] and found["suggested"] is None
+    assert found["reason"] == "No layout of 8 GPUs of 80 GB was found that fits."
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layout", "world=24,tp=4,pp=4"], "tp x pp = 4 x 4 = 16; the nearest that are: 16 and 32"),
+        (
+            ["--layout", "world=64,tp=8"],
+            "num_key_value_heads=4 does not divide by tensor parallel size 8; sizes that do",
+        ),
+        (["--layout", "world=64,tp=4,ep=3"], "parallel.ep=3 does not divide the 64 ranks of a pipeline stage"),
+        (
+            ["--layout", "world=24,ep=3"],
+            "parallel.ep=3 does not divide the model's 128 experts; sizes that do: 1, 2, 4, 8",
+        ),
+        (
+            ["--layout", "world=8,pp=4,vpp=5"],
+            "the nearest that can: set vpp to 4 or 6",
+        ),
+        (["--layout", "world=32,pp=32,vpp=2"], "the nearest that can: set pp to 24, or vpp to 1"),
+        (["--layout", "world=8,tp=2,etp=5"], "parallel.etp=5 does not divide the 8 ranks of a pipeline stage"),
+        (["--layout", "tp=2"], "--layout tp=2 has no world=..., and --gpus is not given"),
+        (["--layout", "world=8,xp=2"], "--layout has no 'xp'; it is made of tp, pp, vpp, cp, ep, etp, world"),
+        (["--layout", "world=8,tp=two"], "--layout tp must be a positive number, not 'two'"),
+        (["--gpus", "16", "--rollout", "tp=3"], "rollout.tp=3 does not divide parallel.world_size=16"),
+        ([], "--gpus is not given"),
+        (["--gpus", "8", "--tokens", "0"], "--tokens must be positive"),
+        (["--measure"], "--measure would build"),
+        (["--measure", "--layout", "world=1", "world=2"], "--measure builds one layout"),
+    ],
+)
+def test_a_mistake_is_one_line(tool: Tool, arguments: list[str], message: str) -> None:
+    code, _, error = tool("--model", "qwen3-30b-a3b", *arguments)
+    assert code == 2 and message in error and error.count("\n") == 1, error
+
+
+def test_tables_for_a_person() -> None:
+    command = [sys.executable, str(TOOL), "--model", "qwen3-235b", "--gpus", "128", "--recompute", "full"]
+    wide = {**os.environ, "COLUMNS": "120"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=wide)
+    assert done.returncode == 0, done.stderr
+    for words in ("qwen3-235b, grpo, bfloat16: 128 GPUs of 80 GB", "Suggested: TP4", "Rule:", "memory per rank"):
+        assert words in done.stdout, done.stdout
+    for part in ("actor optimizer", "activations", "engine KV cache", "reshard staging", "reference weights (host)"):
+        assert part in done.stdout, part
+    assert "model.megatron: {" in done.stdout and "GPUs of 80 GB or more" in done.stdout
+
+
+def test_measured_on_two_ranks(tmp_path: Path) -> None:
+    """Models in bf16 that Megatron builds: actor and critic on the device, the reference on the host."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    command = [sys.executable, str(TOOL), "--model", str(tmp_path), "--algorithm", "ppo", "--measure", "--json"]
+    done = subprocess.run([*command, "--layout", "world=2,tp=2,ep=2"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    parts = [f"{role} {part}" for role in ("actor", "critic") for part in ("weights", "gradients", "optimizer")]
+    assert {(row["rank"], row["part"]) for row in found["rows"]} == {
+        (rank, part) for rank in (0, 1) for part in (*parts, "reference weights")
+    }
+    for row in found["rows"]:
+        padding = 0.01 if row["part"].endswith("gradients") else 0.0
+        assert row["predicted"] <= row["measured"] <= row["predicted"] * (1 + padding), row

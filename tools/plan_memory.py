@@ -1,0 +1,315 @@
+"""What a rank of a model's training needs, on paper: no GPU, no weights, no process.
+
+    python tools/plan_memory.py --model qwen3-235b --gpus 128 --gpu-gb 80                      # proposes layouts
+    python tools/plan_memory.py --model deepseek-v3 --algorithm ppo --gpu-gb 141 --rollout tp=32,ep=32 \\
+        --layout world=512,tp=8,pp=16,ep=32 world=512,tp=8,pp=8,ep=64                          # which of these fit
+    python tools/plan_memory.py --model tiny/config.json --layout world=2,tp=2 --measure       # and is it true?
+
+Bytes of a rank by part, for actor, critic and reference together, as `--dry-run` shows them for a configuration. Ranks
+of a pipeline stage need the same. With --measure the model is built here on the CPU and its tensors are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config import Config, ConfigError, ParallelConfig, from_dict
+from megarl.dry_run import memory_table, verdict
+from megarl.models.family import HFConfig
+from megarl.models.memory import StageMemory, plan_memory
+from megarl.models.registry import family_of, load_hf_config
+from megarl.models.step_time import Machine, StepTime
+from megarl.parallel.ranks import check_layout
+from megarl.suggest import RULE, WAYS, Judged, Search, best, check
+
+sys.path.insert(0, str(Path(__file__).parent))
+from plan_reshard import MODELS, sizes  # noqa: E402
+
+LAYOUT = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
+ENGINE = {"tp": 1, "ep": 1}
+SHOWN = 8  # of the layouts that a search finds
+MOST_MEASURED = 4e9  # bytes of states, of all ranks: what --measure builds must fit a small machine
+
+
+def base_config(options: argparse.Namespace, world: int, engine: dict[str, int]) -> Config:
+    """What is the same of all layouts."""
+    return from_dict(
+        {
+            "algorithm": options.algorithm,
+            "model": {"dtype": options.dtype},
+            "parallel": {"world_size": world, "ranks_per_node": options.gpus_per_node},
+            "rollout": {
+                **engine,
+                "max_context": options.context or options.tokens,
+                "push_bucket_mb": options.bucket_mb,
+                "sglang": {"max_total_tokens": options.kv_tokens},
+            },
+            "train": {"token_budget": options.tokens, "logits_at_once": options.logits_at_once},
+        }
+    )
+
+
+def given_layouts(options: argparse.Namespace) -> list[ParallelConfig]:
+    found = []
+    for text in options.layout:
+        chosen = sizes(text, {**LAYOUT, "world": options.gpus or -1}, "--layout")
+        world = chosen.pop("world")
+        if world < 0:
+            raise ConfigError(f"--layout {text} has no world=..., and --gpus is not given")
+        found.append(ParallelConfig(world, options.gpus_per_node, **chosen))
+    return found
+
+
+def layout_text(parallel: ParallelConfig) -> str:
+    names = [name for name in LAYOUT if getattr(parallel, name) > 1]
+    return " ".join(f"{name.upper()}{getattr(parallel, name)}" for name in names) or "DP only"
+
+
+def judged_table(found: list[Judged], search: Search, chosen: Judged | None) -> Table:
+    """One layout a row; memory of the fullest rank in GB, modelled seconds of a step."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("layout", "GPUs", "recompute", "engine", "states", "in training", "in a push", "fits", "step"):
+        table.add_column(name, justify="left" if name in ("layout", "recompute", "engine") else "right", no_wrap=True)
+    for one in found:
+        config, memory = one.config, one.memory
+        rows = [max(sum(stage.states.values()) for stage in memory), max(stage.training_total for stage in memory)]
+        rows.append(max(stage.push_total for stage in memory))
+        table.add_row(
+            layout_text(config.parallel),
+            str(config.parallel.world_size),
+            one.way,
+            f"TP{config.rollout.tp} EP{config.rollout.ep}" if config.generates else "-",
+            *(f"{amount / 1e9:.1f}" for amount in rows),
+            "yes" if search.fits(one) else "no",
+            f"{one.total:.2f} s",
+            style="bold" if one is chosen else None,
+        )
+    return table
+
+
+def reason(one: Judged, search: Search, others: int) -> str:
+    """Why this layout, in a sentence."""
+    shares = sorted(((seconds, what) for what, seconds in one.seconds.items() if seconds), reverse=True)
+    spent = ", ".join(
+        f"{seconds / one.total:.0%} {NAMES[what]}" for seconds, what in shares if seconds > 0.005 * one.total
+    )
+    layout = layout_text(one.config.parallel)
+    of = f"of {others} layouts that fit, by the rule" if others > 1 else "the only layout that fits"
+    return (
+        f"Suggested: {layout}, {'no recomputation' if one.way == 'none' else f'{one.way} recomputation'}: {of}; "
+        f"{one.peak / 1e9:.1f} of {search.gpu_bytes / 1e9:g} GB at its fullest, and of the modelled "
+        f"{one.total:.2f} s {spent}."
+    )
+
+
+NAMES = {
+    "arithmetic": "arithmetic",
+    "recomputation": "recomputation",
+    "tensor": "tensor parallel traffic",
+    "context": "context parallel traffic",
+    "expert": "expert parallel traffic",
+    "data": "gradients and weights between replicas",
+    "pipeline": "pipeline traffic",
+    "waits": "waiting in the pipeline",
+}
+
+
+def as_json(one: Judged, search: Search) -> dict[str, Any]:
+    config = one.config
+    return {
+        "layout": {"world": config.parallel.world_size} | {name: getattr(config.parallel, name) for name in LAYOUT},
+        "recompute": one.way,
+        "megatron": config.model.megatron,
+        "rollout": {"tp": config.rollout.tp, "ep": config.rollout.ep} if config.generates else None,
+        "peak_bytes": one.peak,
+        "fits": search.fits(one),
+        "modelled_seconds": one.seconds,
+        "stages": [stage_json(stage) for stage in one.memory],
+    }
+
+
+def stage_json(stage: StageMemory) -> dict[str, Any]:
+    parts = {name: getattr(stage, name) for name in ("states", "training", "generation", "push", "host")}
+    return {"stage": stage.stage, "layers": list(stage.layers), **parts}
+
+
+def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
+    """Judge the layouts given, or search for some. Returns 1 where none fits."""
+    given = given_layouts(options)
+    engine = sizes(options.rollout, ENGINE, "--rollout") if options.rollout else {}
+    worlds = [parallel.world_size for parallel in given] or [options.gpus]
+    if not worlds[0]:
+        raise ConfigError("--gpus is not given; without --layout it is needed, to search for layouts of so many")
+    critic = hf if options.algorithm == "ppo" else None
+    length = (options.context or options.tokens) // 2
+    time = StepTime(hf, options.batch_tokens, length, Machine())
+    ways = (options.recompute,) if options.recompute else WAYS
+
+    def search_of(world: int) -> Search:
+        config = base_config(options, world, engine)
+        return Search(hf, critic, config, options.gpu_gb * 1e9, time, ways, engines=not engine)
+
+    search = search_of(worlds[0])
+    judged: list[Judged] = []
+    for parallel in given:
+        mine = search_of(parallel.world_size)
+        check_layout(parallel)
+        one = mine.least_recomputing(parallel)
+        check(hf, one.config)
+        judged.append(one)
+    most = options.gpus or max(worlds)
+    fitting = [one for one in judged if search.fits(one) and one.config.parallel.world_size <= most]
+    if not given:
+        fitting = search.all()
+    chosen = best(fitting) if fitting else None
+    if chosen is not None and not given:
+        check(hf, chosen.config)
+    gpus = f"{most} GPUs of {options.gpu_gb:g} GB"
+    if chosen is None:
+        why = f"None of these layouts fits {gpus}." if given else f"No layout of {gpus} was found that fits."
+    else:
+        why = reason(chosen, search, len(fitting)) + "\n" + RULE
+    if options.json:
+        rows = [as_json(one, search) for one in judged or fitting]
+        suggested = as_json(chosen, search)["layout"] if chosen else None
+        text = {"model": options.model, "algorithm": options.algorithm, "gpu_gb": options.gpu_gb}
+        print(json.dumps({**text, "layouts": rows, "suggested": suggested, "reason": why}, indent=2))
+        return 0 if chosen else 1
+    console.print(f"{Path(options.model).name}, {options.algorithm}, {options.dtype}: {gpus}", style="bold")
+    rows_shown = judged or fitting[:SHOWN]
+    if chosen is not None and not any(one is chosen for one in rows_shown):
+        rows_shown = [*rows_shown, chosen]
+    if rows_shown:
+        console.print(judged_table(rows_shown, search, chosen))
+    if len(fitting) > len(rows_shown):
+        console.print(f"The fastest of {len(fitting)} that fit.\n")
+    console.print(why + "\n")
+    shown = chosen or (judged[0] if judged else None)
+    if shown is not None:
+        if shown.config.model.megatron:
+            console.print("model.megatron: " + json.dumps(shown.config.model.megatron))
+        console.print(f"{layout_text(shown.config.parallel)}:")
+        console.print(memory_table(shown.memory))
+        console.print(verdict(shown.peak))
+    return 0 if chosen else 1
+
+
+def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
+    """Build the models on this machine's CPU, as all ranks of the one layout, and count what they hold."""
+    given = given_layouts(options) or [ParallelConfig(options.gpus or 1, options.gpus_per_node)]
+    if len(given) != 1:
+        raise ConfigError("--measure builds one layout; give one --layout")
+    search = Search(hf, None, base_config(options, given[0].world_size, {}), 0, StepTime(hf, 1, 1, Machine()))
+    config = search.judge(given[0], options.recompute or "none").config
+    check(hf, config)
+    critic = hf if options.algorithm == "ppo" else None
+    planned = plan_memory(hf, config, critic)
+    world = given[0].world_size
+    states = sum(sum(stage.states.values()) for stage in planned) * world // len(planned)
+    if states > MOST_MEASURED:
+        raise ConfigError(
+            f"--measure would build {states / 1e9:.0f} GB of states on this machine; give a config.json of the same "
+            f"family with fewer layers and experts, of at most {MOST_MEASURED / 1e9:g} GB"
+        )
+    if "RANK" not in os.environ and world > 1:
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        return subprocess.run([*ranks, __file__, *options.given], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # advice to the authors of trainers
+    from megarl.parallel import ranks as parallel_ranks
+
+    os.environ.setdefault("MASTER_PORT", str(parallel_ranks.free_port()))
+    mine = parallel_ranks.initialize(config.parallel)
+    from megarl.megatron.held import held_bytes
+    from megarl.megatron.model import MegatronModel
+
+    found: dict[str, int] = {}
+    for role in ("actor", "critic")[: 2 if critic else 1]:
+        model = MegatronModel(hf, config, mine, role)  # type: ignore[arg-type]
+        found |= {f"{role} {part}": amount for part, amount in held_bytes(model).items()}
+        if role == "actor" and planned[0].host:
+            snapshot = model.snapshot().values()
+            found["reference weights"] = sum(tensor.numel() * tensor.element_size() for tensor in snapshot)
+    everyone = parallel_ranks.all_gather_objects((mine.rank, mine.pp_rank, found))
+    parallel_ranks.shutdown()
+    rows = [
+        {
+            "rank": rank,
+            "part": part,
+            "predicted": {**planned[stage].states, **planned[stage].host}[part],
+            "measured": held,
+        }
+        for rank, stage, parts in everyone
+        for part, held in parts.items()
+    ]
+    worst = max(abs(row["measured"] / row["predicted"] - 1) for row in rows)
+    if mine.rank == 0 and options.json:
+        print(json.dumps({"rows": rows, "largest_difference": worst}))
+    elif mine.rank == 0:
+        table = Table(box=box.SIMPLE_HEAD)
+        for name in ("rank", "part", "predicted", "measured", "difference"):
+            table.add_column(name, justify="left" if name == "part" else "right")
+        for row in rows:
+            difference = f"{row['measured'] / row['predicted'] - 1:+.2%}"
+            table.add_row(str(row["rank"]), row["part"], f"{row['predicted']:,}", f"{row['measured']:,}", difference)
+        console.print(
+            f"{Path(options.model).name}, {options.dtype}: {layout_text(config.parallel)}, bytes", style="bold"
+        )
+        console.print(table)
+    return 0 if worst <= 0.05 else 1
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder")
+    parser.add_argument(
+        "--layout", nargs="+", default=[], metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,cp=,etp=,vpp=], several"
+    )
+    parser.add_argument("--gpus", type=int, default=0, help="to search for layouts of, or world of each --layout")
+    parser.add_argument("--gpu-gb", type=float, default=80, help="GB of a GPU (default %(default)g)")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--algorithm", choices=("ppo", "grpo", "sft"), default="grpo", help="default %(default)s")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rollout", default="", metavar="SIZES", help="tp=32[,ep=32]; default: the smallest that fits")
+    parser.add_argument("--recompute", choices=WAYS, default="", help="default: the least that fits")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch on a rank (default %(default)s)")
+    parser.add_argument("--context", type=int, default=0, help="the longest conversation (default: --tokens)")
+    parser.add_argument("--kv-tokens", type=int, default=131072, help="of an engine's cache (default %(default)s)")
+    parser.add_argument("--logits-at-once", type=int, default=512, help="train.logits_at_once (default %(default)s)")
+    parser.add_argument("--bucket-mb", type=int, default=1024, help="MiB staged for sending, and for receiving")
+    parser.add_argument("--batch-tokens", type=int, default=1 << 20, help="of an optimizer step (default %(default)s)")
+    parser.add_argument("--measure", action="store_true", help="build it on this CPU and compare; small models only")
+    parser.add_argument("--json", action="store_true", help="figures for a program, instead of tables")
+    parser.set_defaults(given=arguments)
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    for name in ("gpu_gb", "gpus_per_node", "tokens", "kv_tokens", "logits_at_once", "bucket_mb", "batch_tokens"):
+        if getattr(options, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be positive")
+    hf = load_hf_config(MODELS.get(options.model, options.model))
+    family_of(hf).check(hf)
+    return (measure if options.measure else plan)(options, hf, console)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        return run(parse(arguments), Console(highlight=False))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
