@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import socket
-import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from local_ranks import run
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -105,33 +102,15 @@ def title(layout: str) -> str:
 def run_layout(layout: str, families: Iterable[str]) -> dict[str, dict[str, float]]:
     """Start the ranks of a layout; figures by family."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [layout, " ".join(f"{family}:actor" for family in families), folder]
-        environment = _environment(WORLD_SIZE=str(LAYOUTS[layout]), MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(SCRIPT), *arguments],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(LAYOUTS[layout])
-        ]
-        try:
-            output, _ = ranks[0].communicate(timeout=1800)
-        finally:
-            for process in ranks:
-                if ranks[0].returncode != 0:  # the others may wait for it for ever
-                    process.kill()
-                process.wait()
-    return {name.partition(":")[0]: numbers for name, numbers in _result(output).items()}
+        actors = " ".join(f"{family}:actor" for family in families)
+        found = run([str(SCRIPT), layout, actors, folder], LAYOUTS[layout])
+    return {name.partition(":")[0]: numbers for name, numbers in found.items()}
 
 
 def run_engine(family: str, layout: str) -> dict[str, float]:
     """Start an engine in a process of its own, for Megatron's shim and `transformers` do not go together."""
-    command = [sys.executable, "-W", "ignore", __file__, "--engine-of", family, layout]
-    done = subprocess.run(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return _result(done.stdout)
+    found: dict[str, float] = run([__file__, "--engine-of", family, layout], 1)
+    return found
 
 
 def engine_gap(family: str, layout: str) -> dict[str, float]:
@@ -172,23 +151,6 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
         finally:
             engine.shutdown()
     return {"logprobs": max(gaps)}
-
-
-def _result(output: str) -> Any:
-    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise SystemExit(f"a check did not come to its end:\n{output[-4000:]}")
-    return json.loads(lines[-1].removeprefix("RESULT "))
-
-
-def _environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:

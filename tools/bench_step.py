@@ -1,0 +1,236 @@
+"""How much of a training step is spent on real tokens, and how long ranks wait for each other: planned and measured.
+
+    python tools/bench_step.py [--texts gsm8k.jsonl --key answer] [--ranks 8] [--budget 3072] [--run RUN_DIR]
+
+Four ways to cut the same sequences into micro-batches: packed end to end or padded to the longest of each, and by a
+token budget with balanced costs (what MegaRL does) or so many sequences each, as they come. First on paper, for many
+ranks and Qwen3-30B-A3B's costs; then as steps of a tiny MoE on two data parallel ranks of this machine, all four in
+turn in one run. With --run, the share of a loop's steps that no phase of model, optimizer and engine accounts for;
+`tools/report.py` draws where the rest goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from local_ranks import run
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.data.packing import plan_micro_batches
+from megarl.models.cost import quadratic_cost
+from megarl.models.registry import load_hf_config
+
+Plan = list[list[list[int]]]
+WAYS = ("packed, balanced", "packed, as they come", "padded, balanced", "padded, as they come")
+ROUNDS = 5
+COSTS = Path(__file__).resolve().parents[1] / "configs/models/qwen3_30b_a3b.json"
+MODEL: dict[str, Any] = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    vocab_size=512,
+    hidden_size=64,
+    head_dim=16,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    moe_intermediate_size=64,
+    num_experts=8,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    num_hidden_layers=4,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+)
+
+
+def long_tailed(count: int, longest: int) -> list[int]:
+    """Lengths as long answers have them: log-normal, half below 300 tokens, cut at `longest`; seeded."""
+    drawn = np.random.default_rng(1).lognormal(np.log(300), 1.0, count)
+    return [int(length) for length in drawn.clip(8, longest)]
+
+
+def text_lengths(file: Path, key: str, count: int) -> list[int]:
+    """Of the texts under `key` in a JSONL file, in words, digits and signs: about what tokenizers make of them."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:count]]
+    return [len(re.findall(r"\d|[^\W\d]+|[^\w\s]", str(row[key]))) for row in rows]
+
+
+def as_they_come(lengths: Sequence[int], dp: int, budget: int) -> Plan:
+    """As many sequences a micro-batch as fit the budget whatever their lengths, dealt out in turn."""
+    size = max(1, budget // max(lengths))
+    parts = [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
+    parts += [[] for _ in range(-len(parts) % dp)]
+    return [parts[rank::dp] for rank in range(dp)]
+
+
+def computed(lengths: Sequence[int], part: Sequence[int], way: str) -> list[int]:
+    """The lengths that are computed of a micro-batch's sequences."""
+    mine = [lengths[i] for i in part]
+    return [max(mine)] * len(mine) if mine and way.startswith("padded") else mine
+
+
+def plan(lengths: Sequence[int], dp: int, budget: int, quadratic: float, way: str) -> Plan:
+    if way.endswith("balanced"):
+        return plan_micro_batches(lengths, dp, budget, quadratic)
+    return as_they_come(lengths, dp, budget)
+
+
+def on_paper(lengths: Sequence[int], dp: int, budget: int, quadratic: float, way: str) -> dict[str, float]:
+    """Real tokens of those computed, and what ranks wait: `busiest` is the most expensive rank over the mean, `waiting`
+    the same if ranks meet after each micro-batch, as expert parallelism makes them."""
+    chosen = plan(lengths, dp, budget, quadratic, way)
+    parts = [[computed(lengths, part, way) for part in rank] for rank in chosen]
+    costs = np.array([[sum(n + quadratic * n * n for n in part) for part in rank] for rank in parts])
+    total = sum(sum(part) for rank in parts for part in rank)
+    return {
+        "micro-batches": float(len(chosen[0])),
+        "real tokens": sum(lengths) / total,
+        "busiest": float(costs.sum(1).max() / costs.sum(1).mean()),
+        "waiting": float(costs.max(0).sum() / costs.mean(0).sum()),
+    }
+
+
+def measure(lengths: list[int], budget: int) -> None:
+    """As a rank: seconds of a training step each way, and the share that is neither model nor optimizer."""
+    import torch
+
+    import megarl.megatron.model as model_file
+    from megarl.config import from_dict
+    from megarl.megatron.model import MegatronModel
+    from megarl.parallel import ranks
+    from megarl.types import TokenLoss, TrainBatch
+
+    tree = {"model": {"dtype": "float32"}, "parallel": {"world_size": 2}, "train": {"token_budget": budget}}
+    config = from_dict(tree)
+    place = ranks.initialize(config.parallel, timeout_s=600)
+    torch.manual_seed(1)
+    model = MegatronModel(MODEL, config, place, "actor", total_updates=100)
+    for tensor in model.local_params().values():
+        tensor.normal_(std=0.05) if tensor.dim() > 1 else tensor.fill_(1.0)
+    model.optimizer.reload_model_params()
+    inside: list[float] = []
+
+    def timed(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            result = work(*args, **options)
+            inside.append(time.perf_counter() - start)
+            return result
+
+        return call
+
+    schedule, take = model_file.get_forward_backward_func, model_file.optimizer.take_step
+    model_file.get_forward_backward_func = lambda: timed(schedule())  # type: ignore[assignment]
+    model_file.optimizer.take_step = timed(take)
+
+    def batch_of(way: str) -> tuple[TrainBatch, Plan]:
+        chosen = plan(lengths, 2, budget, model.quadratic_cost, way)
+        sizes = list(lengths)
+        for part in (part for rank in chosen for part in rank):
+            for i, size in zip(part, computed(lengths, part, way), strict=True):
+                sizes[i] = size
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        total = int(starts[-1])
+        mask = torch.arange(total) - torch.repeat_interleave(starts[:-1], torch.tensor(sizes)) > 0
+        tokens = torch.randint(0, 512, (total,), generator=torch.Generator().manual_seed(2))
+        zeros = torch.zeros(total)
+        groups = torch.arange(len(sizes))
+        batch = TrainBatch(tokens, starts, mask, groups, torch.zeros(len(sizes)), zeros)
+        return batch.with_(loss_weights=mask / mask.sum()), chosen
+
+    work = {way: batch_of(way) for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    outside: dict[str, list[float]] = {way: [] for way in WAYS}
+    own_plan = model._plan
+    for turn in range(ROUNDS + 1):
+        for way, (batch, chosen) in work.items():
+            # MegaRL's own way is timed with its planning; the others' plans are given.
+            model._plan = own_plan if way == WAYS[0] else lambda *_, given=chosen, **__: given  # type: ignore[method-assign]
+            inside.clear()
+            ranks.barrier()
+            start = time.perf_counter()
+            model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))  # type: ignore[operator]
+            whole = time.perf_counter() - start
+            if turn:  # the first is for warming up
+                seconds[way].append(whole)
+                outside[way].append(1 - sum(inside) / whole)
+    median = {way: [statistics.median(seconds[way]), statistics.median(outside[way])] for way in WAYS}
+    print("RESULT " + json.dumps(median), flush=True)
+    ranks.shutdown()
+
+
+def outside_of_phases(folder: Path) -> float:
+    """Mean share of the steps of a run that no phase accounts for, or only one that is not model, optimizer, engine."""
+    counted = ("generate", "actor", "critic", "reference", "reward_model", "push", "sleep")
+    shares = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if whole := row.get("time/step"):
+            used = [value for name, value in row.items() if name.removeprefix("time/").startswith(counted)]
+            shares.append(1 - sum(value for value in used if isinstance(value, float)) / whole)
+    if not shares:
+        raise SystemExit(f"{folder} has no steps yet")
+    return statistics.fmean(shares)
+
+
+def table(title: str, rows: dict[str, dict[str, float]]) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    shown.add_column("")
+    for name in next(iter(rows.values())):
+        shown.add_column(name, justify="right")
+    for way, figures in rows.items():
+        shown.add_row(way, *(f"{value:.0f}" if value >= 20 else f"{value:.3f}" for value in figures.values()))
+    return shown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--texts", type=Path, help="JSONL file of texts, for their lengths")
+    parser.add_argument("--key", default="answer", help="of the text in each line")
+    parser.add_argument("--ranks", type=int, default=8, help="data parallel ranks on paper")
+    parser.add_argument("--budget", type=int, default=3072, help="tokens of a micro-batch")
+    parser.add_argument("--longest", type=int, default=4096, help="tokens at which the long-tailed lengths are cut")
+    parser.add_argument("--sequences", type=int, default=512, help="of a step on paper; an eighth of them is measured")
+    parser.add_argument("--run", type=Path, help="run folder of a loop")
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        measure(json.loads(options.as_rank), options.budget)
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    sets = {"long-tailed lengths": long_tailed(options.sequences, options.longest)}
+    if options.texts:
+        sets[f"lengths of {options.texts.name}"] = text_lengths(options.texts, options.key, options.sequences)
+    quadratic = quadratic_cost(load_hf_config(COSTS))
+    for name, lengths in sets.items():
+        paper = {way: on_paper(lengths, options.ranks, options.budget, quadratic, way) for way in WAYS}
+        console.print(table(f"{name}: {len(lengths)} sequences on {options.ranks} ranks, on paper", paper))
+        part = lengths[:: max(1, len(lengths) // 64)]
+        command = [__file__, "--as-rank", json.dumps(part), "--budget", str(options.budget)]
+        found = run(command, world=2)
+        base = found[WAYS[0]][0]
+        measured = {
+            way: {"seconds a step": seconds, "times the first": seconds / base, "outside of model, optimizer": outside}
+            for way, (seconds, outside) in found.items()
+        }
+        console.print(table(f"{name}: {len(part)} sequences on 2 ranks of this machine", measured))
+    if options.run:
+        share = outside_of_phases(options.run)
+        console.print(f"{options.run}: {share:.1%} of a step is neither model nor optimizer nor engine")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""A script run as the ranks of a job on this machine, for tools that measure: it prints one line `RESULT {json}`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(command: Sequence[str], world: int, timeout: float = 1800.0) -> Any:
+    """Start `world` processes of a Python command line; what the first of them found. Ends the program where it found
+    nothing."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(world)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", *command],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        output, _ = ranks[0].communicate(timeout=timeout)
+    finally:
+        for process in ranks:
+            if ranks[0].returncode != 0:  # the others may wait for it for ever
+                process.kill()
+            process.wait()
+    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"{' '.join(command)} did not come to its end:\n{output[-4000:]}")
+    return json.loads(lines[-1].removeprefix("RESULT "))
