@@ -173,13 +173,13 @@ def measure(lengths: list[int], budget: int) -> None:
 
 def outside_of_phases(folder: Path) -> float:
     """Mean share of the steps of a run that no phase accounts for, or only one that is not model, optimizer, engine."""
-    counted = ("generate", "actor", "critic", "reference", "reward_model", "push", "sleep")
+    phases = ("generate", "actor_", "critic_", "reference_", "reward_model_", "push_weights", "sleep")
+    counted = tuple(f"time/{phase}" for phase in phases)
     shares = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         if whole := row.get("time/step"):
-            used = [value for name, value in row.items() if name.removeprefix("time/").startswith(counted)]
-            shares.append(1 - sum(value for value in used if isinstance(value, float)) / whole)
+            shares.append(1 - sum(value for name, value in row.items() if name.startswith(counted)) / whole)
     if not shares:
         raise SystemExit(f"{folder} has no steps yet")
     return statistics.fmean(shares)
