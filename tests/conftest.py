@@ -71,6 +71,11 @@ def run_ranks() -> Callable[..., list[dict[str, Any]]]:
     return start_ranks
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Megatron's CPU shim patches torch for good, and transformers then computes wrong numbers in every later test."""
+    assert "megarl.megatron" not in sys.modules, f"{item.nodeid} imports Megatron into pytest's own process"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped on a machine without one."""
     if not Path("/dev/nvidia0").exists():
