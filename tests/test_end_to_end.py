@@ -269,6 +269,7 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4  # of every token: replayed experts cannot tie
     assert ["rollout/logprob_diff_unreplayed" in row for row in rows] == [True, False, True]
+    assert all(row["time/offload"] > 0 for row in rows)
     # The reference is the base model, and the engine, which agrees with the trainer, is far from it.
     assert abs(rows[0]["actor/kl_to_reference"]) < 1e-4 and rows[2]["actor/kl_to_reference"] > 0.1
     check_export_of_lora(folder / "model", tmp_path / "hello")

@@ -76,12 +76,10 @@ class RolloutWorker(Worker):
     def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> list[Rollout]:
         """`samples` conversations of each prompt, next to each other; the same list on every rank."""
         config = self.config
+        self._make_room()
         with self.clock.phase("generate"):
             if config.rollout.replay:
                 return self._replayed()
-            if config.train.offload:
-                for model in self.context.models:
-                    model.park()
             first = len(prompts) * self.engine_index // self.engines
             end = len(prompts) * (self.engine_index + 1) // self.engines
             mine = _on_any(
@@ -98,15 +96,21 @@ class RolloutWorker(Worker):
 
     def update_weights(self, actor: ActorWorker) -> None:
         """Give every engine the actor's weights under the next version number; all ranks take part."""
+        self._make_room(actor)
         with self.clock.phase("push_weights"):
             self.version = self.step
             if self.config.rollout.replay:
                 return
-            if self.config.train.offload:  # but for the actor's weights, which are on their way
-                for model in self.context.models:
-                    model.park(weights=model is not actor.model)
             self._on_leads(Engine.wake)
             self._push.push(actor.model.merged(), self.version)
+
+    def _make_room(self, pushing: ActorWorker | None = None) -> None:
+        """With `train.offload` models leave the device to the engines, but for weights that are on their way there."""
+        if not self.config.train.offload or self.config.rollout.replay:
+            return
+        with self.clock.phase("offload"):
+            for model in self.context.models:
+                model.park(weights=pushing is None or model is not pushing.model)
 
     def _collect(self, payload: str) -> list[str]:
         """Of the ranks of this engine, on its lead rank; see `rollout.engine.Collect`.
