@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError
+from megarl.config import Config, ConfigError
 from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
 from megarl.models.classifier import CLASSIFIER, POLICY
 from megarl.models.family import Family, HFConfig
@@ -55,6 +55,11 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds a {type(values).__name__}, not a mapping")
     return values
+
+
+def trained_mtp(hf: HFConfig, config: Config) -> int:
+    """How many layers of multi-token prediction a policy trains, by `train.mtp`."""
+    return family_of(hf).mtp_layers(hf) if config.train.mtp else 0
 
 
 def part_of(param: Param) -> str:

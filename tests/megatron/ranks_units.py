@@ -107,7 +107,7 @@ def context_parts(batch: TrainBatch) -> dict[str, Any]:
     return {
         "tokens": [micro.tokens.tolist() for micro in micros],
         "positions": [micro.positions.tolist() for micro in micros],
-        "targets": [micro.targets.tolist() for micro in micros],
+        "ahead": [micro.ahead.tolist() for micro in micros],
         "cu_seqlens": micros[0].packed.cu_seqlens_q.tolist(),
         "aligned": micros[0].align(whole).tolist(),
     }
@@ -125,7 +125,7 @@ def micro_batch() -> dict[str, Any]:
     return {
         "tokens": micro.tokens.tolist(),
         "positions": micro.positions.tolist(),
-        "targets": micro.targets.tolist(),
+        "ahead": micro.ahead.tolist(),
         "cu_seqlens": micro.packed.cu_seqlens_q.tolist(),
         "aligned": micro.align(emitted).tolist(),
         "cp": context_parts(batch),
