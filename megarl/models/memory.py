@@ -21,7 +21,7 @@ from megarl.models.blocks import embedding, final
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape
-from megarl.models.registry import family_of
+from megarl.models.registry import family_of, trained_mtp
 from megarl.models.stages import stage_layers
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -140,10 +140,13 @@ def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tup
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # and cp: both share the optimizer's states
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
     found = []
-    for stage, elements in enumerate(stage_elements(hf, parallel, layers, role != "actor", config.lora)):
+    mtp = trained_mtp(hf, config) if role == "actor" else 0
+    for stage, elements in enumerate(stage_elements(hf, parallel, layers, role != "actor", config.lora, bool(mtp))):
         states = state_bytes(elements, dp, expert_dp, size)
         mine, count = layers[stage], len(layers[stage]) // parallel.vpp
         runs = [mine[i * count : (i + 1) * count] for i in range(parallel.vpp)]
+        if stage == parallel.pp - 1:
+            runs[-1] += layers[-1][-1:] * mtp  # each is about one more of the last layer
         in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
         kept = activation_elements(settings, runs, parallel.tp, _tokens(config), in_flight, parallel.etp)
         found.append(({f"{role} {part}": amount for part, amount in states.items()}, kept * size))
@@ -173,12 +176,13 @@ def _layers(settings: Mapping[str, Any], parallel: ParallelConfig) -> list[tuple
     return stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
 
 
-def kinds(hf: HFConfig) -> list[tuple[Param, int]]:
-    """The family's table with one of the routed experts of each layer, and how many there are of each parameter.
+def kinds(hf: HFConfig, mtp: bool = False) -> list[tuple[Param, int]]:
+    """The family's table with one of the routed experts of each layer, and how many there are of each parameter; mtp:
+    with the layers of multi-token prediction.
 
     Two orders of magnitude shorter than the whole table of a model of many experts.
     """
-    return _kinds(_text(hf))
+    return _kinds(_text(hf), mtp)
 
 
 def _text(hf: HFConfig) -> str:
@@ -186,14 +190,14 @@ def _text(hf: HFConfig) -> str:
 
 
 @cache
-def _kinds(text: str) -> list[tuple[Param, int]]:
+def _kinds(text: str, mtp: bool) -> list[tuple[Param, int]]:
     """Of a config.json as text, which can be remembered: a search asks for the same table many times."""
     hf = json.loads(text)
     family = family_of(hf)
     family.check(hf)
     count = family.num_experts(hf)
     rows = embedding(hf) + final(hf)
-    for layer in range(int(hf["num_hidden_layers"])):
+    for layer in range(int(hf["num_hidden_layers"]) + (family.mtp_layers(hf) if mtp else 0)):
         rows += family.layer(hf, layer, range(min(1, count)))
     return [(row, 1 if row.expert is None else count) for row in rows]
 
@@ -210,11 +214,12 @@ def stage_elements(
     stages: Sequence[Sequence[int]],
     head: bool = False,
     lora: LoraConfig = NO_LORA,
+    mtp: bool = False,
 ) -> list[Elements]:
     """What one rank of each stage holds. `stages`: the decoder layers of each, see `stage_layers`. head: there is one
-    of one value in place of the output layer. Raises ConfigError where tp or etp does not divide, and for LoRA's
-    targets that are not there."""
-    layers, others, copy = _table(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora)
+    of one value in place of the output layer. mtp: there are the layers of multi-token prediction. Raises ConfigError
+    where tp or etp does not divide, and for LoRA's targets that are not there."""
+    layers, others, copy = _table(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora, mtp)
     found = [_sum(layers[layer] for layer in mine) for mine in stages]
     found[0] = _sum([found[0], others["embedding"]])
     found[-1] = _sum([found[-1], others["final"], *([copy] if len(stages) > 1 else [])])
@@ -227,12 +232,12 @@ def _sum(parts: Iterable[Elements]) -> Elements:
 
 @cache
 def _table(
-    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig
+    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool
 ) -> tuple[list[Elements], dict[str, Elements], Elements]:
-    """What a rank has of each layer, of the embedding and of what follows the layers; and the copy of a tied embedding
-    that a last stage has."""
+    """What a rank has of each layer, of the embedding and of what follows the layers; and the copy of the embedding
+    that a last stage has where it is tied or used there."""
     hf = json.loads(text)
-    params, experts = [param for param, _ in _kinds(text)], family_of(hf).num_experts(hf)
+    params, experts = [param for param, _ in _kinds(text, mtp)], family_of(hf).num_experts(hf)
     if head:
         params = critic_params(params, int(hf["hidden_size"]))
     tied = all(param.megatron != "output_layer.weight" for param in params)
@@ -254,7 +259,7 @@ def _table(
         else:
             part = "embedding" if param.megatron.startswith("embedding.") else "final"
             others[part] = _sum([others[part], mine])
-    return layers, others, others["embedding"] if tied else Elements()
+    return layers, others, others["embedding"] if tied or mtp else Elements()
 
 
 def state_bytes(elements: Elements, dp: int, expert_dp: int, size: int) -> dict[str, int]:

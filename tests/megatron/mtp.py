@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
+
 class MTPLayer(DeepseekV3DecoderLayer):  # type: ignore[misc]
     """Names as in the published checkpoint, in which it follows the decoder's layers."""
 
