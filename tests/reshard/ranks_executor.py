@@ -162,7 +162,9 @@ class Run:
         self.held = {name: tensor.clone() for name, tensor in self.empty.items()}
         drafts = {slot.name for slot in map(self.case.engine.slot, self.params) if slot and slot.draft}
         self.models = {
-            draft: Stand({name: tensor for name, tensor in self.held.items() if (name.removesuffix(SCALE) in drafts) == draft})
+            draft: Stand(
+                {name: tensor for name, tensor in self.held.items() if (name.removesuffix(SCALE) in drafts) == draft}
+            )
             for draft in (False, True)
         }
         self.drafts: list[bool] = []
