@@ -122,7 +122,10 @@ def micro_batch() -> dict[str, Any]:
     micro = make_micro_batch(batch.with_(routing=routing), [0, 2], torch.device("cpu"), tp=4)
     emitted = torch.tensor([10.0, 20, 30, 50, 60, -1, -1, -1])
     empty = make_micro_batch(batch, [], torch.device("cpu"), tp=4)
+    further = make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=4, mtp_layers=1)
     return {
+        "two ahead": further.ahead.tolist(),
+        "aligned by two": further.align(emitted, 2).tolist(),
         "tokens": micro.tokens.tolist(),
         "positions": micro.positions.tolist(),
         "ahead": micro.ahead.tolist(),

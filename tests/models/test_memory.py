@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -112,6 +113,26 @@ def test_a_tied_embedding_has_a_copy_on_the_last_stage() -> None:
     assert held(tied)[0].dense == sum(param.size for param in family_of(tied).params(tied, 1))
     first, last = held(tied, head=True, pp=2)  # which has no output layer to tie
     assert first.dense - last.dense == 1024 * 64 - 2 * 64
+
+
+def test_trained_mtp_layers_are_on_the_last_stage_beside_a_copy_of_the_embedding() -> None:
+    """The published checkpoint has 684.5 B parameters: in the layer it repeats the embedding and the head."""
+    hf = load_hf_config(MODELS / "deepseek_v3.json")
+    total, vocabulary = 682_636_487_424, 129280 * 7168
+    assert sum(param.size * count for param, count in kinds(hf, mtp=True)) == total
+    assert round((total + 2 * vocabulary) / 1e9, 1) == 684.5
+    parallel, stages = ParallelConfig(world_size=2, pp=2), [range(31), range(31, 61)]
+    plain, drafting = (stage_elements(hf, parallel, stages, mtp=mtp) for mtp in (False, True))
+    assert drafting[0] == plain[0]
+    layer = total - 671_026_419_200
+    assert sum(drafting[1]) - sum(plain[1]) == layer + vocabulary
+    uneven = {"num_layers_in_last_pipeline_stage": 30}
+    config = from_dict({"model": {"megatron": uneven}, "parallel": {"world_size": 2, "pp": 2, "ranks_per_node": 2}})
+    (_, before), (_, after) = (
+        plan_memory(hf, replace(config, train=replace(config.train, mtp=weight))) for weight in (0.0, 0.1)
+    )
+    assert after.states["actor weights"] - before.states["actor weights"] == 2 * (layer + vocabulary - 256) + 4 * 256
+    assert after.training["activations"] > before.training["activations"]
 
 
 def test_biases_of_routers_are_kept_in_fp32_and_not_trained() -> None:
