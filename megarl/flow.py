@@ -250,6 +250,7 @@ class HybridFlow:
         self.controller.load_state_dict(host["controller"])
         self._for_step()
         if hasattr(self, "rollout"):
+            self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache
             self.rollout.update_weights(self.actor)
         self.log.say(f"resumed from {folder} after step {self.step}")
 

@@ -33,16 +33,16 @@ NO_LORA = LoraConfig()
 class StageMemory:
     """One rank of a pipeline stage of the actor. Every rank of it needs the same. All numbers are bytes.
 
-    While training the engine sleeps and has given its memory back; in a push both sides are there, and what is staged;
-    in both, the states of actor and critic stay on the device or, with `train.offload`, leave it, but for the weights
-    that are pushed.
+    While training the engine sleeps and has given its memory back; in a push its weights are there, and what is staged;
+    while generating, its weights and KV cache. In both, the states of actor and critic stay on the device or, with
+    `train.offload`, leave it, but for the weights that are pushed.
     """
 
     stage: int
     layers: tuple[int, ...]  # the actor's decoder layers of the stage
     states: dict[str, int]  # of actor and critic
     training: dict[str, int]  # besides, while training
-    generation: dict[str, int]  # while generating, and in a push
+    generation: dict[str, int]  # besides, while generating
     push: dict[str, int]  # besides, in a push
     host: dict[str, int]  # in the host's memory
     offloaded: bool
@@ -59,9 +59,8 @@ class StageMemory:
 
     @property
     def push_total(self) -> int:
-        engine = sum(amount for name, amount in self.generation.items() if name.startswith("engine"))
         states = self.states["actor weights"] if self.offloaded else sum(self.states.values())
-        return states + engine + sum(self.push.values())
+        return states + sum(self.push.values())
 
     @property
     def peak(self) -> int:
@@ -121,6 +120,7 @@ def plan_memory(
             states[REWARD_WEIGHTS], generation["reward model activations"] = served[stage]
         if config.generates:
             weights = states["actor weights"]
+            push["engine weights"] = engine["engine weights"]
             push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, engine["engine weights"])
             if config.kl.place != "none" and not config.lora.rank:  # else it is the actor without its adapters
                 host["reference weights"] = weights

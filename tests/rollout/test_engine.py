@@ -39,6 +39,45 @@ def test_sleep_and_wake(qwen3_moe: Running) -> None:
     assert [out.token_ids for out in generate(qwen3_moe.engine)] == [out.token_ids for out in before]
 
 
+def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what SGLang is asked: it fails where it is told to wake what is awake. No GPU has been seen doing it."""
+    engine = Engine(make_config(tmp_path, tmp_path), threads=1)
+    calls: list[tuple[str, list[str]]] = []
+
+    def asked() -> list[tuple[str, list[str]]]:
+        found = calls.copy()
+        calls.clear()
+        return found
+
+    monkeypatch.setattr(engine, "_call", lambda path, body: calls.append((path, body["tags"])))
+    monkeypatch.setattr(engine_cpu, "has_memory_saver", lambda: True)
+    engine.usable = True
+    engine.wake()
+    engine.sleep()
+    engine.sleep()
+    assert asked() == [("/release_memory_occupation", ["weights", "kv_cache", "cuda_graph"])] and engine.usable
+    engine.wake_weights()
+    engine.wake_weights()
+    assert asked() == [("/resume_memory_occupation", ["weights"])] and not engine.usable
+    engine.usable = True  # after a push
+    engine.sleep()  # without having generated
+    assert asked() == [("/release_memory_occupation", ["weights"])]
+    engine.wake_weights()
+    engine.usable = True
+    engine.wake()
+    engine.wake()
+    assert engine.usable
+    assert asked() == [
+        ("/resume_memory_occupation", ["weights"]),
+        ("/resume_memory_occupation", ["kv_cache", "cuda_graph"]),
+    ]
+    engine.sleep()
+    engine.wake()  # without a push: weights without contents
+    assert asked()[1] == ("/resume_memory_occupation", ["weights", "kv_cache", "cuda_graph"]) and not engine.usable
+
+
 def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
     config = qwen3_moe.config.rollout
     chat = Chat.load(str(qwen3_moe.folder), load_tools(config.tools))
