@@ -123,6 +123,7 @@ class Engine:
 
     def _launch(self) -> None:
         rollout = self.config.rollout
+        self._begins = self.log.stat().st_size  # of the log, which earlier tries have written to
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -175,7 +176,7 @@ class Engine:
         assert self._server is not None, "start() comes first"
         while not self._answers():
             if self._server.poll() is not None:
-                if _PORT_TAKEN.search(self._tail()) and self._tries < _PORT_TRIES:
+                if self._port_taken() and self._tries < _PORT_TRIES:
                     self._tries += 1
                     self._launch()
                 else:
@@ -285,6 +286,12 @@ class Engine:
             return json.loads(text)
         except ValueError:
             return text.decode(errors="replace")
+
+    def _port_taken(self) -> bool:
+        """Whether this try says so anywhere: long tracebacks of several processes may follow."""
+        with self.log.open(errors="replace") as log:
+            log.seek(self._begins)
+            return any(_PORT_TAKEN.search(line) for line in log)
 
     def _tail(self) -> str:
         if not self.log.exists():

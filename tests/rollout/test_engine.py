@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -269,14 +269,21 @@ def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, m
         shared.close()
 
 
-def test_a_port_that_was_taken_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start fails with SGLang's words for a taken port, once."""
-    engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
-    launched: list[int] = []
+TAKEN = "OSError: [Errno 98] error while attempting to bind: address already in use\n" + "  a long traceback\n" * 200
+
+
+@pytest.mark.parametrize("says, tries", [([TAKEN] * 4, 3), ([TAKEN, "RuntimeError: something else\n", TAKEN], 2)])
+def test_a_port_that_was_taken_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: list[str], tries: int
+) -> None:
+    """Starts fail with SGLang's words for a taken port, and go on about it for long, or with other words."""
+    ports: list[int] = []
 
     class Ended(Hosted):
-        def __init__(self) -> None:
-            pass
+        def __init__(self, path: str, log: Path, environment: Any, settings: Any) -> None:
+            ports.append(settings["server_args"]["port"])
+            with log.open("a") as file:
+                file.write(says[len(ports) - 1])
 
         def poll(self) -> int:
             return 1
@@ -284,16 +291,10 @@ def test_a_port_that_was_taken_is_replaced(tmp_path: Path, monkeypatch: pytest.M
         def close(self) -> None:
             pass
 
-    def launch() -> None:
-        launched.append(1)
-        engine._server = Ended()
-        engine.log.write_text("OSError: [Errno 98] error while attempting to bind: address already in use")
-
-    monkeypatch.setattr(engine, "_launch", launch)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        engine.port = probe.getsockname()[1]
-        engine.start()
-        with pytest.raises(EngineError, match="address already in use"):
-            engine.wait_ready(60.0)
-    assert len(launched) == 3
+    monkeypatch.setenv(SHARED, "nobody is there")
+    monkeypatch.setattr("megarl.rollout.engine.Hosted", Ended)
+    engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
+    engine.start()
+    with pytest.raises(EngineError, match=says[tries - 1].splitlines()[-1]):
+        engine.wait_ready(60.0)
+    assert len(ports) == tries
