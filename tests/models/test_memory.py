@@ -187,6 +187,28 @@ def test_activations_scale() -> None:
     assert activation_elements(settings, [range(1), range(2, 3)], tp=1, tokens=100, in_flight=1) == one
 
 
+def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
+    """Their weights are in the table like any others: of every rank, trained, and in the engine."""
+    hf = QWEN2 | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True}
+    hf |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}
+    hf |= {"sliding_window": 32, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    budget = {"parallel": {"world_size": 2, "tp": 2}, "train": {"token_budget": 128}, "rollout": {"max_context": 128}}
+    (gemma,) = plan_memory(hf, config_of(algorithm="grpo", **budget))
+    # By hand: inputs and outputs of two norms, inputs of two more; q, k, v and attention's output; gate, up, product.
+    assert gemma.training["activations"] == 2 * 128 // 2 * 4 * (6 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
+    attention, mlp = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 96
+    weights = 1024 * 64 // 2 + 4 * ((attention + mlp) // 2 + 4 * 64) + 64
+    assert gemma.states["actor weights"] == 2 * weights and gemma.states["actor gradients"] == 4 * weights
+
+
+def test_records_of_routing_are_on_the_host() -> None:
+    sizes = {"data": {"prompts_per_step": 3}, "rollout": {"samples_per_prompt": 5, "max_context": 100}}
+    plain, replayed = (plan_memory(MOE, config_of(**sizes, train={"replay_routing": on}))[0] for on in (False, True))
+    # Two bytes for each of 4 layers and 2 experts, in the rollouts and in the batch.
+    assert replayed.host == plain.host | {"records of routing": 2 * 1500 * 4 * 2 * 2}
+    assert (replayed.states, replayed.peak) == (plain.states, plain.peak)
+
+
 @pytest.mark.parametrize(
     "method, kept, anew",
     [
