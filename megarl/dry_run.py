@@ -26,7 +26,7 @@ from megarl.reshard.configured import engine_layout, push_plan
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
-ESTIMATES["reshard staging"] = "at most "
+ESTIMATES |= dict.fromkeys(("reshard staging", "records of routing"), "at most ")
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.checkpoint.sharded import restore_model, save_model
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config import Config, ConfigError, load_config
@@ -218,6 +220,10 @@ class HybridFlow:
         self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
         for worker in self.workers:
             worker.ready()
+        for role, model in self._trained().items():
+            layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
+            held = (*model.local_params().values(), *model.local_adapters().values())
+            self.log.say(f"{role}: {layout}, {sum(map(torch.numel, held)):,} parameters on rank 0")
         self.store = CheckpointStore(self.log.run_dir, run.keep_checkpoints)
         if run.resume == "auto":
             self._resume()
@@ -250,6 +256,7 @@ class HybridFlow:
         self.controller.load_state_dict(host["controller"])
         self._for_step()
         if hasattr(self, "rollout"):
+            self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache
             self.rollout.update_weights(self.actor)
         self.log.say(f"resumed from {folder} after step {self.step}")
 

@@ -71,6 +71,15 @@ def run_ranks() -> Callable[..., list[dict[str, Any]]]:
     return start_ranks
 
 
+@pytest.fixture(scope="session")
+def units(run_ranks: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
+    """One process for all checks that need Megatron but no second rank: `ranks_units.py`, run once.
+
+    Megatron is never imported into pytest's own process, because the CPU shim patches torch for good.
+    """
+    return run_ranks(1, "tests/megatron/ranks_units.py")[0]
+
+
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Megatron's CPU shim patches torch for good, and transformers then computes wrong numbers in every later test."""
     assert "megarl.megatron" not in sys.modules, f"{item.nodeid} imports Megatron into pytest's own process"

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.config import LoraConfig, ParallelConfig
+from megarl.models.memory import stage_elements
+from megarl.models.registry import load_hf_config
 from megarl.observe.rollout_log import read_rollouts
 from megarl.rollout import cpu_torchvision
 
@@ -270,10 +274,21 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
     assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4  # of every token: replayed experts cannot tie
     assert ["rollout/logprob_diff_unreplayed" in row for row in rows] == [True, False, True]
     assert all(row["time/offload"] > 0 for row in rows)
+    check_layouts(folder / "model", (tmp_path / "hello" / "log.txt").read_text())
     # The reference is the base model, and the engine, which agrees with the trainer, is far from it.
     assert abs(rows[0]["actor/kl_to_reference"]) < 1e-4 and rows[2]["actor/kl_to_reference"] > 0.1
     check_export_of_lora(folder / "model", tmp_path / "hello")
     assert {path.stem for path in (tmp_path / "hello" / "logs").glob("*.log")} == {"engine_0_node_0", "engine_0_node_1"}
+
+
+def check_layouts(model: Path, log: str) -> None:
+    """Actor and critic hold what the table says that a rank has in their two layouts."""
+    hf = load_hf_config(model)
+    for role, tp, cp in (("actor", 1, 2), ("critic", 2, 1)):
+        (count,) = re.findall(rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0", log)
+        parallel, layers = ParallelConfig(world_size=2, tp=tp, cp=cp, ep=2), [range(hf["num_hidden_layers"])]
+        (held,) = stage_elements(hf, parallel, layers, head=role == "critic", lora=LoraConfig(rank=4))
+        assert int(count.replace(",", "")) == sum(held), role
 
 
 def check_export_of_lora(model: Path, run_dir: Path) -> None:

@@ -79,12 +79,13 @@ def layout_text(parallel: ParallelConfig) -> str:
 def judged_table(found: list[Judged], search: Search, chosen: Judged | None) -> Table:
     """One layout a row; memory of the fullest rank in GB, modelled seconds of a step."""
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("layout", "GPUs", "recompute", "engine", "states", "in training", "in a push", "fits", "step"):
+    bytes_of = ("states", "in training", "generating", "in a push")
+    for name in ("layout", "GPUs", "recompute", "engine", *bytes_of, "fits", "step"):
         table.add_column(name, justify="left" if name in ("layout", "recompute", "engine") else "right", no_wrap=True)
     for one in found:
         config, memory = one.config, one.memory
         rows = [max(sum(stage.states.values()) for stage in memory), max(stage.training_total for stage in memory)]
-        rows.append(max(stage.push_total for stage in memory))
+        rows += [max(stage.generation_total for stage in memory), max(stage.push_total for stage in memory)]
         table.add_row(
             layout_text(config.parallel),
             str(config.parallel.world_size),

@@ -18,6 +18,7 @@ def activation_elements(
 ) -> int:
     """Elements that a rank of a pipeline stage keeps for the backward pass.
 
+    settings: Megatron's fields of the model, and `post_norms` where the family has such, see `family.Extras`.
     parts: the layers of the stage, by parts that are computed in one go. tokens: of a micro-batch on this rank, a part
     of them with context parallelism. in_flight: see `micro_batches_in_flight`. Sequence parallelism divides everything
     by tp; tokens are taken to be spread evenly over the experts, whose inputs all ranks of an etp group have.
@@ -69,6 +70,8 @@ def _layer(settings: Mapping[str, Any], layer: int, etp: int) -> dict[str, int]:
     """The same by what it is."""
     hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
     kept = {"norm inputs": 2 * hidden, "norm outputs": 2 * hidden}
+    if settings.get("post_norms"):  # of what attention and MLP add to the residual stream; their outputs nobody keeps
+        kept["post norm inputs"] = 2 * hidden
     if settings.get("multi_latent_attention"):
         nope, turned, value = (int(settings[key]) for key in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
         latents = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + turned

@@ -15,7 +15,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 from megarl.config import Config, LoraConfig, ParallelConfig, critic_config
-from megarl.models.activations import activation_elements, layer_elements, logits_bytes, micro_batches_in_flight
+from megarl.models.activations import (
+    activation_elements,
+    is_moe,
+    layer_elements,
+    logits_bytes,
+    micro_batches_in_flight,
+)
 from megarl.models.adapters import adapter_params
 from megarl.models.blocks import embedding, final
 from megarl.models.family import HFConfig
@@ -33,16 +39,16 @@ NO_LORA = LoraConfig()
 class StageMemory:
     """One rank of a pipeline stage of the actor. Every rank of it needs the same. All numbers are bytes.
 
-    While training the engine sleeps and has given its memory back; in a push both sides are there, and what is staged;
-    in both, the states of actor and critic stay on the device or, with `train.offload`, leave it, but for the weights
-    that are pushed.
+    While training the engine sleeps and has given its memory back; in a push its weights are there, and what is staged;
+    while generating, its weights and KV cache. In both, the states of actor and critic stay on the device or, with
+    `train.offload`, leave it, but for the weights that are pushed.
     """
 
     stage: int
     layers: tuple[int, ...]  # the actor's decoder layers of the stage
     states: dict[str, int]  # of actor and critic
     training: dict[str, int]  # besides, while training
-    generation: dict[str, int]  # while generating, and in a push
+    generation: dict[str, int]  # besides, while generating
     push: dict[str, int]  # besides, in a push
     host: dict[str, int]  # in the host's memory
     offloaded: bool
@@ -59,9 +65,8 @@ class StageMemory:
 
     @property
     def push_total(self) -> int:
-        engine = sum(amount for name, amount in self.generation.items() if name.startswith("engine"))
         states = self.states["actor weights"] if self.offloaded else sum(self.states.values())
-        return states + engine + sum(self.push.values())
+        return states + sum(self.push.values())
 
     @property
     def peak(self) -> int:
@@ -101,7 +106,7 @@ def plan_memory(
         engine["engine weights"] = engine_bytes(hf, rollout.tp, size)
         engine["engine KV cache"] = cached * kv_elements(family_of(hf).megatron_config(hf), rollout.tp) * size
     stages = []
-    layers = _layers({**family_of(hf).megatron_config(hf), **config.model.megatron}, parallel)
+    layers = _layers(_settings(hf, config), parallel)
     for stage in range(parallel.pp):
         states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0}
@@ -121,9 +126,12 @@ def plan_memory(
             states[REWARD_WEIGHTS], generation["reward model activations"] = served[stage]
         if config.generates:
             weights = states["actor weights"]
+            push["engine weights"] = engine["engine weights"]
             push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, engine["engine weights"])
             if config.kl.place != "none" and not config.lora.rank:  # else it is the actor without its adapters
                 host["reference weights"] = weights
+            if config.train.replay_routing:
+                host["records of routing"] = routing_bytes(_settings(hf, config), config)
             if config.train.offload:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         offloaded = config.generates and config.train.offload
@@ -135,7 +143,7 @@ def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tup
     """By pipeline stage of a model in its own layout: bytes of its states by part, and of what it keeps for the
     backward pass."""
     parallel, size = config.parallel, BYTES[config.model.dtype]
-    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
+    settings = _settings(hf, config)
     layers = _layers(settings, parallel)
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # and cp: both share the optimizer's states
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
@@ -157,7 +165,7 @@ def _served(hf: HFConfig, config: Config) -> list[tuple[int, int]]:
     """By pipeline stage: bytes of the weights of a reward model that serves, in fp32 in the policy's layout, and of
     its activations, which it has of one layer at a time."""
     parallel = config.parallel
-    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
+    settings = _settings(hf, config)
     layers = _layers(settings, parallel)
     found = []
     for mine, elements in zip(layers, stage_elements(hf, parallel, layers, head=True), strict=True):
@@ -170,6 +178,12 @@ def _tokens(config: Config) -> int:
     """The most tokens that a rank has of a micro-batch: the budget, or its part of a longer sequence."""
     longest = config.rollout.max_context if config.generates else 0
     return max(config.train.token_budget, -(-longest // config.parallel.cp))
+
+
+def _settings(hf: HFConfig, config: Config) -> dict[str, Any]:
+    """Megatron's fields, and `post_norms`, for which it has none."""
+    family = family_of(hf)
+    return {**family.megatron_config(hf), **config.model.megatron, "post_norms": family.extras(hf).post_norms}
 
 
 def _layers(settings: Mapping[str, Any], parallel: ParallelConfig) -> list[tuple[int, ...]]:
@@ -306,6 +320,15 @@ def kv_elements(settings: Mapping[str, Any], tp: int) -> int:
     heads = max(1, int(settings["num_query_groups"]) // tp)
     size = int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])
     return 2 * layers * heads * size
+
+
+def routing_bytes(settings: Mapping[str, Any], config: Config) -> int:
+    """The most that the engine's choice of experts takes on the host of each rank, which has that of the whole batch:
+    2 bytes for each token, layer with experts and chosen expert, as part of the rollouts and again of the batch that is
+    packed of them."""
+    layers = sum(is_moe(settings, layer) for layer in range(int(settings["num_layers"])))
+    tokens = config.data.prompts_per_step * config.rollout.samples_per_prompt * config.rollout.max_context
+    return 2 * 2 * tokens * layers * int(settings.get("moe_router_topk") or 0)
 
 
 def staging_bytes(bucket: int, weights: int, engine: int) -> int:

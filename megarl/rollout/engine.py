@@ -32,6 +32,8 @@ _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ is (alread
 _PORT_TRIES = 3
 _NOISE = re.compile(r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$")
 """What libraries print about themselves when a process ends; it would hide the reason."""
+_PARTS = ("weights", "kv_cache", "cuda_graph")
+"""Of an engine's memory, each of which can sleep by itself: SGLang's tags."""
 
 
 Collect = Callable[[str], list[str]]
@@ -103,7 +105,7 @@ class Engine:
         self._platform = _platform()
         self._host: Host | None = None
         self._server: Hosted | None = None
-        self._asleep = False
+        self._asleep: set[str] = set()  # of _PARTS
         # Loopback must not go through a proxy that the environment names.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -121,6 +123,7 @@ class Engine:
 
     def _launch(self) -> None:
         rollout = self.config.rollout
+        self._begins = self.log.stat().st_size  # of the log, which earlier tries have written to
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -173,7 +176,7 @@ class Engine:
         assert self._server is not None, "start() comes first"
         while not self._answers():
             if self._server.poll() is not None:
-                if _PORT_TAKEN.search(self._tail()) and self._tries < _PORT_TRIES:
+                if self._port_taken() and self._tries < _PORT_TRIES:
                     self._tries += 1
                     self._launch()
                 else:
@@ -218,7 +221,8 @@ class Engine:
 
     def end_update(self, version: int | None) -> None:
         """Close the session. version: number of the weights that the engine now has, all of them; it generates with
-        them from now on. None where the update failed: the engine stays unusable."""
+        them from now on. None where the update failed: the engine stays unusable. The KV cache may be asleep: flushing
+        it only forgets what was where, as SGLang itself does when it has put it to sleep."""
         self._call("/end_weight_update")
         if version is None:
             return
@@ -227,23 +231,33 @@ class Engine:
         self.usable = True
 
     def sleep(self) -> None:
-        """Give the device to training: free weights and KV cache where there is a GPU, else drop the cache."""
-        if self._asleep:
+        """Give the device to training: free what is awake where there is a GPU, else drop the KV cache."""
+        awake = [part for part in _PARTS if part not in self._asleep]  # SGLang wants no part twice
+        if not awake:
             return
         if self._platform.has_memory_saver():
-            self._call("/release_memory_occupation", {})
+            self._call("/release_memory_occupation", {"tags": awake})
         else:
             self._call("/flush_cache")
-        self._asleep = True
+        self._asleep.update(awake)
+
+    def wake_weights(self) -> None:
+        """Undo `sleep` for a push, which has no use for the rest. On a GPU the weights' contents are gone: it must
+        follow."""
+        self._wake("weights")
 
     def wake(self) -> None:
-        """Undo `sleep`. On a GPU the weights' contents are gone: a push must follow."""
-        if not self._asleep:
+        """Undo `sleep` for whatever is still asleep, before generating."""
+        self._wake(*_PARTS)
+
+    def _wake(self, *parts: str) -> None:
+        asleep = [part for part in parts if part in self._asleep]
+        if not asleep:
             return
         if self._platform.has_memory_saver():
-            self._call("/resume_memory_occupation", {})
-            self.usable = False
-        self._asleep = False
+            self._call("/resume_memory_occupation", {"tags": asleep})
+            self.usable = self.usable and "weights" not in asleep
+        self._asleep.difference_update(asleep)
 
     def shutdown(self) -> None:
         """End the engine and all of its processes; safe to call twice, and at exit."""
@@ -272,6 +286,12 @@ class Engine:
             return json.loads(text)
         except ValueError:
             return text.decode(errors="replace")
+
+    def _port_taken(self) -> bool:
+        """Whether this try says so anywhere: long tracebacks of several processes may follow."""
+        with self.log.open(errors="replace") as log:
+            log.seek(self._begins)
+            return any(_PORT_TAKEN.search(line) for line in log)
 
     def _tail(self) -> str:
         if not self.log.exists():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import read_rollouts, rollout_file
-from megarl.parallel import ranks
+from megarl.parallel import device, ranks
 from megarl.rollout.engine import Engine
 from megarl.rollout.multi_turn import Conversations
 from megarl.types import Prompt, Rollout
@@ -80,6 +80,7 @@ class RolloutWorker(Worker):
         with self.clock.phase("generate"):
             if config.rollout.replay:
                 return self._replayed()
+            self._wake(Engine.wake)
             first = len(prompts) * self.engine_index // self.engines
             end = len(prompts) * (self.engine_index + 1) // self.engines
             mine = _on_any(
@@ -95,14 +96,23 @@ class RolloutWorker(Worker):
             return [rollout for share in ranks.all_gather_objects(mine or []) for rollout in share]
 
     def update_weights(self, actor: ActorWorker) -> None:
-        """Give every engine the actor's weights under the next version number; all ranks take part."""
+        """Give every engine the actor's weights under the next version number; all ranks take part.
+
+        The engines' KV caches stay asleep until `generate`, when what the push needed is gone.
+        """
         self._make_room(actor)
         with self.clock.phase("push_weights"):
             self.version = self.step
             if self.config.rollout.replay:
                 return
-            self._on_leads(Engine.wake)
+            self._wake(Engine.wake_weights)
             self._push.push(actor.model.merged(), self.version)
+
+    def _wake(self, how: Callable[[Engine], None]) -> None:
+        """Once every rank has given back what it has freed: an engine's lead wakes it on the devices of others, too."""
+        device.empty_cache()
+        ranks.barrier()
+        self._on_leads(how)
 
     def _make_room(self, pushing: ActorWorker | None = None) -> None:
         """With `train.offload` models leave the device to the engines, but for weights that are on their way there."""

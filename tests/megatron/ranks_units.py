@@ -1,4 +1,5 @@
-"""Checks of single modules of `megarl.megatron`, in one process; `test_*.py` beside it say what must come out."""
+"""Checks of single modules of `megarl.megatron` and `megarl.workers`, in one process; `test_*.py` say what must come
+out."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "workers")]
 torch.set_num_threads(1)
 
 import reference  # noqa: E402
@@ -428,9 +429,15 @@ def aux_losses() -> dict[str, Any]:
     return {"plain": plain, "aux": aux}
 
 
+def waking() -> list[str]:
+    import waking
+
+    return waking.calls(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
+
+
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, refusals, folder,
-    half, schedule, critic, aux_losses,
+    half, schedule, critic, aux_losses, waking,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -208,6 +208,28 @@ def test_activations_scale() -> None:
     assert activation_elements(settings, [range(1), range(2, 3)], tp=1, tokens=100, in_flight=1) == one
 
 
+def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
+    """Their weights are in the table like any others: of every rank, trained, and in the engine."""
+    hf = QWEN2 | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True}
+    hf |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}
+    hf |= {"sliding_window": 32, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    budget = {"parallel": {"world_size": 2, "tp": 2}, "train": {"token_budget": 128}, "rollout": {"max_context": 128}}
+    (gemma,) = plan_memory(hf, config_of(algorithm="grpo", **budget))
+    # By hand: inputs and outputs of two norms, inputs of two more; q, k, v and attention's output; gate, up, product.
+    assert gemma.training["activations"] == 2 * 128 // 2 * 4 * (6 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
+    attention, mlp = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 96
+    weights = 1024 * 64 // 2 + 4 * ((attention + mlp) // 2 + 4 * 64) + 64
+    assert gemma.states["actor weights"] == 2 * weights and gemma.states["actor gradients"] == 4 * weights
+
+
+def test_records_of_routing_are_on_the_host() -> None:
+    sizes = {"data": {"prompts_per_step": 3}, "rollout": {"samples_per_prompt": 5, "max_context": 100}}
+    plain, replayed = (plan_memory(MOE, config_of(**sizes, train={"replay_routing": on}))[0] for on in (False, True))
+    # Two bytes for each of 4 layers and 2 experts, in the rollouts and in the batch.
+    assert replayed.host == plain.host | {"records of routing": 2 * 1500 * 4 * 2 * 2}
+    assert (replayed.states, replayed.peak) == (plain.states, plain.peak)
+
+
 @pytest.mark.parametrize(
     "method, kept, anew",
     [
@@ -283,14 +305,16 @@ def test_reshard_staging() -> None:
     assert staging_bytes(1 << 30, 1000, 500) == 3000  # no more than there is
     grpo = plan_memory(QWEN2, config_of(algorithm="grpo", rollout={"push_bucket_mb": 1}))[0]
     assert grpo.push["reshard staging"] == 4 * grpo.states["actor weights"] < 2 << 20
-    both_sides = sum(grpo.states.values()) + sum(grpo.generation.values())
-    assert (grpo.generation_total, grpo.push_total) == (both_sides, both_sides + grpo.push["reshard staging"])
+    states, engine, cache = sum(grpo.states.values()), grpo.push["engine weights"], grpo.generation["engine KV cache"]
+    assert grpo.generation == {"engine weights": engine, "engine KV cache": cache} and engine > 0 and cache > 0
+    assert grpo.generation_total == states + engine + cache
+    assert grpo.push_total == states + engine + grpo.push["reshard staging"]  # the KV cache comes back after it
 
 
 def test_states_can_leave_the_device_while_engines_generate() -> None:
     stay, leave = (plan_memory(QWEN2, config_of(train={"offload": offload}), QWEN2)[0] for offload in (False, True))
     assert leave.generation_total == sum(leave.generation.values())
-    engine = leave.generation["engine weights"] + leave.generation["engine KV cache"]
+    engine = leave.generation["engine weights"]
     assert leave.push_total == leave.states["actor weights"] + engine + leave.push["reshard staging"]
     assert stay.push_total == leave.push_total + sum(stay.states.values()) - stay.states["actor weights"]
     states = [amount for name, amount in stay.states.items() if "gradients" not in name]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -37,6 +37,45 @@ def test_sleep_and_wake(qwen3_moe: Running) -> None:
     qwen3_moe.engine.sleep()
     qwen3_moe.engine.wake()
     assert [out.token_ids for out in generate(qwen3_moe.engine)] == [out.token_ids for out in before]
+
+
+def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what SGLang is asked: it fails where it is told to wake what is awake. No GPU has been seen doing it."""
+    engine = Engine(make_config(tmp_path, tmp_path), threads=1)
+    calls: list[tuple[str, list[str]]] = []
+
+    def asked() -> list[tuple[str, list[str]]]:
+        found = calls.copy()
+        calls.clear()
+        return found
+
+    monkeypatch.setattr(engine, "_call", lambda path, body: calls.append((path, body["tags"])))
+    monkeypatch.setattr(engine_cpu, "has_memory_saver", lambda: True)
+    engine.usable = True
+    engine.wake()
+    engine.sleep()
+    engine.sleep()
+    assert asked() == [("/release_memory_occupation", ["weights", "kv_cache", "cuda_graph"])] and engine.usable
+    engine.wake_weights()
+    engine.wake_weights()
+    assert asked() == [("/resume_memory_occupation", ["weights"])] and not engine.usable
+    engine.usable = True  # after a push
+    engine.sleep()  # without having generated
+    assert asked() == [("/release_memory_occupation", ["weights"])]
+    engine.wake_weights()
+    engine.usable = True
+    engine.wake()
+    engine.wake()
+    assert engine.usable
+    assert asked() == [
+        ("/resume_memory_occupation", ["weights"]),
+        ("/resume_memory_occupation", ["kv_cache", "cuda_graph"]),
+    ]
+    engine.sleep()
+    engine.wake()  # without a push: weights without contents
+    assert asked()[1] == ("/resume_memory_occupation", ["weights", "kv_cache", "cuda_graph"]) and not engine.usable
 
 
 def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
@@ -230,14 +269,21 @@ def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, m
         shared.close()
 
 
-def test_a_port_that_was_taken_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start fails with SGLang's words for a taken port, once."""
-    engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
-    launched: list[int] = []
+TAKEN = "OSError: [Errno 98] error while attempting to bind: address already in use\n" + "  a long traceback\n" * 200
+
+
+@pytest.mark.parametrize("says, tries", [([TAKEN] * 4, 3), ([TAKEN, "RuntimeError: something else\n", TAKEN], 2)])
+def test_a_port_that_was_taken_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: list[str], tries: int
+) -> None:
+    """Starts fail with SGLang's words for a taken port, and go on about it for long, or with other words."""
+    ports: list[int] = []
 
     class Ended(Hosted):
-        def __init__(self) -> None:
-            pass
+        def __init__(self, path: str, log: Path, environment: Any, settings: Any) -> None:
+            ports.append(settings["server_args"]["port"])
+            with log.open("a") as file:
+                file.write(says[len(ports) - 1])
 
         def poll(self) -> int:
             return 1
@@ -245,16 +291,10 @@ def test_a_port_that_was_taken_is_replaced(tmp_path: Path, monkeypatch: pytest.M
         def close(self) -> None:
             pass
 
-    def launch() -> None:
-        launched.append(1)
-        engine._server = Ended()
-        engine.log.write_text("OSError: [Errno 98] error while attempting to bind: address already in use")
-
-    monkeypatch.setattr(engine, "_launch", launch)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        engine.port = probe.getsockname()[1]
-        engine.start()
-        with pytest.raises(EngineError, match="address already in use"):
-            engine.wait_ready(60.0)
-    assert len(launched) == 3
+    monkeypatch.setenv(SHARED, "nobody is there")
+    monkeypatch.setattr("megarl.rollout.engine.Hosted", Ended)
+    engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
+    engine.start()
+    with pytest.raises(EngineError, match=says[tries - 1].splitlines()[-1]):
+        engine.wait_ready(60.0)
+    assert len(ports) == tries

@@ -1,0 +1,49 @@
+"""A rollout worker on one rank without its server: what is asked of the engine while it generates and is pushed to."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megarl.observe.clock import Clock
+from megarl.parallel.ranks import Ranks
+from megarl.workers.context import Context
+from megarl.workers.rollout import RolloutWorker
+
+
+class Recorded(RolloutWorker):
+    """The worker as it is, but for the server's answers, the conversations and the transport of weights."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        assert self.engine is not None and self._talks is not None
+        self.calls: list[str] = []
+        self.engine._platform = SimpleNamespace(has_memory_saver=lambda: True)  # type: ignore[assignment]
+        self.engine._call = self.call  # type: ignore[assignment, method-assign]
+        self._talks.generate = lambda *args, **options: self.calls.append("generates") or []  # type: ignore
+        self._push.push = self.push  # type: ignore[assignment, method-assign]
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> None:
+        self.calls.append(" ".join([path, *(body or {}).get("tags", [])]))
+
+    def push(self, local: Any, version: int) -> None:
+        assert self.engine is not None
+        self.engine.begin_update()
+        self.calls.append("is pushed to")
+        self.engine.end_update(version)
+
+
+def calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
+    """Of a step and a half, as a controller goes through them."""
+    chat: Any = SimpleNamespace(schemas=lambda prompt: [])
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
+    worker = Recorded(Context(config, ranks, hf, chat, Clock(), Path("."), total_updates=1))
+    actor: Any = SimpleNamespace(model=SimpleNamespace(merged=dict))
+    worker.generate([], 1)
+    worker.sleep()
+    worker.update_weights(actor)
+    assert worker.engine is not None and worker.engine.usable
+    worker.generate([], 1)
+    return worker.calls
