@@ -193,7 +193,7 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         layer = load_file(Path(folder, "model.safetensors"))
     generator = torch.Generator().manual_seed(101)
     joint = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5
-    joint[:, :width] += torch.eye(width)
+    joint[:, :width] += 3 * torch.eye(width)
     norms = {name: 1 + 0.1 * torch.randn(width, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
     own = {
         **{f"{name}.weight": tensor for name, tensor in norms.items()},
