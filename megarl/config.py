@@ -101,6 +101,9 @@ class RolloutConfig:
     """Seconds that a tool may take before it is killed; the policy then sees the time-out as its observation."""
     tool_call_parser: str = "qwen25"
     """SGLang's parser for this model's tool calls."""
+    draft_tokens: int = 0
+    """Tokens that the model's own layer of multi-token prediction drafts at a time, and that the policy then accepts or
+    replaces (speculative decoding): the same distribution in fewer steps. 0 is off."""
     concurrency: int = 128
     """Conversations at once per engine."""
     request_timeout: float = 600.0

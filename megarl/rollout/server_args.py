@@ -27,6 +27,13 @@ _OURS = {
     "custom_weight_loader": "nothing, MegaRL has its own",
     "device": "nothing, the machine decides",
     "enable_return_routed_experts": "train.replay_routing",
+    "speculative_algorithm": "rollout.draft_tokens",
+    "speculative_draft_model_path": "rollout.draft_tokens",
+    "speculative_num_steps": "rollout.draft_tokens",
+    "speculative_eagle_topk": "rollout.draft_tokens",
+    "speculative_num_draft_tokens": "rollout.draft_tokens",
+    "speculative_accept_threshold_single": "nothing, drafts must not change what the policy samples",
+    "speculative_accept_threshold_acc": "nothing, drafts must not change what the policy samples",
 }
 """Fields that MegaRL sets, and what sets them."""
 
@@ -53,3 +60,15 @@ def check(settings: dict[str, Any]) -> None:
             near = difflib.get_close_matches(key, known_fields(), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"rollout.sglang.{key} is not a field of SGLang's ServerArgs{hint}")
+
+
+def speculative(draft_tokens: int) -> dict[str, Any]:
+    """ServerArgs by which the model's own layer of multi-token prediction drafts so many tokens at a time."""
+    if not draft_tokens:
+        return {}
+    return {
+        "speculative_algorithm": "NEXTN",
+        "speculative_num_steps": draft_tokens,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": draft_tokens + 1,
+    }
