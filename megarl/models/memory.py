@@ -103,8 +103,9 @@ def plan_memory(
     if config.generates:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
         cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
-        engine["engine weights"] = engine_bytes(hf, rollout.tp, size)
-        engine["engine KV cache"] = cached * kv_elements(family_of(hf).megatron_config(hf), rollout.tp) * size
+        drafts = bool(rollout.draft_tokens)
+        engine["engine weights"] = engine_bytes(hf, rollout.tp, size, drafts)
+        engine["engine KV cache"] = cached * kv_elements(hf, rollout.tp, drafts) * size
     stages = []
     layers = _layers(_settings(hf, config), parallel)
     for stage in range(parallel.pp):
@@ -292,15 +293,15 @@ def state_bytes(elements: Elements, dp: int, expert_dp: int, size: int) -> dict[
     }
 
 
-def engine_bytes(hf: HFConfig, tp: int, size: int) -> int:
+def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
     """What one rank of an SGLang engine holds in weights, of `size` bytes an element; what an FP8 checkpoint has in FP8
-    takes a byte and a scale for each block.
+    takes a byte and a scale for each block. drafts: with the layers of multi-token prediction.
 
     Of experts it has 1 / tp, whether they are dealt out whole or cut. Keys and values are held more than once where
     there are fewer heads than ranks; latents, norms and routers by all.
     """
     total, fp8 = 0.0, is_fp8(hf)
-    for param, count in kinds(hf):
+    for param, count in kinds(hf, drafts):
         if isinstance(param.cut, Replicated) and param.expert is None:
             elements = param.size
         elif isinstance(param.cut, Qkv):
@@ -312,9 +313,12 @@ def engine_bytes(hf: HFConfig, tp: int, size: int) -> int:
     return round(total)
 
 
-def kv_elements(settings: Mapping[str, Any], tp: int) -> int:
-    """Elements of KV cache per token on one rank of an engine: keys and values of its heads, or the whole latent."""
-    layers = int(settings["num_layers"])
+def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
+    """Elements of KV cache per token on one rank of an engine: keys and values of its heads, or the whole latent; also
+    of the layers of multi-token prediction where it `drafts`."""
+    family = family_of(hf)
+    settings = family.megatron_config(hf)
+    layers = int(settings["num_layers"]) + (family.mtp_layers(hf) if drafts else 0)
     if settings.get("multi_latent_attention"):
         return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
     heads = max(1, int(settings["num_query_groups"]) // tp)

@@ -58,8 +58,22 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def trained_mtp(hf: HFConfig, config: Config) -> int:
-    """How many layers of multi-token prediction a policy trains, by `train.mtp`."""
-    return family_of(hf).mtp_layers(hf) if config.train.mtp else 0
+    """How many layers of multi-token prediction a policy trains, by `train.mtp`. Raises ConfigError where it cannot."""
+    family, weight = family_of(hf), config.train.mtp
+    if weight == 0:
+        return 0
+    if weight < 0:
+        raise ConfigError(f"train.mtp must not be negative, but is {weight:g}; 0 leaves the layers as they are")
+    if not family.mtp_layers(hf):
+        raise ConfigError(
+            f"train.mtp={weight:g}, but this {family.architecture} has no layers of multi-token prediction that are "
+            "implemented; set it to 0"
+        )
+    if config.algorithm == "reward_model":
+        raise ConfigError("train.mtp is about a policy's layers, and algorithm=reward_model trains none; set it to 0")
+    if config.lora.rank:
+        raise ConfigError("train.mtp trains whole layers, lora.rank adapters alone; set one of them to 0")
+    return family.mtp_layers(hf)
 
 
 def part_of(param: Param) -> str:

@@ -169,7 +169,9 @@ def install() -> None:
     eagle_utils.tree_speculative_sampling_target_only = sample_chain
     eagle_utils.top_k_renorm_prob, eagle_utils.top_p_renorm_prob = keep_top_k, keep_top_p
 
-    torch.cuda.synchronize = lambda device=None: None  # DeepSeek's draft model waits for its embedding so, wherever it is
+    torch.cuda.synchronize = lambda device=None: (
+        None
+    )  # DeepSeek's draft model waits for its embedding so, wherever it is
 
     prompts = TorchNativeAttnBackend._run_sdpa_forward_extend
 

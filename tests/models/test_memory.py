@@ -192,11 +192,13 @@ def test_engine_weights() -> None:
 
 
 def test_kv_cache() -> None:
-    gqa = family_of(MOE).megatron_config(MOE)
-    assert kv_elements(gqa, 1) == 2 * 4 * 2 * 32
-    assert kv_elements(gqa, 2) == kv_elements(gqa, 4) == 2 * 4 * 1 * 32
+    assert kv_elements(MOE, 1) == 2 * 4 * 2 * 32
+    assert kv_elements(MOE, 2) == kv_elements(MOE, 4) == 2 * 4 * 1 * 32
     deepseek = load_hf_config(MODELS / "deepseek_v3.json")
-    assert kv_elements(family_of(deepseek).megatron_config(deepseek), 32) == 61 * 576  # 70 KB a token, on every rank
+    assert kv_elements(deepseek, 32) == 61 * 576  # 70 KB a token, on every rank
+    assert kv_elements(deepseek, 32, drafts=True) == 62 * 576
+    layer = sum(param.size * count for param, count in kinds(deepseek, mtp=True)) - 671_026_419_200
+    assert engine_bytes(deepseek, 1, 2, drafts=True) - engine_bytes(deepseek, 1, 2) == 2 * layer
 
 
 def test_activations_scale() -> None:
