@@ -1,40 +1,37 @@
-"""Layers of multi-token prediction for transformers' DeepSeek-V3, which has none: the report's section 2.2 in torch."""
+"""Layers of multi-token prediction for transformers' DeepSeek-V3 and GLM-4.5, which have none there: section 2.2 of
+DeepSeek's report (arXiv:2412.19437) in torch."""
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
-
-
-class MTPLayer(DeepseekV3DecoderLayer):  # type: ignore[misc]
-    """Names as in the published checkpoint, in which it follows the decoder's layers."""
-
-    def __init__(self, config: Any, number: int) -> None:
-        super().__init__(config, number)
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm, self.hnorm = DeepseekV3RMSNorm(hidden, eps), DeepseekV3RMSNorm(hidden, eps)
-        self.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
-        self.shared_head = torch.nn.ModuleDict({"norm": DeepseekV3RMSNorm(hidden, eps)})
-
-    def foresee(self, state: torch.Tensor, embedded: torch.Tensor, rotary: Any) -> torch.Tensor:
-        """[1, s, hidden] twice -> what is normed for the output layer, and goes on to the next such layer."""
-        joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(state)], -1))
-        size = joined.shape[1]
-        mask = torch.full((size, size), -torch.inf).triu(1)[None, None]
-        found = self(joined, attention_mask=mask, position_embeddings=rotary)
-        normed: torch.Tensor = self.shared_head["norm"](found[0] if isinstance(found, tuple) else found)
-        return normed
 
 
 def add_layers(model: Any) -> None:
-    """Behind the decoder's layers, of which transformers runs as many as the config says."""
-    first = model.config.num_hidden_layers
-    for number in range(model.config.num_nextn_predict_layers):
-        layer = MTPLayer(model.config, first + number).float().eval()
-        layer.apply(model._init_weights)
+    """Behind the decoder's layers, of which transformers runs as many as the config says; names as in the published
+    checkpoints."""
+    config, first = model.config, model.config.num_hidden_layers
+    norm, hidden = type(model.model.norm), model.config.hidden_size
+    for number in range(config.num_nextn_predict_layers):
+        layer = type(model.model.layers[-1])(config, first + number)
+        layer.enorm, layer.hnorm = norm(hidden, config.rms_norm_eps), norm(hidden, config.rms_norm_eps)
+        layer.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        layer.shared_head = torch.nn.ModuleDict({"norm": norm(hidden, config.rms_norm_eps)})
+        layer.foresee = types.MethodType(foresee, layer)
+        layer.float().eval().apply(model._init_weights)
         model.model.layers.append(layer)
+
+
+def foresee(layer: Any, state: torch.Tensor, embedded: torch.Tensor, rotary: Any) -> torch.Tensor:
+    """[1, s, hidden] twice -> what is normed for the output layer, and goes on to the next such layer."""
+    joined = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(state)], -1))
+    size = joined.shape[1]
+    mask = torch.full((size, size), -torch.inf).triu(1)[None, None]
+    found = layer(joined, attention_mask=mask, position_embeddings=rotary)
+    normed: torch.Tensor = layer.shared_head["norm"](found[0] if isinstance(found, tuple) else found)
+    return normed
 
 
 def loss(model: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
