@@ -133,8 +133,8 @@ def test_lora_is_planned(plan) -> None:
             r"=sinkhorn does not go with train.replay_routing",
         ),
         (
-            ["train.replay_routing=true", "rollout.sglang.speculative_algorithm=EAGLE"],
-            r"speculative_algorithm does not go with train.replay_routing",
+            ["rollout.sglang.speculative_algorithm=EAGLE"],
+            r"speculative_algorithm cannot be set; it is decided by rollout.draft_tokens",
         ),
         (["train.replay_routing=true", "rollout.sglang.chunked_prefill_size=-1"], r"size must be positive"),
         (["rollout.sglang.enable_return_routed_experts=true"], r"cannot be set; it is decided by train.replay_routing"),

@@ -2,7 +2,7 @@
 
 Each round runs the policy over a window of n tokens per sequence: the last one that it chose, and n - 1 that the draft
 layer proposes after it. From left to right a proposal is accepted or replaced, and what comes after a replaced one is
-dropped; after n - 1 accepted ones, one more is chosen. Tensors that SGLang calls trees, [sequences, n], are chains here.
+dropped; after n - 1 accepted ones, one more is chosen. What SGLang calls trees, [sequences, n], are chains here.
 
 The functions named *_cpu stand in for those of `sgl_kernel`, and have its signatures; `install` puts the others where
 SGLang has nothing for a CPU, or what it has does not sample: it would take the likeliest token at any temperature.
@@ -10,11 +10,10 @@ SGLang has nothing for a CPU, or what it has does not sample: it would take the 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-from megarl.rollout.cpu_attention import extend_attention
 
 
 def assign_draft_cache_locs_contiguous_cpu(
@@ -133,8 +132,8 @@ def _settle(
 
     chosen [sequences, n]: what follows each token of the window; accepted [sequences, n - 1]: whether that is the
     proposal. Only entries up to the first that is not accepted count. predicts [sequences * n] becomes `chosen`;
-    accept_token_num [sequences], how many proposals were accepted; accept_index [sequences, n], the places in `predicts`
-    of those and of the one chosen after them, then -1.
+    accept_token_num [sequences], how many proposals were accepted; accept_index [sequences, n], the places in
+    `predicts` of those and of the one chosen after them, then -1.
     """
     count, n = chosen.shape
     number = accepted.long().cumprod(1).sum(1)
@@ -146,7 +145,7 @@ def _settle(
 
 def keep_top_k(probs: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """[n, vocabulary]: each row of `probs` without all but its k [n] likeliest tokens, summing to 1 again."""
-    order = probs.argsort(-1, descending=True, stable=True)
+    order = probs.argsort(dim=-1, descending=True, stable=True)
     kept = probs.scatter(-1, order, (torch.arange(probs.shape[-1]) < k[:, None]) * probs.gather(-1, order))
     return kept / kept.sum(-1, keepdim=True)
 
@@ -169,70 +168,57 @@ def install() -> None:
     eagle_utils.tree_speculative_sampling_target_only = sample_chain
     eagle_utils.top_k_renorm_prob, eagle_utils.top_p_renorm_prob = keep_top_k, keep_top_p
 
-    torch.cuda.synchronize = lambda device=None: (
-        None
-    )  # DeepSeek's draft model waits for its embedding so, wherever it is
+    torch.cuda.synchronize = lambda device=None: None  # so waits DeepSeek's draft model, wherever it is
 
-    prompts = TorchNativeAttnBackend._run_sdpa_forward_extend
+    prompts = TorchNativeAttnBackend.forward_extend
 
-    def extend(
-        self: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor | None,
-        extend_seq_lens: torch.Tensor | None,
-        *rest: Any,
-        **options: Any,
-    ) -> torch.Tensor:
-        """A window that is verified has no lengths of its own: it comes after `seq_lens` tokens, n for each."""
-        before = (query, output, k_cache, v_cache, req_to_token, req_pool_indices)
-        if extend_seq_lens is not None:
-            return prompts(self, *before, seq_lens, extend_prefix_lens, extend_seq_lens, *rest, **options)
-        new = torch.full_like(seq_lens, len(query) // len(seq_lens))
-        return prompts(self, *before, seq_lens + new, seq_lens, new, *rest, **options)
+    def extend(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        """A window's tokens are decoded like those of as many sequences, of which each sees one token more. Where the
+        policy verifies it, `seq_lens` are those before the window; where the draft layer reads it, after."""
+        mode = batch.forward_mode
+        if not (mode.is_target_verify() or mode.is_draft_extend_v2()):
+            return prompts(self, q, k, v, layer, batch, *rest, **options)
+        n = len(q) // len(batch.seq_lens)
+        before = batch.seq_lens if mode.is_target_verify() else batch.seq_lens - n
+        lengths = (before[:, None] + torch.arange(1, n + 1)).flatten()
+        rows = _rows(batch, batch.req_pool_indices.repeat_interleave(n), lengths)
+        return self.forward_decode(q, k, v, layer, rows, *rest, **options)
 
-    TorchNativeAttnBackend._run_sdpa_forward_extend = extend
+    TorchNativeAttnBackend.forward_extend = extend
 
     class Step(TorchNativeAttnBackend):  # type: ignore[misc, valid-type]
-        """Of the draft layer's own steps: it sees the `ahead` tokens that it has proposed after `seq_lens` others."""
+        """Of the draft layer: it sees the `ahead` tokens that it has proposed after `seq_lens` others."""
 
         ahead = 0
 
-        def _run_sdpa_forward_decode(
-            self,
-            query: torch.Tensor,
-            output: torch.Tensor,
-            k_cache: torch.Tensor,
-            v_cache: torch.Tensor,
-            req_to_token: torch.Tensor,
-            req_pool_indices: torch.Tensor,
-            seq_lens: torch.Tensor,
-            *rest: Any,
-            **options: Any,
+        def forward_decode(
+            self, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **options: Any
         ) -> torch.Tensor:
-            before = (query, output, k_cache, v_cache, req_to_token, req_pool_indices)
-            return super()._run_sdpa_forward_decode(*before, seq_lens + self.ahead, *rest, **options)
+            rows = _rows(batch, batch.req_pool_indices, batch.seq_lens + self.ahead)
+            return super().forward_decode(q, k, v, layer, rows, *rest, **options)
 
     class Steps:
-        """All of them, as SGLang asks for them."""
+        """All of them, as SGLang asks for them: the first proposal comes from `extend`, each other one from a step."""
 
-        def __init__(self, runner: Any, steps: int) -> None:
-            self.attn_backends = [Step(runner) for _ in range(steps - 1)]
+        def __init__(self, runner: Any, number: int) -> None:
+            self.attn_backends = [Step(runner) for _ in range(number)]
             for ahead, step in enumerate(self.attn_backends, 1):
                 step.ahead = ahead
 
-        def init_forward_metadata(self, forward_batch: Any) -> None:
+        def init_forward_metadata(self, batch: Any) -> None:
             for step in self.attn_backends:
-                step.init_forward_metadata(forward_batch)
+                step.init_forward_metadata(batch)
 
     def steps(self: Any) -> Steps | None:
-        number = self.speculative_num_steps
-        return Steps(self.draft_model_runner, number) if number > 1 else None
+        number = self.speculative_num_steps - 1
+        return Steps(self.draft_model_runner, number) if number else None
 
     DraftBackendFactory.create_decode_backend = steps
     DraftBackendFactory.create_draft_extend_backend = lambda self: None  # the draft model's own will do
+
+
+def _rows(batch: Any, requests: torch.Tensor, lengths: torch.Tensor) -> SimpleNamespace:
+    """What the backend's decoding reads of a batch: whose keys each token sees [tokens], and how many [tokens]."""
+    return SimpleNamespace(
+        out_cache_loc=batch.out_cache_loc, req_pool_indices=requests, seq_lens=lengths, encoder_lens=None
+    )
