@@ -13,8 +13,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
 
-_FORMAT = "fully_reshardable"
-
 
 def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Any:
     """AdamW with fp32 master weights and states, sharded over data parallel ranks. Biases and norms do not decay."""
@@ -64,13 +62,13 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool)
     """Masters and states for Megatron's distributed checkpoint, loadable in any layout; see `load_state`.
 
     Settings such as betas are not among them, because they are the configuration's, nor is the step count, because the
-    scheduler has it. Megatron's own version of this fails where a pipeline stage has no experts, and keeps of the
-    settings those of rank 0.
+    scheduler has it. Megatron's own version of this fails where a pipeline stage has no experts, and where a rank's
+    share has no parameter, and keeps of the settings those of rank 0.
     """
-    metadata = {"distrib_optim_sharding_type": _FORMAT, "distrib_optim_fully_reshardable_mem_efficient": True}
+    metadata = {"distrib_optim_fully_reshardable_mem_efficient": True}
     state = {}
     for name, part in _parts(optimizer):
-        found = part.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)["param_state"]
+        found = part.sharded_param_state_fully_reshardable(model_state, is_loading, metadata)
         if found is not None:  # it is gathered on the first data parallel rank
             state[name] = found
     return state
@@ -79,10 +77,12 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool)
 def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
     """Take what was loaded for `sharded_state`; `steps` is the number of updates made until then."""
     for name, part in _parts(optimizer):
-        settings = part.state_dict()
-        for group in settings["optimizer"]["param_groups"]:
-            group["step"] = steps
-        part.load_state_dict({**settings, "param_state": state[name], "param_state_sharding_type": _FORMAT})
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "step": steps}
+            for group in part.optimizer.param_groups
+        ]
+        found = {"param_state": state[name], "param_state_sharding_type": "fully_reshardable"}
+        part.load_state_dict({"optimizer": {"param_groups": groups}, **found})
     for inner in _torch_optimizers(optimizer):
         for values in inner.state.values():
             # Megatron gives all parameters one tensor, which AdamW would then increment once for each of them.
