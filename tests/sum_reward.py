@@ -9,6 +9,11 @@ def even(rollout: Rollout) -> float:
     return float(sum(token for turn in rollout.turns if turn.is_action for token in turn.token_ids) % 2 == 0)
 
 
+def same(rollout: Rollout) -> float:
+    """All samples of a prompt get it, so that group-relative advantages are 0."""
+    return 1.0
+
+
 def broken(rollout: Rollout) -> float:
     """A reward with a mistake in it."""
     return 1.0 / len(rollout.prompt.id[:0])

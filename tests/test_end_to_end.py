@@ -224,6 +224,38 @@ def test_replayed_routing_closes_the_gap_of_bf16(folder: Path, tmp_path: Path, m
     assert "without replay" in (tmp_path / "run" / "log.txt").read_text()
 
 
+def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward is the same for all, so nothing but the layer of multi-token prediction learns; what it learns shows
+    in the engine, of two ranks, only if it is pushed to the draft model there, from the second of two stages."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
+    import tiny_models
+
+    model = tiny_models.save(tiny_models.deepseek_v3(num_nextn_predict_layers=1), tmp_path / "model")
+    overrides = [
+        f"model.path={model}",
+        *("algorithm=grpo", "reward.functions=[sum_reward:same]", "kl.place=none"),
+        *("train.mtp=1.0", "rollout.draft_tokens=2", "rollout.tp=2", "rollout.temperature=0.1", "rollout.max_turns=1"),
+        *("parallel.tp=1", "parallel.pp=2", "parallel.ep=1", "run.num_rollout=5", "run.save_every=0"),
+        *("actor_optimizer.lr=0.01", "actor_optimizer.schedule=constant", "actor_optimizer.weight_decay=0"),
+    ]
+    train(folder, tmp_path / "run", *overrides)
+    rows = metrics_of(tmp_path / "run")
+    assert rows[0]["rollout/draft_accepted"] < 0.02 and rows[4]["rollout/draft_accepted"] > 0.06
+    assert rows[4]["actor/mtp_loss"] < rows[0]["actor/mtp_loss"] - 1.0
+    assert max(row["rollout/logprob_diff_p95"] for row in rows) <= 1e-4
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run" / "export"))
+    assert before.keys() == after.keys()
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {
+        name
+        for name in before
+        if name.startswith("model.layers.2.") and not name.endswith((*copies, "e_score_correction_bias"))
+    }
+
+
 def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
     done = start(folder, tmp_path / "run", "reward.functions=[sum_reward:broken]", f"rollout.replay={ppo_run}")
     assert done.returncode == 2
