@@ -30,6 +30,7 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
     everyone = all_gather_objects(mine)
     pattern = config.moe_layer_freq
     layers = sum(pattern) if isinstance(pattern, list) else -(-config.num_layers // pattern)
+    layers += config.mtp_num_layers or 0
     return {
         f"moe_{name}": sum(found[name] for found in everyone) / (shares[name] * layers * micro_batches)
         for name in names

@@ -50,7 +50,7 @@ class MTPModel(GPTModel):  # type: ignore[misc]
                 )
                 return emitted
 
-            if self.config.recompute_granularity == "full":
+            if self.config.recompute_granularity == "full" and not self.config.fp8:  # whose scales it would disturb
                 state = tensor_parallel.checkpoint(run, False, state.requires_grad_(), embedded)
             else:
                 state = run(state, embedded)

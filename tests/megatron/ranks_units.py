@@ -429,7 +429,8 @@ def aux_losses() -> dict[str, Any]:
     batch = tiny.batch((8, 20, 12))
     plain = build("qwen3_moe").train_step(batch, nll)
     aux = build("qwen3_moe", model={"megatron": tiny.AUX_LOSSES}).train_step(batch, nll)
-    return {"plain": plain, "aux": aux}
+    mtp = build("deepseek_v3_mtp", model={"megatron": tiny.AUX_LOSSES}, train={"mtp": 0.1}).train_step(batch, nll)
+    return {"plain": plain, "aux": aux, "mtp": mtp}
 
 
 def waking() -> list[str]:

@@ -61,6 +61,7 @@ def test_aux_losses_are_logged_only_where_they_are_on(units: dict[str, Any]) -> 
     assert aux.keys() - plain.keys() == {"actor/moe_load_balancing_loss", "actor/moe_z_loss"}
     assert not any("moe_" in name for name in plain)
     assert 1.0 <= aux["actor/moe_load_balancing_loss"] < 2.0  # 1 where experts get equal shares, their number at worst
+    assert 1.0 <= units["aux_losses"]["mtp"]["actor/moe_load_balancing_loss"] < 2.0  # of 2 layers, and 2 of MTP
     assert aux["actor/loss"] == plain["actor/loss"]
     assert abs(aux["actor/grad_norm"] - plain["actor/grad_norm"]) > 0.1  # they are in the gradient
 
