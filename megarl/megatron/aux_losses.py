@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.parallel.ranks import Ranks, all_gather_objects
@@ -26,7 +26,7 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
         return {}
     tracker = get_moe_layer_wise_logging_tracker()
     mine = {name: float(tracker[name]["values"].sum()) if name in tracker else 0.0 for name in names}
-    clear_aux_losses_tracker()
+    tracker.clear()  # all of it: Megatron would keep the number of layers, and the next model may have more
     everyone = all_gather_objects(mine)
     pattern = config.moe_layer_freq
     layers = sum(pattern) if isinstance(pattern, list) else -(-config.num_layers // pattern)
