@@ -188,11 +188,12 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
     assert config.num_nextn_predict_layers == 1
+    seed = int(model.lm_head.weight.detach().abs().sum())  # another model, another layer
     longer = DeepseekV3ForCausalLM(DeepseekV3Config(**(config.to_dict() | {"num_hidden_layers": number + 1})))
     with TemporaryDirectory() as folder:  # saving gives the experts their names
-        randomized(longer, 100).save_pretrained(folder)
+        randomized(longer, seed).save_pretrained(folder)
         layer = load_file(Path(folder, "model.safetensors"))
-    generator = torch.Generator().manual_seed(101)
+    generator = torch.Generator().manual_seed(seed + 1)
     joint = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5
     joint[:, :width] += 4 * torch.eye(width)
     norms = {name: 1 + 0.1 * torch.randn(width, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
