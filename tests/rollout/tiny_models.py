@@ -183,17 +183,19 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors of DeepSeek-V3's one layer of multi-token prediction, by HF's names; transformers has no such layer.
 
     They are random, but eh_proj has an identity added where it reads the embedding, so that what the layer predicts
-    has to do with the token before. Embedding and head are copies of the model's, as HF's checkpoints have them.
+    has to do with the token before, and the attention is strong enough to change it. Embedding and head are copies of
+    the model's, as HF's checkpoints have them.
     """
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
     assert config.num_nextn_predict_layers == 1
+    seed = int(model.lm_head.weight.detach().abs().sum())  # another model, another layer
     longer = DeepseekV3ForCausalLM(DeepseekV3Config(**(config.to_dict() | {"num_hidden_layers": number + 1})))
     with TemporaryDirectory() as folder:  # saving gives the experts their names
-        randomized(longer, 100).save_pretrained(folder)
+        randomized(longer, seed).save_pretrained(folder)
         layer = load_file(Path(folder, "model.safetensors"))
-    generator = torch.Generator().manual_seed(101)
+    generator = torch.Generator().manual_seed(seed + 1)
     joint = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5
-    joint[:, :width] += 3 * torch.eye(width)
+    joint[:, :width] += 4 * torch.eye(width)
     norms = {name: 1 + 0.1 * torch.randn(width, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
     own = {
         **{f"{name}.weight": tensor for name, tensor in norms.items()},
@@ -202,6 +204,7 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         "shared_head.head.weight": model.lm_head.weight.detach().clone(),
     }
     prefix = f"model.layers.{number}."
+    layer[f"{prefix}self_attn.o_proj.weight"] *= 10
     return {name: tensor for name, tensor in layer.items() if name.startswith(prefix)} | {
         prefix + name: tensor for name, tensor in own.items()
     }
