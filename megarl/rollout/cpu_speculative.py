@@ -161,6 +161,7 @@ def keep_top_p(probs: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 def install() -> None:
     """Put all this into SGLang."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.speculative import eagle_utils
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
@@ -169,6 +170,9 @@ def install() -> None:
     eagle_utils.top_k_renorm_prob, eagle_utils.top_p_renorm_prob = keep_top_k, keep_top_p
 
     torch.cuda.synchronize = lambda device=None: None  # so waits DeepSeek's draft model, wherever it is
+
+    # A chain's accepted tokens are where they belong: keys and values are never moved, so nothing is got ready for it.
+    MHATokenToKVPool._init_kv_copy_and_warmup = lambda self: setattr(self, "_kv_copy_config", None)
 
     prompts = TorchNativeAttnBackend.forward_extend
 

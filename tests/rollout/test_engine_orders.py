@@ -43,6 +43,11 @@ def qwen3_moe_one_key_head(seed: int) -> PreTrainedModel:
     return tiny_models.qwen3_moe(seed, num_key_value_heads=1, vocab_size=500)
 
 
+def glm4_moe_drafting(seed: int) -> PreTrainedModel:
+    """With its layer of multi-token prediction, which drafts."""
+    return tiny_models.glm4_moe(seed, num_nextn_predict_layers=1)
+
+
 @pytest.mark.parametrize(
     ("build", "layout"),
     [
@@ -52,7 +57,7 @@ def qwen3_moe_one_key_head(seed: int) -> PreTrainedModel:
         (qwen3_moe_one_key_head, EngineLayout(2)),
         (tiny_models.gemma2, EngineLayout(2)),
         (tiny_models.deepseek_v2, EngineLayout(2)),
-        (tiny_models.glm4_moe, EngineLayout(2, ep=2)),
+        (glm4_moe_drafting, EngineLayout(2, ep=2, draft=True)),
         (tiny_models.kimi_k2, EngineLayout(2, ep=2)),
     ],
     ids=[
@@ -62,12 +67,13 @@ def qwen3_moe_one_key_head(seed: int) -> PreTrainedModel:
         "qwen3_moe-tp2",
         "gemma2-tp2",
         "deepseek_v2-tp2",
-        "glm4_moe-tp2-ep2",
+        "glm4_moe-tp2-ep2-draft",
         "kimi_k2-tp2-ep2",
     ],
 )
 def test_two_ranks(build: Callable[[int], PreTrainedModel], layout: EngineLayout, host: str, tmp_path: Path) -> None:
-    with start(host, build(0), tmp_path, tp=layout.tp, ep=layout.ep) as running:
+    drafts = 2 if layout.draft else 0
+    with start(host, build(0), tmp_path, tp=layout.tp, ep=layout.ep, draft_tokens=drafts) as running:
         assert_equals(running.engine, running.model, 0)
         check_orders(running, layout, build(6), tmp_path)
 

@@ -180,7 +180,7 @@ def deepseek_v3(seed: int = 0, rope: bool = True, **changes: Any) -> PreTrainedM
 
 
 def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors of DeepSeek-V3's one layer of multi-token prediction, by HF's names; transformers has no such layer.
+    """The tensors of a model's one layer of multi-token prediction, by HF's names; transformers has no such layer.
 
     They are random, but eh_proj has an identity added where it reads the embedding, so that what the layer predicts
     has to do with the token before, and the attention is strong enough to change it. Embedding and head are copies of
@@ -189,7 +189,7 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
     assert config.num_nextn_predict_layers == 1
     seed = int(model.lm_head.weight.detach().abs().sum())  # another model, another layer
-    longer = DeepseekV3ForCausalLM(DeepseekV3Config(**(config.to_dict() | {"num_hidden_layers": number + 1})))
+    longer = type(model)(type(config)(**(config.to_dict() | {"num_hidden_layers": number + 1})))
     with TemporaryDirectory() as folder:  # saving gives the experts their names
         randomized(longer, seed).save_pretrained(folder)
         layer = load_file(Path(folder, "model.safetensors"))
@@ -268,7 +268,7 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     Where its config has num_nextn_predict_layers=1, which transformers only keeps, `mtp_tensors` are written, too.
     """
     model.save_pretrained(folder)
-    if model.config.model_type == "deepseek_v3" and model.config.num_nextn_predict_layers:
+    if getattr(model.config, "num_nextn_predict_layers", 0):
         weights = folder / "model.safetensors"
         save_file(load_file(weights) | mtp_tensors(model), weights, {"format": "pt"})
     tokenizer().save_pretrained(folder)
