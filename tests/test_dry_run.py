@@ -136,6 +136,10 @@ def test_lora_is_planned(plan) -> None:
             ["rollout.sglang.speculative_algorithm=EAGLE"],
             r"speculative_algorithm cannot be set; it is decided by rollout.draft_tokens",
         ),
+        (
+            ["rollout.draft_tokens=2"],
+            r"draft_tokens=2 needs a model with one layer of .*this Qwen3MoeForCausalLM has 0",
+        ),
         (["train.replay_routing=true", "rollout.sglang.chunked_prefill_size=-1"], r"size must be positive"),
         (["rollout.sglang.enable_return_routed_experts=true"], r"cannot be set; it is decided by train.replay_routing"),
         (["model.megatron.num_layer=3"], r"num_layer is not a field of Megatron's.*; did you mean num_layers"),
