@@ -254,6 +254,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     """What SGLang needs of its own layout."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
     server_args.check(config.rollout.sglang)
+    server_args.check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])
     groups = int(settings.get("num_query_groups") or heads)
     experts = settings.get("num_moe_experts")
@@ -291,8 +292,6 @@ def check_routing(hf: HFConfig, config: Config) -> None:
         raise ConfigError("model.megatron.moe_router_fusion: Transformer Engine's router cannot be told what to choose")
     if "sinkhorn" in str(megatron.get(name := "moe_router_load_balancing_type")):
         raise ConfigError(f"model.megatron.{name}=sinkhorn does not go with train.replay_routing")
-    if sglang.get("speculative_algorithm"):
-        raise ConfigError("rollout.sglang.speculative_algorithm does not go with train.replay_routing")
     if (sglang.get("chunked_prefill_size") or 1) < 1:
         raise ConfigError(
             "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of routing"

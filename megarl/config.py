@@ -101,6 +101,9 @@ class RolloutConfig:
     """Seconds that a tool may take before it is killed; the policy then sees the time-out as its observation."""
     tool_call_parser: str = "qwen25"
     """SGLang's parser for this model's tool calls."""
+    draft_tokens: int = 0
+    """Tokens that the model's own layer of multi-token prediction drafts at a time, and that the policy then accepts or
+    replaces (speculative decoding): the same distribution in fewer steps. 0 is off."""
     concurrency: int = 128
     """Conversations at once per engine."""
     request_timeout: float = 600.0
@@ -214,6 +217,10 @@ class TrainConfig:
     """MoE: the policy's log-probs and updates send each token through the experts that the engine chose for it, by the
     trainer's own weights of them (R3, arXiv:2510.11370). Matters in bf16. Each rank holds 2 bytes for each token of the
     batch, MoE layer and chosen expert."""
+    mtp: float = 0.0
+    """Weight of the loss of the policy's layers of multi-token prediction, which then learn to foresee it, without a
+    gradient into the rest of it (arXiv:2412.19437 section 2.2, whose weight is 0.3 and then 0.1); 0 leaves them as they
+    are."""
     deterministic: bool = True
     """Equal runs give equal bits. Turn off where speed on a GPU matters more."""
     offload: bool = False

@@ -19,7 +19,7 @@ from megarl.config import Config, ConfigError
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
-from megarl.models.registry import family_of, param_count
+from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.stages import stage_layers
 from megarl.parallel.ranks import check_layout
 from megarl.reshard.configured import engine_layout, push_plan
@@ -88,7 +88,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     if not passes(lambda: models.append(checks.reward_model(hf, config, dry_run, warnings))):
         return Report(errors, warnings, {}, [])
     reward_hf = models[-1]
-    divides = passes(checks.check_training_layout, hf, config)
+    divides = passes(checks.check_training_layout, hf, config) and passes(trained_mtp, hf, config)
     if critic_hf is not None and (critic_hf is not hf or config.critic.parallel):
         divides = passes(checks.check_critic_layout, critic_hf, config) and divides
     if reward_hf is not None and reward_hf is not hf:

@@ -102,6 +102,10 @@ class Rollout:
     routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """[tokens, MoE layers, topk] int16: the experts that each token went through in the engine, in any order; a row of
     -1 where that is not known. None where nothing was recorded."""
+    drafted: int = 0
+    """Tokens that were drafted for the policy (rollout.draft_tokens); 0 for recorded rollouts."""
+    accepted: int = 0
+    """Those of them that it accepted."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -133,8 +133,8 @@ def test_lora_is_planned(plan) -> None:
             r"=sinkhorn does not go with train.replay_routing",
         ),
         (
-            ["train.replay_routing=true", "rollout.sglang.speculative_algorithm=EAGLE"],
-            r"speculative_algorithm does not go with train.replay_routing",
+            ["rollout.sglang.speculative_algorithm=EAGLE"],
+            r"speculative_algorithm cannot be set; it is decided by rollout.draft_tokens",
         ),
         (["train.replay_routing=true", "rollout.sglang.chunked_prefill_size=-1"], r"size must be positive"),
         (["rollout.sglang.enable_return_routed_experts=true"], r"cannot be set; it is decided by train.replay_routing"),
@@ -148,6 +148,8 @@ def test_lora_is_planned(plan) -> None:
         (["lora.targets=[linear_qkv]"], r"lora.targets is set, but lora.rank=0 trains all weights; set lora.rank"),
         (["lora.rank=8", "lora.alpha=0"], r"lora.alpha must be above 0, not 0"),
         (["lora.rank=8", "lora.targets=[q_proj]"], r"q_proj names no linear layer of this model; it has linear_fc1, l"),
+        (["train.mtp=-1"], r"train.mtp must not be negative, but is -1; 0 leaves the layers as they are"),
+        (["train.mtp=0.1"], r"this Qwen3MoeForCausalLM has no layers of multi-token prediction .* set it to 0"),
         (["model.hf_config=/nowhere/config.json"], r"no model folder or config.json at /nowhere/config.json"),
         (["model.hf_config=''"], r"model.path is not set"),
         (["model.hf_config=''", "model.path=/nowhere"], r"model.path=/nowhere: there is no such folder"),
@@ -183,6 +185,21 @@ def test_a_model_that_does_not_fit_the_layout(plan, hf: dict[str, Any], override
 def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
     report = plan("parallel.ep=1", "train.replay_routing=true", hf=DENSE)
     assert report.errors == ["train.replay_routing=true, but Qwen2ForCausalLM has no experts; set it to false"]
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["lora.rank=4"], r"train.mtp trains whole layers, lora.rank adapters alone; set one of them to 0"),
+        (["algorithm=reward_model"], r"train.mtp is about a policy's layers, and algorithm=reward_model trains none"),
+    ],
+)
+def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> None:
+    hf = json.loads((ROOT / "configs/models/deepseek_v3.json").read_text())
+    small = ["parallel.tp=1", "parallel.ep=2", "train.mtp=0.1"]
+    assert plan(*small, hf=hf).ok
+    (error,) = plan(*small, *overrides, hf=hf).errors
+    assert re.search(message, error)
 
 
 def test_every_mistake_is_told_at_once(plan) -> None:

@@ -127,7 +127,7 @@ class Reshard:
     def wrong(self) -> list[str]:
         return self.case.wrong()
 
-    def write(self, buffer: torch.Tensor, order: dict[str, Any]) -> None:
+    def write(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         for name, index, r0, r1, c0, c1, offset, _ in order["slices"]:
             tensor = self.case.held[name] if index < 0 else self.case.held[name][index]
             target = (tensor if tensor.dim() == 2 else tensor[:, None])[r0:r1, c0:c1]

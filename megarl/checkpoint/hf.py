@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ from megarl.reshard.quantise import dequantise
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}  # config, tokenizer, code that config.json names
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.\d+\.")
+_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
+"""What checkpoints repeat in layers of multi-token prediction, and what of."""
 
 
 class HFWeights:
@@ -69,13 +73,14 @@ class HFWeights:
             parts.append(torch.zeros(shape, dtype=dtype))
         return torch.cat(parts, dim=dim)
 
-    def check(self, hf: dict[str, Any], optional: Collection[str] = ()) -> None:
+    def check(self, hf: dict[str, Any], optional: Collection[str] = (), mtp: bool = False) -> None:
         """Raise ConfigError, naming the tensor, unless these are exactly the tensors of the model `hf` describes.
 
-        Those named `optional` may be there or not, in any shape: the heads, for a critic.
+        Those named `optional` may be there or not, in any shape: the heads, for a critic. So may the layers of
+        multi-token prediction, but with `mtp`.
         """
         family = family_of(hf)
-        expected = {tensor.name: tensor.shape for param in family.params(hf, 1) for tensor in param.hf}
+        expected = {tensor.name: tensor.shape for param in family.params(hf, 1, mtp=mtp) for tensor in param.hf}
         expected = {name: shape for name, shape in expected.items() if name not in optional}
         where = f"{self.folder}:"
         self._check_fp8(is_fp8(hf))
@@ -165,7 +170,8 @@ def save_hf(
 ) -> None:
     """Write an HF folder: the streamed tensors, and config, tokenizer and untrained tensors of `source_folder`.
 
-    `table` and `config`: of another model on the same trunk, in place of the source's own: a classifier of a policy.
+    `table` and `config`: of another model on the same trunk, in place of the source's own: a classifier of a policy, or
+    one with layers of multi-token prediction.
     `dtype`: cast to it what the table does not keep in a type of its own; None casts nothing. About `max_shard_bytes`
     are held at a time. Everything is written to `<folder>.tmp`, which replaces `folder` when it is complete.
     `write=False` only drains the stream: for the ranks that take part in a gather but do not write. The writer drains
@@ -199,6 +205,8 @@ def _write(
     family = family_of(hf)
     rows = [(param, tensor) for param in table or family.params(hf, 1) for tensor in param.hf]
     open_shapes = {tensor.name: tensor.shape for _, tensor in rows}
+    trained = set(open_shapes)
+    aside = _aside(source, family.untrained(hf))
     kept = {tensor.name for param, tensor in rows if param.dtype is not None}
 
     staging = folder.with_name(folder.name + ".tmp")
@@ -213,10 +221,13 @@ def _write(
         cast = dtype if dtype is not None and name not in kept and tensor.is_floating_point() else tensor.dtype
         # a copy: the stream may hand out views of one buffer, which safetensors does not write
         files.add(name, tensor.detach().to("cpu", cast, copy=True).contiguous())
+        for copy in (other for other in aside if _COPIES.get(_LAYER.sub("", other)) == name):
+            files.add(copy, tensor.detach().to("cpu", cast, copy=True).contiguous())
     if open_shapes:
         raise ConfigError(f"{folder}: {_some(list(open_shapes))} missing")
-    for name, tensor in _untrained(source, family.untrained(hf)):
-        files.add(name, tensor)
+    for name, weights in aside.items():
+        if name not in trained and _LAYER.sub("", name) not in _COPIES:
+            files.add(name, weights.get(name))
     files.finish()
 
     for file in source.iterdir():
@@ -287,12 +298,12 @@ class _ShardWriter:
         self.pending, self.bytes = {}, 0
 
 
-def _untrained(source: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    if prefixes and ((source / SINGLE).is_file() or (source / INDEX).is_file()):
-        weights = open_hf(source)
-        for name in weights.names():
-            if name.startswith(prefixes):
-                yield name, weights.get(name)
+def _aside(source: Path, prefixes: tuple[str, ...]) -> dict[str, HFWeights]:
+    """Names of the source's tensors in layers of multi-token prediction, each with where to read it."""
+    if not prefixes or not ((source / SINGLE).is_file() or (source / INDEX).is_file()):
+        return {}
+    weights = open_hf(source)
+    return {name: weights for name in weights.names() if name.startswith(prefixes)}
 
 
 def _note_config(file: Path, written: dict[str, Any], hf: dict[str, Any], dtype: torch.dtype | None) -> None:

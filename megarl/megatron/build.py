@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -26,6 +26,7 @@ from megarl.megatron.gemma import CappedAttention, PostNormLayer, scale_embeddin
 from megarl.megatron.group_limited import GroupLimitedRouter
 from megarl.megatron.heads import DeferredLogits, ValueHead
 from megarl.megatron.lora import add_adapters
+from megarl.megatron.mtp import MTPModel
 from megarl.models import megatron_fields as fields
 from megarl.models.family import Extras
 from megarl.models.layout import padded_vocab
@@ -97,12 +98,16 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         raise ConfigError(f"Megatron refuses this model configuration: {error}") from error
 
 
-def build_chunks(hf: Mapping[str, Any], config: Config, role: Role, trains: bool = True) -> list[Any]:
+def build_chunks(
+    hf: Mapping[str, Any], config: Config, role: Role, mtp_layers: int = 0, trains: bool = True
+) -> list[Any]:
     """This rank's part of the model: one chunk, or `parallel.vpp` of them. Weights are arbitrary at first.
 
-    trains: whether they are wrapped for data parallelism, which has gradient buffers, or are their weights alone.
+    mtp_layers: those of multi-token prediction that it is to have. trains: whether chunks are wrapped for data
+    parallelism, which has gradient buffers, or are their weights alone.
     """
     settings = transformer_config(hf, config)
+    settings.mtp_num_layers = mtp_layers or None
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
     chunks: list[Any] = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
@@ -136,9 +141,12 @@ def _build_chunk(
     arguments["vocab_size"] = padded_vocab(arguments["vocab_size"], config.parallel.tp)
     if role != "actor":
         arguments["share_embeddings_and_output_weights"] = False
-    model = GPTModel(
+    spec = _layer_spec(settings, extras, vp_stage)
+    if settings.mtp_num_layers:
+        arguments["mtp_block_spec"] = _mtp_spec(settings, spec, vp_stage)
+    model = (MTPModel if settings.mtp_num_layers else GPTModel)(
         config=settings,
-        transformer_layer_spec=_layer_spec(settings, extras, vp_stage),
+        transformer_layer_spec=spec,
         pre_process=first,
         post_process=last,
         parallel_output=True,
@@ -159,6 +167,15 @@ def _build_chunk(
     if config.lora.rank:
         add_adapters(model, hf, config)
     return model.to(device.device())
+
+
+def _mtp_spec(settings: TransformerConfig, decoder: Any, vp_stage: int | None) -> Any:
+    """None where the stage has no such layers."""
+    if device.has_cuda():
+        return get_gpt_mtp_block_spec(settings, decoder, use_transformer_engine=True, vp_stage=vp_stage)
+    from megarl.megatron.cpu_modules import adapt_local_spec
+
+    return adapt_local_spec(get_gpt_mtp_block_spec(settings, decoder, use_transformer_engine=False, vp_stage=vp_stage))
 
 
 def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None) -> Any:

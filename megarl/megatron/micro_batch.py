@@ -26,17 +26,17 @@ class MicroBatch:
     batch: TrainBatch  # those sequences, T tokens, without padding; T may be 0
     tokens: torch.Tensor  # [1, P / cp] int64, of this context parallel rank
     positions: torch.Tensor  # [1, P / cp] int64
-    targets: torch.Tensor  # [P / cp] int64, the next token of the sequence; 0 where there is none
+    ahead: torch.Tensor  # [1 + MTP layers, P / cp] int64, the next token of the sequence, and those that follow it; 0
+    # where there is none
     places: torch.Tensor  # [cp, P / cp] int64, where in the whole micro-batch each rank's tokens are
     real: torch.Tensor  # [T] int64, where in it the tokens of `batch` are
-    has_prediction: torch.Tensor  # [T] bool, False for the first token of a sequence
     packed: PackedSeqParams
     routing: torch.Tensor | None  # [P / cp, MoE layers, topk] int16, laid out like the tokens; -1 in the padding
 
-    def align(self, emitted: torch.Tensor) -> torch.Tensor:
-        """[P] as emitted, index t about token t + 1 -> [T], index t about token t, 0 for the first of a sequence."""
-        shifted = emitted.roll(1)[self.real]
-        return torch.where(self.has_prediction, shifted, torch.zeros_like(shifted))
+    def align(self, emitted: torch.Tensor, by: int = 1) -> torch.Tensor:
+        """[P] as emitted, index t about token t + by -> [T], index t about token t, 0 for the first of a sequence."""
+        shifted = emitted.roll(by)[self.real]
+        return torch.where(self.batch.positions >= by, shifted, torch.zeros_like(shifted))
 
     def unshifted(self, emitted: torch.Tensor) -> torch.Tensor:
         """[P] as emitted -> [T], index t about the tokens up to and including t: without the padding, nothing else."""
@@ -44,7 +44,13 @@ class MicroBatch:
 
 
 def make_micro_batch(
-    batch: TrainBatch, indices: Sequence[int], device: torch.device, tp: int = 1, cp: int = 1, cp_rank: int = 0
+    batch: TrainBatch,
+    indices: Sequence[int],
+    device: torch.device,
+    tp: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
+    mtp_layers: int = 0,
 ) -> MicroBatch:
     """Take `indices` out of `batch`; none make all padding.
 
@@ -60,9 +66,9 @@ def make_micro_batch(
     real = cu_seqlens[chosen.sequence_ids] + chosen.positions
     tokens = chosen.tokens.new_zeros(int(cu_seqlens[-1]))
     tokens[real] = chosen.tokens
-    targets = tokens.roll(-1)
-    targets[cu_seqlens[1:] - 1] = 0
     positions = torch.arange(len(tokens)) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+    left = torch.repeat_interleave(cu_seqlens[1:], cu_seqlens.diff()) - torch.arange(len(tokens))
+    ahead = torch.stack([tokens.roll(-by) * (left > by) for by in range(1, 2 + mtp_layers)])
     places = zigzag(cu_seqlens, cp)
     mine = places[cp_rank]
     offsets = cu_seqlens.to(device=device, dtype=torch.int32)
@@ -76,10 +82,9 @@ def make_micro_batch(
         batch=_moved(chosen.with_(routing=None), device),
         tokens=tokens[None, mine].to(device),
         positions=positions[None, mine].to(device),
-        targets=targets[mine].to(device),
+        ahead=ahead[:, mine].to(device),
         places=places.to(device),
         real=real.to(device),
-        has_prediction=(chosen.positions > 0).to(device),
         packed=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=offsets,

@@ -21,17 +21,16 @@ from megarl.data.packing import plan_micro_batches
 from megarl.megatron import lora, optimizer, routing
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
-from megarl.megatron.context import gather_context
-from megarl.megatron.logprobs import vocab_parallel_logprobs
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
 from megarl.megatron.parking import Parking
+from megarl.megatron.reading import Reader, assemble
 from megarl.models.adapters import adapter_params
 from megarl.models.classifier import VALUE_HEAD
 from megarl.models.cost import quadratic_cost
 from megarl.models.layout import Param
 from megarl.models.memory import critic_params
-from megarl.models.registry import family_of
+from megarl.models.registry import family_of, trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, active, all_gather_objects
@@ -64,15 +63,17 @@ class MegatronModel:
         self.config = config
         self.ranks = ranks
         self.role = role
-        self.vocab_size = int(family_of(hf_config).gpt_kwargs(hf_config)["vocab_size"])
-        self.extras = family_of(hf_config).extras(hf_config)
+        self.mtp_layers = trained_mtp(hf_config, config) if role == "actor" and trains else 0
         self.quadratic_cost = quadratic_cost(hf_config)
         self.optimizer: Any = None
         self.replays: RoutingShape | None = None
         self._weights_away, self._states_away = Parking(), Parking()
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
         with self._at_work():
-            self.chunks = build_chunks(hf_config, config, role, trains)
+            self.chunks = build_chunks(hf_config, config, role, self.mtp_layers, trains)
+            family, last = family_of(hf_config), unwrap(self.chunks[-1])
+            vocab_size, cap = int(family.gpt_kwargs(hf_config)["vocab_size"]), family.extras(hf_config).logit_cap
+            self._reader = Reader(last, role, vocab_size, config.train.logits_at_once, cap)
             if role == "actor" and config.train.replay_routing:
                 self.replays = routing_shape(hf_config, config.model.megatron)
                 routing.install(self.chunks, self.replays)
@@ -85,7 +86,7 @@ class MegatronModel:
 
     def params(self) -> list[Param]:
         """The table of all parameters of this model, on whatever ranks they are."""
-        table = family_of(self.hf_config).params(self.hf_config, self.ranks.tp, self.ranks.etp)
+        table = family_of(self.hf_config).params(self.hf_config, self.ranks.tp, self.ranks.etp, bool(self.mtp_layers))
         if self.role == "actor":
             return table
         return critic_params(table, int(self.hf_config["hidden_size"]))
@@ -136,7 +137,7 @@ class MegatronModel:
 
         weights = open_hf(folder)
         heads = (VALUE_HEAD, "lm_head.weight") if self.role != "actor" else ()
-        weights.check(dict(self.hf_config), optional=heads)
+        weights.check(dict(self.hf_config), optional=heads, mtp=bool(self.mtp_layers))
         has_head = VALUE_HEAD in weights.names()
 
         def get(param: Param, parts: int, part: int) -> torch.Tensor:
@@ -211,7 +212,7 @@ class MegatronModel:
         """
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            output = self._read(micro, emitted, temperature)
+            output = self._reader.read(micro, emitted, temperature)
             found = {name: getattr(output, name).cpu() for name in NAMES[self.role]}
             return emitted.new_zeros(()), torch.zeros((), dtype=torch.int), (micro.indices, found)
 
@@ -219,14 +220,15 @@ class MegatronModel:
             chunk.eval()
         with self._at_work(states=False):
             done = self._schedule(batch, consume, forward_only=True)
-        return _assemble(batch, all_gather_objects(done if self._speaks() else []))
+        return assemble(batch, all_gather_objects(done if self._speaks() else []))
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
         """One optimizer step on sum(loss_weights * loss) over `batch`.
 
         Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (1 when the gradient was not finite and
-        nothing was changed) and the aux losses that are on, all under the role's name, and the metrics of `loss_fn`
-        under their own names. A reward model's loss gets all sequences of a group in one micro-batch.
+        nothing was changed), `mtp_loss` where MTP layers are trained, and the aux losses that are on, all under the
+        role's name, and the metrics of `loss_fn` under their own names. A reward model's loss gets all sequences of a
+        group in one micro-batch.
         """
         if batch.loss_weights is None:
             raise ValueError("a training batch needs loss_weights")
@@ -239,13 +241,17 @@ class MegatronModel:
             tokens = torch.tensor(own, dtype=torch.int, device=emitted.device)
             if not micro.indices:  # padding, so that this rank takes part in its peers' collectives
                 return emitted.float().sum() * 0.0, tokens, {}
-            result = loss_fn(self._read(micro, emitted, temperature), micro.batch)
+            result = loss_fn(self._reader.read(micro, emitted, temperature), micro.batch)
             weights = micro.batch.loss_weights
             assert weights is not None
             loss = (weights * result.loss).sum()
             figures = {f"{self.role}/loss": loss.detach()}
             for name, metric in result.metrics.items():
                 figures[name] = (weights * metric).sum().detach()
+            if self.mtp_layers:
+                ahead = self._reader.mtp_loss(micro, emitted)
+                figures[f"{self.role}/mtp_loss"] = ahead.detach()
+                loss = loss + self.config.train.mtp * ahead
             return loss * total_tokens, tokens, figures
 
         with self._at_work():
@@ -285,7 +291,8 @@ class MegatronModel:
         keep_type = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
         fp8 = self.config.model.megatron.get("fp8")
         at = self.ranks.tp * (FP8_ROWS if fp8 else 1), self.ranks.cp, self.ranks.cp_rank
-        micro_batches = [make_micro_batch(batch, indices, place, *at) for indices in mine]
+        foresees = 0 if forward_only else self.mtp_layers
+        micro_batches = [make_micro_batch(batch, indices, place, *at, foresees) for indices in mine]
         sources = [iter(micro_batches) for _ in self.chunks]
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -297,6 +304,7 @@ class MegatronModel:
                 position_ids=micro.positions,
                 attention_mask=None,
                 packed_seq_params=micro.packed,
+                labels=micro.ahead if foresees else None,
                 **keep_type,
             )
             return output, partial(consume, micro)
@@ -310,37 +318,6 @@ class MegatronModel:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-
-    def _read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float) -> ModelOutput:
-        """[1, P / cp, hidden] states or [1, P / cp, 1] values, as emitted -> [T], shifted but for scores.
-
-        Every context parallel rank has all of a micro-batch's numbers and computes the same loss of them.
-        """
-
-        def gathered(local: torch.Tensor) -> torch.Tensor:
-            group = parallel_state.get_context_parallel_group()
-            return gather_context(local, micro.places, group, same_gradient=True)
-
-        def whole(local: torch.Tensor) -> torch.Tensor:
-            return micro.align(gathered(local))
-
-        if self.role == "reward_model":
-            return ModelOutput(scores=micro.unshifted(gathered(emitted[0, :, 0].float())))
-        if self.role == "critic":
-            return ModelOutput(values=whole(emitted[0, :, 0].float()))
-        model = unwrap(self.chunks[-1])
-        tied = model.share_embeddings_and_output_weights
-        logprobs, entropy = vocab_parallel_logprobs(
-            emitted[0],
-            model.shared_embedding_or_output_weight() if tied else model.output_layer.weight,
-            micro.targets,
-            self.vocab_size,
-            parallel_state.get_tensor_model_parallel_group(),
-            temperature,
-            self.config.train.logits_at_once,
-            self.extras.logit_cap,
-        )
-        return ModelOutput(logprobs=whole(logprobs), entropy=whole(entropy))
 
     def _speaks(self) -> bool:
         """One rank of each data parallel replica reports what its last stage computed."""
@@ -368,20 +345,6 @@ class MegatronModel:
                 unwrap(chunk).load_state_dict(state["model"][f"chunk{i}"])
             self.scheduler.load_state_dict(state["scheduler"])
             optimizer.load_state(self.optimizer, state.get("optimizer", {}), self.scheduler.num_steps)
-
-
-def _assemble(
-    batch: TrainBatch, gathered: list[list[tuple[list[int], dict[str, torch.Tensor]]]]
-) -> dict[str, torch.Tensor]:
-    """Per-micro-batch results of all replicas -> [T] in the order of the batch."""
-    result: dict[str, torch.Tensor] = {}
-    for indices, found in (item for share in gathered for item in share):
-        spans = [torch.arange(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])) for i in indices]
-        for name, values in found.items():
-            full = result.setdefault(name, torch.zeros(len(batch.tokens)))
-            if spans:
-                full[torch.cat(spans)] = values
-    return result
 
 
 def _to_floats(done: list[dict[str, torch.Tensor]]) -> dict[str, float]:

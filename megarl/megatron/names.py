@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d+)\.(transformer_layer\.)?(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 _FUSED_NORMS = {
@@ -35,12 +35,14 @@ def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> s
     match = _LAYER.fullmatch(local)
     if match is None:
         return local
-    rest = match[2]
+    stack, number, inner, rest = match.groups()
+    if stack == "mtp.layers.":  # all on the last stage
+        first_layer = 0
     if expert := _EXPERT.fullmatch(rest):
         rest = f"mlp.experts.{int(expert[1]) + first_expert}.{expert[2]}"
     elif grouped := _GROUPED_EXPERT.fullmatch(rest):
         rest = f"mlp.experts.{int(grouped[2]) + first_expert}.{grouped[1]}.weight"
-    return f"decoder.layers.{int(match[1]) + first_layer}.{_FUSED_NORMS.get(rest, rest)}"
+    return f"{stack}{int(number) + first_layer}.{inner or ''}{_FUSED_NORMS.get(rest, rest)}"
 
 
 def unwrap(module: Any) -> Any:
@@ -54,8 +56,8 @@ def named_params(chunks: Sequence[torch.nn.Module], ep_rank: int) -> dict[str, t
     """This rank's parameters by canonical name, without adapters (`lora.py`), and the routers' `expert_bias`, which is
     a buffer.
 
-    Where the embedding is tied to the output layer of another pipeline stage, that stage's copy has the embedding's
-    name too: it takes the same values on loading.
+    Where the embedding is tied to the output layer of another pipeline stage, or that has layers of multi-token
+    prediction, that stage's copy has the embedding's name too: it takes the same values on loading.
     """
     named: dict[str, torch.Tensor] = {}
     for chunk in chunks:

@@ -6,8 +6,9 @@ by groups or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,8 +95,8 @@ def experts_config(hf: HFConfig) -> dict[str, Any]:
 
 
 def _layer_v3(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
-    past = layer - need(hf, "num_hidden_layers")
-    return _decoder_layer(hf, layer, experts, bias=True) if past < 0 else _mtp_layer(hf, layer, past, experts)
+    rows = partial(_decoder_layer, experts=experts, bias=True)
+    return rows(hf, layer) if layer < need(hf, "num_hidden_layers") else mtp_layer(hf, layer, rows)
 
 
 def _layer_v2(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
@@ -143,9 +144,10 @@ def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Pa
     return rows
 
 
-def _mtp_layer(hf: HFConfig, layer: int, number: int, experts: Iterable[int]) -> list[Param]:
-    """A layer of multi-token prediction; the engine has it in a draft model. Its embedding and head are the model's."""
-    hidden = need(hf, "hidden_size")
+def mtp_layer(hf: HFConfig, layer: int, decoder_layer: Callable[[HFConfig, int], list[Param]]) -> list[Param]:
+    """A layer of multi-token prediction, past the decoder's; the engine has it in a draft model. Its embedding and head
+    are the model's. decoder_layer: the table of a layer of the decoder with experts."""
+    hidden, number = need(hf, "hidden_size"), layer - need(hf, "num_hidden_layers")
     ours, theirs, draft = f"mtp.layers.{number}", f"model.layers.{layer}", "model"
     names = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
     rows = []
@@ -157,7 +159,7 @@ def _mtp_layer(hf: HFConfig, layer: int, number: int, experts: Iterable[int]) ->
     rows.append(Param(f"{ours}.eh_proj.weight", (joint,), Rows(hidden, "hidden_size"), whole))
     # Otherwise it is a layer of the decoder. This one comes after the dense ones, however few layers there are.
     ordinary = {**hf, "num_hidden_layers": layer + 1, "first_k_dense_replace": 0}
-    for row in _decoder_layer(ordinary, layer, experts, bias=True):
+    for row in decoder_layer(ordinary, layer):
         assert row.slot is not None
         mine = row.megatron.replace(f"decoder.layers.{layer}.", f"{ours}.transformer_layer.")
         slot = row.slot.name.replace(f"{theirs}.", f"{draft}.decoder.")

@@ -56,15 +56,15 @@ class Family:
     extras: Callable[[HFConfig], Extras] = lambda hf: PLAIN
     """What `megatron_config` cannot say."""
     untrained: Callable[[HFConfig], tuple[str, ...]] = lambda hf: ()
-    """Prefixes of HF tensors that are not trained: ignored on load, taken over unchanged on export."""
+    """Prefixes of HF tensors that are not trained, or only if asked for: of layers of multi-token prediction."""
     mtp_layers: Callable[[HFConfig], int] = lambda hf: 0
-    """How many layers of multi-token prediction follow the decoder's."""
+    """How many layers of multi-token prediction follow the decoder's, and are in the table."""
 
-    def params(self, hf: HFConfig, tp: int, etp: int = 1) -> list[Param]:
+    def params(self, hf: HFConfig, tp: int, etp: int = 1, mtp: bool = False) -> list[Param]:
         """Every trained parameter of the model, layer by layer, checked to divide by these tensor parallel sizes, of
-        routed experts by `etp`, of the others by `tp`."""
+        routed experts by `etp`, of the others by `tp`. mtp: with the layers of multi-token prediction."""
         self.check(hf)
-        layers = range(need(hf, "num_hidden_layers"))
+        layers = range(need(hf, "num_hidden_layers") + (self.mtp_layers(hf) if mtp else 0))
         experts = range(self.num_experts(hf))
         rows = [row for layer in layers for row in self.layer(hf, layer, experts)]
         return blocks.checked(blocks.embedding(hf) + rows + blocks.final(hf), tp, etp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from megarl.models import blocks, deepseek
 from megarl.models.family import Family
 from megarl.models.layout import HFConfig, Param
-from megarl.models.options import require_common, require_default_rope, rope
+from megarl.models.options import need, require_common, require_default_rope, rope
 
 
 def _config(hf: HFConfig) -> dict[str, Any]:
@@ -24,6 +25,11 @@ def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
 
 
 def _layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+    rows = partial(_decoder_layer, experts=experts)
+    return rows(hf, layer) if layer < need(hf, "num_hidden_layers") else deepseek.mtp_layer(hf, layer, rows)
+
+
+def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     rows = blocks.grouped_attention(hf, layer, *_options(hf)) + deepseek.mlp(hf, layer, experts, bias=True)
     # SGLang keeps the router in FP32 whatever the model's type.
     return [replace(row, dtype=torch.float32) if row.megatron.endswith(".router.weight") else row for row in rows]
@@ -50,4 +56,5 @@ FAMILY = Family(
     deepseek.num_experts,
     tool_call_parser="glm45",
     untrained=deepseek.untrained,
+    mtp_layers=deepseek.mtp_layers,
 )

@@ -27,7 +27,7 @@ from megarl.models.blocks import embedding, final
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape
-from megarl.models.registry import family_of
+from megarl.models.registry import family_of, trained_mtp
 from megarl.models.stages import stage_layers
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -103,8 +103,9 @@ def plan_memory(
     if config.generates:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
         cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
-        engine["engine weights"] = engine_bytes(hf, rollout.tp, size)
-        engine["engine KV cache"] = cached * kv_elements(family_of(hf).megatron_config(hf), rollout.tp) * size
+        drafts = bool(rollout.draft_tokens)
+        engine["engine weights"] = engine_bytes(hf, rollout.tp, size, drafts)
+        engine["engine KV cache"] = cached * kv_elements(hf, rollout.tp, drafts) * size
     stages = []
     layers = _layers(_settings(hf, config), parallel)
     for stage in range(parallel.pp):
@@ -148,10 +149,13 @@ def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tup
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # and cp: both share the optimizer's states
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
     found = []
-    for stage, elements in enumerate(stage_elements(hf, parallel, layers, role != "actor", config.lora)):
+    mtp = trained_mtp(hf, config) if role == "actor" else 0
+    for stage, elements in enumerate(stage_elements(hf, parallel, layers, role != "actor", config.lora, bool(mtp))):
         states = state_bytes(elements, dp, expert_dp, size)
         mine, count = layers[stage], len(layers[stage]) // parallel.vpp
         runs = [mine[i * count : (i + 1) * count] for i in range(parallel.vpp)]
+        if stage == parallel.pp - 1:
+            runs[-1] += layers[-1][-1:] * mtp  # each is about one more of the last layer
         in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
         kept = activation_elements(settings, runs, parallel.tp, _tokens(config), in_flight, parallel.etp)
         found.append(({f"{role} {part}": amount for part, amount in states.items()}, kept * size))
@@ -187,12 +191,13 @@ def _layers(settings: Mapping[str, Any], parallel: ParallelConfig) -> list[tuple
     return stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
 
 
-def kinds(hf: HFConfig) -> list[tuple[Param, int]]:
-    """The family's table with one of the routed experts of each layer, and how many there are of each parameter.
+def kinds(hf: HFConfig, mtp: bool = False) -> list[tuple[Param, int]]:
+    """The family's table with one of the routed experts of each layer, and how many there are of each parameter; mtp:
+    with the layers of multi-token prediction.
 
     Two orders of magnitude shorter than the whole table of a model of many experts.
     """
-    return _kinds(_text(hf))
+    return _kinds(_text(hf), mtp)
 
 
 def _text(hf: HFConfig) -> str:
@@ -200,14 +205,14 @@ def _text(hf: HFConfig) -> str:
 
 
 @cache
-def _kinds(text: str) -> list[tuple[Param, int]]:
+def _kinds(text: str, mtp: bool) -> list[tuple[Param, int]]:
     """Of a config.json as text, which can be remembered: a search asks for the same table many times."""
     hf = json.loads(text)
     family = family_of(hf)
     family.check(hf)
     count = family.num_experts(hf)
     rows = embedding(hf) + final(hf)
-    for layer in range(int(hf["num_hidden_layers"])):
+    for layer in range(int(hf["num_hidden_layers"]) + (family.mtp_layers(hf) if mtp else 0)):
         rows += family.layer(hf, layer, range(min(1, count)))
     return [(row, 1 if row.expert is None else count) for row in rows]
 
@@ -224,11 +229,12 @@ def stage_elements(
     stages: Sequence[Sequence[int]],
     head: bool = False,
     lora: LoraConfig = NO_LORA,
+    mtp: bool = False,
 ) -> list[Elements]:
     """What one rank of each stage holds. `stages`: the decoder layers of each, see `stage_layers`. head: there is one
-    of one value in place of the output layer. Raises ConfigError where tp or etp does not divide, and for LoRA's
-    targets that are not there."""
-    layers, others, copy = _table(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora)
+    of one value in place of the output layer. mtp: there are the layers of multi-token prediction. Raises ConfigError
+    where tp or etp does not divide, and for LoRA's targets that are not there."""
+    layers, others, copy = _table(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora, mtp)
     found = [_sum(layers[layer] for layer in mine) for mine in stages]
     found[0] = _sum([found[0], others["embedding"]])
     found[-1] = _sum([found[-1], others["final"], *([copy] if len(stages) > 1 else [])])
@@ -241,12 +247,12 @@ def _sum(parts: Iterable[Elements]) -> Elements:
 
 @cache
 def _table(
-    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig
+    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool
 ) -> tuple[list[Elements], dict[str, Elements], Elements]:
-    """What a rank has of each layer, of the embedding and of what follows the layers; and the copy of a tied embedding
-    that a last stage has."""
+    """What a rank has of each layer, of the embedding and of what follows the layers; and the copy of the embedding
+    that a last stage has where it is tied or used there."""
     hf = json.loads(text)
-    params, experts = [param for param, _ in _kinds(text)], family_of(hf).num_experts(hf)
+    params, experts = [param for param, _ in _kinds(text, mtp)], family_of(hf).num_experts(hf)
     if head:
         params = critic_params(params, int(hf["hidden_size"]))
     tied = all(param.megatron != "output_layer.weight" for param in params)
@@ -268,7 +274,7 @@ def _table(
         else:
             part = "embedding" if param.megatron.startswith("embedding.") else "final"
             others[part] = _sum([others[part], mine])
-    return layers, others, others["embedding"] if tied else Elements()
+    return layers, others, others["embedding"] if tied or mtp else Elements()
 
 
 def state_bytes(elements: Elements, dp: int, expert_dp: int, size: int) -> dict[str, int]:
@@ -287,15 +293,15 @@ def state_bytes(elements: Elements, dp: int, expert_dp: int, size: int) -> dict[
     }
 
 
-def engine_bytes(hf: HFConfig, tp: int, size: int) -> int:
+def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
     """What one rank of an SGLang engine holds in weights, of `size` bytes an element; what an FP8 checkpoint has in FP8
-    takes a byte and a scale for each block.
+    takes a byte and a scale for each block. drafts: with the layers of multi-token prediction.
 
     Of experts it has 1 / tp, whether they are dealt out whole or cut. Keys and values are held more than once where
     there are fewer heads than ranks; latents, norms and routers by all.
     """
     total, fp8 = 0.0, is_fp8(hf)
-    for param, count in kinds(hf):
+    for param, count in kinds(hf, drafts):
         if isinstance(param.cut, Replicated) and param.expert is None:
             elements = param.size
         elif isinstance(param.cut, Qkv):
@@ -307,9 +313,12 @@ def engine_bytes(hf: HFConfig, tp: int, size: int) -> int:
     return round(total)
 
 
-def kv_elements(settings: Mapping[str, Any], tp: int) -> int:
-    """Elements of KV cache per token on one rank of an engine: keys and values of its heads, or the whole latent."""
-    layers = int(settings["num_layers"])
+def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
+    """Elements of KV cache per token on one rank of an engine: keys and values of its heads, or the whole latent; also
+    of the layers of multi-token prediction where it `drafts`."""
+    family = family_of(hf)
+    settings = family.megatron_config(hf)
+    layers = int(settings["num_layers"]) + (family.mtp_layers(hf) if drafts else 0)
     if settings.get("multi_latent_attention"):
         return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
     heads = max(1, int(settings["num_query_groups"]) // tp)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError
+from megarl.config import Config, ConfigError
 from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
 from megarl.models.classifier import CLASSIFIER, POLICY
 from megarl.models.family import Family, HFConfig
@@ -55,6 +55,25 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds a {type(values).__name__}, not a mapping")
     return values
+
+
+def trained_mtp(hf: HFConfig, config: Config) -> int:
+    """How many layers of multi-token prediction a policy trains, by `train.mtp`. Raises ConfigError where it cannot."""
+    family, weight = family_of(hf), config.train.mtp
+    if weight == 0:
+        return 0
+    if weight < 0:
+        raise ConfigError(f"train.mtp must not be negative, but is {weight:g}; 0 leaves the layers as they are")
+    if not family.mtp_layers(hf):
+        raise ConfigError(
+            f"train.mtp={weight:g}, but this {family.architecture} has no layers of multi-token prediction that are "
+            "implemented; set it to 0"
+        )
+    if config.algorithm == "reward_model":
+        raise ConfigError("train.mtp is about a policy's layers, and algorithm=reward_model trains none; set it to 0")
+    if config.lora.rank:
+        raise ConfigError("train.mtp trains whole layers, lora.rank adapters alone; set one of them to 0")
+    return family.mtp_layers(hf)
 
 
 def part_of(param: Param) -> str:

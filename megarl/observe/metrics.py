@@ -13,7 +13,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
     Lengths are in tokens, and `response_length` counts the policy's own: not the prompt, not what tools answered.
     `tool_errors` is a total. `zero_spread_frac` is the share of prompts whose samples all have the same reward, from
-    which group-relative methods learn nothing; there is none where every prompt was sampled once.
+    which group-relative methods learn nothing; there is none where every prompt was sampled once. `draft_accepted` is
+    the share of drafted tokens that the policy accepted, where there were drafts.
     """
     if not rollouts:
         return {}
@@ -42,6 +43,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         groups.setdefault(rollout.group, []).append(rollout.reward)
     if len(groups) < count:
         metrics["rollout/zero_spread_frac"] = sum(min(group) == max(group) for group in groups.values()) / len(groups)
+    if drafted := sum(rollout.drafted for rollout in rollouts):
+        metrics["rollout/draft_accepted"] = sum(rollout.accepted for rollout in rollouts) / drafted
     parts = sorted({name for rollout in rollouts for name in rollout.reward_parts})
     if len(parts) > 1:  # a single part is the reward itself
         for name in parts:

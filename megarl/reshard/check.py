@@ -15,7 +15,7 @@ from megarl.reshard.flows import Wire
 from megarl.reshard.layout import EngineLayout, TrainLayout, engine_shapes
 
 TIED_COPY = "embedding.word_embeddings.weight"
-"""With a tied head the last stage has a copy of the embedding, by the embedding's name. It is not sent."""
+"""With a tied head, or to train MTP layers, the last stage has a copy of the embedding, by its name. It is not sent."""
 
 Described = Mapping[str, tuple[str, Sequence[int]]]
 """An engine's tensors: dtype and shape by name."""

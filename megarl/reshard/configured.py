@@ -42,6 +42,7 @@ def engine_layout(config: Config) -> EngineLayout:
         attention,
         mlp_tp=int(settings.get("moe_dense_tp_size") or 0),
         head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
+        draft=bool(config.rollout.draft_tokens and config.train.mtp),  # else it stays what it was loaded as
     )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.models.fp8 import BLOCK, SCALE, is_quantised
-from megarl.models.layout import Param
+from megarl.models.layout import Param, Slot
 from megarl.models.registry import family_of
 from megarl.reshard import copies
 from megarl.reshard.checksum import device_hash
@@ -29,9 +29,10 @@ from megarl.reshard.quantise import FP8, Grids, quantise, scale_grids
 Slice = list[Any]
 """[name, index, r0, r1, c0, c1, offset, hash_offset]: a box of an engine's tensor and its place, see rollout.loader."""
 
-HandOver = Callable[[torch.Tensor, dict[str, Any]], None]
-"""Gives a buffer and the order to write it to the engine process beside this rank. It may return before that has
-written, but not before it has done so with the buffer of the call before. Collective over the ranks of an engine."""
+HandOver = Callable[[torch.Tensor, dict[str, Any], bool], None]
+"""Gives a buffer and the order to write it to the engine process beside this rank, for its draft model or not. It may
+return before that has written, but not before it has done so with the buffer of the call before. Collective over the
+ranks of an engine."""
 
 WIRE = {1: FP8, 2: torch.bfloat16, 4: torch.float32}
 """Types by bytes of an element."""
@@ -57,12 +58,17 @@ class _Parcel(NamedTuple):
     forwards: list[tuple[int, int]]
 
 
+class _Order(NamedTuple):
+    draft: bool
+    slices: list[tuple[int, Slice]]  # with the lot of the piece, see `_lot`
+    dtypes: dict[str, str]
+
+
 class _Step(NamedTuple):
     sends: list[_Parcel]
     receives: list[_Parcel]
     local: _Parcel
-    slices: list[tuple[int, Slice]]  # with the lot of the piece, see `_lot`
-    dtypes: dict[str, str]
+    orders: list[_Order]  # the same on all ranks but for what is in them
 
 
 class Executor:
@@ -82,13 +88,14 @@ class Executor:
         mine = plan.for_rank(rank)
         self.steps: list[_Step] = []
         for number in range(plan.rounds):
-            self.steps.append(self._step(mine.round(number), self.steps[-1].receives if number else []))
+            before = self.steps[-1].receives if number else []
+            self.steps.append(self._step(mine.round(number), before, plan.has_draft(number)))
         self.send_bytes = max((step.sends[-1].end for step in self.steps if step.sends), default=0)
         self.receive_bytes = max((step.local.end for step in self.steps), default=0)
         if max(self.send_bytes, self.receive_bytes) > plan.bucket_bytes // 2:
             raise AssertionError("a round is larger than half a bucket")  # the planner's fault
 
-    def _step(self, round_: Round, before: Sequence[_Parcel]) -> _Step:
+    def _step(self, round_: Round, before: Sequence[_Parcel], has_draft: bool) -> _Step:
         came = {
             _key(piece): (parcel.places[number], parcel.hashes + 8 * number)
             for parcel in before
@@ -97,17 +104,17 @@ class Executor:
         sends, _ = _parcels(round_.sends, 0, came, self._source)
         receives, end = _parcels(round_.receives, 0)
         (local,), _ = _parcels([Message(self.rank, round_.local, ())], end, came, self._source)
-        slices: list[tuple[int, Slice]] = []
-        dtypes = {}
+        orders = [_Order(draft, [], {}) for draft in ((False, True) if has_draft else (False,))]
         for parcel in (*receives, local):
             for number, (piece, place) in enumerate(zip(parcel.message.pieces, parcel.places, strict=True)):
-                name, boxes = self._targets(piece)
+                slot, name, boxes = self._targets(piece)
+                _, slices, dtypes = orders[slot.draft]
                 dtypes[name] = str(WIRE[piece.item]).removeprefix("torch.")
                 hash_place, lot = parcel.hashes + 8 * number, self._lot(piece)
                 slices += [(lot, [name, index, *box, place, hash_place]) for index, *box in boxes]
-        return _Step(sends, receives, local, slices, dtypes)
+        return _Step(sends, receives, local, orders)
 
-    def _targets(self, piece: Piece) -> tuple[str, list[tuple[int, int, int, int, int]]]:
+    def _targets(self, piece: Piece) -> tuple[Slot, str, list[tuple[int, int, int, int, int]]]:
         """The engine's tensor, and index, rows and columns in it; several where an expert is there more than once."""
         engine, position = self.plan.engine, self.rank % self.plan.engine.tp
         slot = engine.slot(piece.param)
@@ -116,7 +123,7 @@ class Executor:
         box = _place(_of_scales(held) if piece.scale else held, piece)
         stacked = slot.grid == "expert"
         indices = engine.indices(position, piece.param, self.num_experts) if stacked else [-1]
-        return slot.name + (SCALE if piece.scale else ""), [(index, *box) for index in indices]
+        return slot, slot.name + (SCALE if piece.scale else ""), [(index, *box) for index in indices]
 
     def push(self, local: Mapping[str, torch.Tensor], hand_over: HandOver, version: int) -> None:
         """Send this rank's shards (canonical name -> tensor), and hand over what comes. Collective over all ranks.
@@ -136,9 +143,10 @@ class Executor:
             requests = self._exchange(step, out[half], received[half], what)
             self._pack([step.local], local, grids, received[half], received[1 - half], lots)
             _wait(requests, what, self.rank)
-            slices = [entry if lot in lots else [*entry[:-1], -1] for lot, entry in step.slices]
-            order = {"do": "write", "version": version, "tensor_dtype": step.dtypes, "slices": slices}
-            hand_over(received[half], order)
+            for draft, all_slices, dtypes in step.orders:
+                slices = [entry if lot in lots else [*entry[:-1], -1] for lot, entry in all_slices]
+                order = {"do": "write", "version": version, "tensor_dtype": dtypes, "slices": slices}
+                hand_over(received[half], order, draft)
 
     def _lot(self, piece: Piece) -> int:
         """In which of `period` pushes a piece is verified; the same on all ranks."""

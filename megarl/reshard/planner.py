@@ -111,6 +111,19 @@ class Plan:
         self.rounds = sum(slot.rounds for slot in self.slots)
         self.transfers = self.assignment.transfers
 
+    def slot_of(self, number: int) -> tuple[Slot, int]:
+        """The slot of round `number`, and which of its rounds that is."""
+        for slot in self.slots:
+            if number < slot.rounds:
+                return slot, number
+            number -= slot.rounds
+        raise IndexError("there is no such round")
+
+    def has_draft(self, number: int) -> bool:
+        """Whether any rank gets something for an engine's draft model in this round."""
+        layers = [layer for _, layer in self.slot_of(number)[0].members if layer is not None]
+        return max(layers, default=0) >= int(self.hf["num_hidden_layers"])
+
     def for_rank(self, rank: int) -> RankPlan:
         """What one rank does."""
         return RankPlan(self, rank)
@@ -286,10 +299,7 @@ class RankPlan:
 
     def round(self, number: int) -> Round:
         """Round `number` of the plan's."""
-        for slot in self.plan.slots:
-            if number < slot.rounds:
-                break
-            number -= slot.rounds
+        slot, number = self.plan.slot_of(number)
         messages: dict[tuple[bool, int], tuple[list[Piece], list[Piece]]] = {}
         local: list[Piece] = []
         for group, layer in slot.members:

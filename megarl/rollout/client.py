@@ -25,6 +25,7 @@ class Generation:
 
     finish: `stop` after an end token, which is the last id; `length` after max_new_tokens; `abort` when cut off.
     routing: [tokens, MoE layers, topk] int16, the experts of the tokens that were asked for, see `Policy`.
+    drafted, accepted: tokens that were drafted for it (rollout.draft_tokens), and those of them that it accepted.
     """
 
     token_ids: tuple[int, ...]
@@ -32,6 +33,8 @@ class Generation:
     finish: Literal["stop", "length", "abort"]
     weight_version: int
     routing: torch.Tensor | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Policy(Protocol):
@@ -105,6 +108,8 @@ class Client:
             finish=kind if kind in ("stop", "length") else "abort",
             weight_version=int(meta["weight_version"]),
             routing=routing,
+            drafted=meta.get("spec_num_proposed_drafts", 0),
+            accepted=meta.get("spec_num_correct_drafts", 0),
         )
 
     async def parse_tool_calls(

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from megarl.rollout import cpu_speculative
 from megarl.rollout.cpu_attention import decode_attention, extend_attention
 
 
@@ -24,6 +25,7 @@ def register() -> None:
     _mask_foreign_experts()
     _batch_decode()
     _cap_logits()
+    cpu_speculative.install()
     _cut_as_on_gpus()
     _plain_host_memory()
 

@@ -12,11 +12,14 @@ START_METHOD = ""
 
 
 def server_args(config: Config, first_device: int) -> dict[str, Any]:
-    """SGLang's settings for this kind of machine; the memory saver lets the weights sleep while the ranks train."""
+    """SGLang's settings for this kind of machine; the memory saver lets the weights sleep while the ranks train. Layers
+    of multi-token prediction that are not trained are not pushed: SGLang keeps a copy of them on the host meanwhile."""
+    drafts_as_loaded = bool(config.rollout.draft_tokens) and not config.train.mtp
     return {
         "device": "cuda",
         "base_gpu_id": first_device,
         "enable_memory_saver": True,
+        **({"enable_draft_weights_cpu_backup": True} if drafts_as_loaded else {}),
         "max_running_requests": config.rollout.concurrency,
     }
 

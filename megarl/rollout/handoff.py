@@ -12,7 +12,8 @@ from megarl.rollout.mailbox import Mailbox
 
 
 class HandOff:
-    """Call it with a buffer and an order to write; see `reshard.executor.HandOver`. Collective over an engine's ranks.
+    """Call it with a buffer, an order to write, and whether that is for the draft model; see
+    `reshard.executor.HandOver`. Collective over an engine's ranks.
 
     engine: on the lead rank, None on the others. Nothing is raised for an engine that fails: its ranks go on taking
     part, since others wait for what they send, and `errors` says in the end what went wrong here.
@@ -25,12 +26,12 @@ class HandOff:
         self._thread = ThreadPoolExecutor(1, "handoff")
         self._running: tuple[Mailbox, Future[None] | None] | None = None
 
-    def __call__(self, buffer: torch.Tensor | None, order: dict[str, Any]) -> None:
+    def __call__(self, buffer: torch.Tensor | None, order: dict[str, Any], draft: bool = False) -> None:
         payloads = self.collect(self._boxes[0].payload(order, buffer))
         self.settle()
         future = None
         if self.engine is not None and not self.errors:
-            future = self._thread.submit(self.engine.order, payloads)
+            future = self._thread.submit(self.engine.order, payloads, draft)
         self._running = self._boxes[0], future
         self._boxes.reverse()
 
@@ -56,7 +57,7 @@ class HandOff:
             self.errors.append(f"the engine holds other weights than were sent: {', '.join(wrong[:3])} ({len(wrong)})")
         return answer
 
-    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, order: dict[str, Any], draft: bool = False) -> dict[str, Any]:
         """Give an order without data and wait for the answer; empty where something has failed."""
-        self(None, order)
+        self(None, order, draft)
         return self.settle()

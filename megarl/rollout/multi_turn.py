@@ -47,7 +47,7 @@ async def run_conversation(
     messages: list[Message] = list(prompt.messages)
     context = list(turns[0].token_ids)
     routing: list[torch.Tensor] = []
-    routed = calls = errors = 0
+    routed = calls = errors = drafted = accepted = 0
     status: Status = "max_turns"
     for number in range(1, config.max_turns + 1):
         budget = min(config.max_new_tokens, config.max_context - len(context))
@@ -55,6 +55,7 @@ async def run_conversation(
             status = "length"
             break
         out = await policy.generate(context, {**params, "max_new_tokens": budget}, routed)
+        drafted, accepted = drafted + out.drafted, accepted + out.accepted
         if out.routing is not None:
             routing.append(out.routing)
             routed += len(out.routing)
@@ -100,6 +101,8 @@ async def run_conversation(
         tool_calls=calls,
         tool_errors=errors,
         routing=_completed(routing, len(context)),
+        drafted=drafted,
+        accepted=accepted,
     )
 
 

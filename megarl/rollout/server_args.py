@@ -9,7 +9,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError
+from megarl.checkpoint.hf import open_hf
+from megarl.config import Config, ConfigError
+from megarl.models.layout import HFConfig
+from megarl.models.registry import family_of
 
 _OURS = {
     "model_path": "model.path",
@@ -27,6 +30,13 @@ _OURS = {
     "custom_weight_loader": "nothing, MegaRL has its own",
     "device": "nothing, the machine decides",
     "enable_return_routed_experts": "train.replay_routing",
+    "speculative_algorithm": "rollout.draft_tokens",
+    "speculative_draft_model_path": "rollout.draft_tokens",
+    "speculative_num_steps": "rollout.draft_tokens",
+    "speculative_eagle_topk": "rollout.draft_tokens",
+    "speculative_num_draft_tokens": "rollout.draft_tokens",
+    "speculative_accept_threshold_single": "nothing, drafts must not change what the policy samples",
+    "speculative_accept_threshold_acc": "nothing, drafts must not change what the policy samples",
 }
 """Fields that MegaRL sets, and what sets them."""
 
@@ -53,3 +63,47 @@ def check(settings: dict[str, Any]) -> None:
             near = difflib.get_close_matches(key, known_fields(), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"rollout.sglang.{key} is not a field of SGLang's ServerArgs{hint}")
+
+
+def speculative(draft_tokens: int) -> dict[str, Any]:
+    """ServerArgs by which the model's own layer of multi-token prediction drafts so many tokens at a time."""
+    if not draft_tokens:
+        return {}
+    return {
+        "speculative_algorithm": "NEXTN",
+        "speculative_num_steps": draft_tokens,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": draft_tokens + 1,
+    }
+
+
+def check_drafts(hf: HFConfig, config: Config) -> None:
+    """Raise ConfigError where nothing can draft for `rollout.draft_tokens`, or nobody has seen it work."""
+    number, path = config.rollout.draft_tokens, Path(config.model.path)
+    if number < 0:
+        raise ConfigError(f"rollout.draft_tokens must not be negative, but is {number}; 0 turns drafts off")
+    if number == 0:
+        return
+    if (layers := family_of(hf).mtp_layers(hf)) != 1:
+        raise ConfigError(
+            f"rollout.draft_tokens={number} needs a model with one layer of multi-token prediction "
+            f"(num_nextn_predict_layers), but this {family_of(hf).architecture} has {layers}; set it to 0"
+        )
+    prefix = f"model.layers.{hf['num_hidden_layers']}."
+    if config.model.path and path.is_dir() and not any(name.startswith(prefix) for name in open_hf(path).names()):
+        raise ConfigError(
+            f"rollout.draft_tokens={number}: config.json speaks of a layer of multi-token prediction, but {path} has "
+            f"no tensors {prefix}*; set it to 0"
+        )
+    longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
+    if (needed := config.rollout.max_context + number + 1) > longest:
+        raise ConfigError(
+            f"rollout.max_context={config.rollout.max_context} with rollout.draft_tokens={number} needs {needed} "
+            f"positions, for SGLang keeps room for a window of drafts, but the model has {longest}; lower the first"
+        )
+    for key in ("attn_dp_size", "dp_size"):
+        if int(config.rollout.sglang.get(key) or 1) > 1:
+            raise ConfigError(
+                f"rollout.draft_tokens={number} with rollout.sglang.{key}: never tried with replicas of the attention, "
+                "which a CPU's engine does not have; set one of them only"
+            )

@@ -55,7 +55,8 @@ class ActorWorker(Worker):
         with self.clock.phase("export"):
             tensors = self.hf_tensors()
             if self.ranks.rank == 0:
-                save_hf(folder, tensors, self.config.model.path, dtype=getattr(torch, self.config.model.dtype))
+                dtype = getattr(torch, self.config.model.dtype)
+                save_hf(folder, tensors, self.config.model.path, dtype, table=self.model.params())
             else:
                 for _ in tensors:
                     pass

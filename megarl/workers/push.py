@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from megarl.config import Config, ConfigError
 from megarl.models.layout import HFConfig, Param
-from megarl.models.registry import family_of
+from megarl.models.registry import family_of, trained_mtp
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects
 from megarl.reshard.check import digest, digest_problem, engine_problems, shard_problems
@@ -30,7 +31,7 @@ class WeightPush:
         self.collect = collect
         family = family_of(hf)
         self.num_experts = family.num_experts(hf)
-        self.params: list[Param] = family.params(hf, 1)
+        self.params: list[Param] = family.params(hf, 1, mtp=trained_mtp(hf, config) > 0)
         self.plan = push_plan(hf, config, engine_layout(config))
         self.executor: Executor | None = None
         known = digest(
@@ -60,16 +61,24 @@ class WeightPush:
             except PushError as error:
                 raise ConfigError(str(error)) from error  # a rank is lost: there is nobody to agree with
             hand_over.settle()
-            hand_over.ask({"do": "finish"})
+            for draft in self._models:
+                hand_over.ask({"do": "finish"}, draft)
             errors = _gathered(hand_over.errors)
         errors += _gathered(self._on_engine(lambda engine: engine.end_update(None if errors else version)))
         if errors:
             raise ConfigError(f"{where}: {errors[0]}")
 
+    @property
+    def _models(self) -> tuple[bool, ...]:
+        """What each engine's models that are pushed to are: its own, and its draft model."""
+        return (False, True) if self.plan.engine.draft else (False,)
+
     def _prepare(self, hand_over: HandOff) -> list[str]:
         """Compare the engine with the table, and get ready for what it is; what does not fit."""
-        held = hand_over.ask({"do": "describe"}).get("tensors")
-        if held is None:
+        held: dict[str, Any] = {}
+        for draft in self._models:
+            held |= hand_over.ask({"do": "describe"}, draft).get("tensors", {})
+        if hand_over.errors:
             return []
         layout = self.plan.engine
         shared = any(param.slot and ".shared_experts." in param.slot.name for param in self.params)

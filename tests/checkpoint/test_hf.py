@@ -200,6 +200,31 @@ def test_what_the_table_keeps_in_fp32_is_not_cast_and_untrained_layers_are_taken
     assert_equal(tmp_path / "out", expected | mtp)
 
 
+def test_layers_of_multi_token_prediction_are_written_as_trained_and_their_copies_follow(tmp_path: Path) -> None:
+    """The checkpoint repeats embedding and head in them; those are what the trunk has now, trained with them or not."""
+    plain, table = random_tensors(MLA), family_of(MLA).params(MLA, 1, mtp=True)
+    whole = {t.name: torch.randn(t.shape) for param in table for t in param.hf}
+    copies = {
+        "model.layers.1.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.1.shared_head.head.weight": "lm_head.weight",
+    }
+    mtp = {name: tensor for name, tensor in whole.items() if name not in plain}
+    assert "model.layers.1.eh_proj.weight" in mtp and len(mtp) > 20
+    source = write_source(tmp_path / "source", MLA, whole | {name: whole[of].clone() for name, of in copies.items()})
+    open_hf(source).check(MLA, mtp=True)
+    trained = {name: tensor + 1 for name, tensor in whole.items()}
+    save_hf(tmp_path / "out", trained.items(), source, table=table)
+    assert_equal(tmp_path / "out", trained | {name: trained[of] for name, of in copies.items()})
+    save_hf(tmp_path / "frozen", {name: whole[name] + 1 for name in plain}.items(), source)
+    kept = {name: whole[name] + 1 for name in plain}
+    assert_equal(tmp_path / "frozen", kept | mtp | {name: kept[of] for name, of in copies.items()})
+
+    part = write_source(tmp_path / "part", MLA, plain | {"model.layers.1.enorm.weight": torch.ones(8)})
+    open_hf(part).check(MLA)
+    with pytest.raises(ConfigError, match=r"model.layers.1.hnorm.weight, .* are missing"):
+        open_hf(part).check(MLA, mtp=True)
+
+
 def test_slices_and_shards_read_what_shard_computes(source: Path) -> None:
     weights, tensors = open_hf(source), random_tensors(MOE)
     output = "model.layers.1.self_attn.o_proj.weight"

@@ -50,6 +50,9 @@ def names() -> dict[str, str]:
         layer + "mlp.experts.linear_fc1.weight3",
         layer + "mlp.shared_experts.linear_fc1.weight",
         layer + "mlp.router.expert_bias",
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight3",
+        "mtp.layers.0.transformer_layer.self_attention.linear_q_up_proj.layer_norm_weight",
     ]
     return {name: canonical_name(name, first_layer=4, first_expert=8) for name in local}
 
@@ -108,7 +111,7 @@ def context_parts(batch: TrainBatch) -> dict[str, Any]:
     return {
         "tokens": [micro.tokens.tolist() for micro in micros],
         "positions": [micro.positions.tolist() for micro in micros],
-        "targets": [micro.targets.tolist() for micro in micros],
+        "ahead": [micro.ahead.tolist() for micro in micros],
         "cu_seqlens": micros[0].packed.cu_seqlens_q.tolist(),
         "aligned": micros[0].align(whole).tolist(),
     }
@@ -123,10 +126,13 @@ def micro_batch() -> dict[str, Any]:
     micro = make_micro_batch(batch.with_(routing=routing), [0, 2], torch.device("cpu"), tp=4)
     emitted = torch.tensor([10.0, 20, 30, 50, 60, -1, -1, -1])
     empty = make_micro_batch(batch, [], torch.device("cpu"), tp=4)
+    further = make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=4, mtp_layers=1)
     return {
+        "two ahead": further.ahead.tolist(),
+        "aligned by two": further.align(emitted, 2).tolist(),
         "tokens": micro.tokens.tolist(),
         "positions": micro.positions.tolist(),
-        "targets": micro.targets.tolist(),
+        "ahead": micro.ahead.tolist(),
         "cu_seqlens": micro.packed.cu_seqlens_q.tolist(),
         "aligned": micro.align(emitted).tolist(),
         "cp": context_parts(batch),

@@ -51,7 +51,8 @@ def value_head(hidden: int) -> torch.Tensor:
 class Trainer:
     """One AdamW step of the HF model; weights and gradients by HF name, experts one by one."""
 
-    def __init__(self, family: str, role: str) -> None:
+    def __init__(self, family: str, role: str, mtp_weight: float = 0.0) -> None:
+        self.mtp_weight = mtp_weight
         self.model = tiny.hf_model(family)
         self.role = role
         self.head = value_head(self.model.config.hidden_size).requires_grad_() if role != "actor" else None
@@ -65,7 +66,15 @@ class Trainer:
         if self.head is not None:
             return (batch.loss_weights * (values(self.model, self.head, batch) - batch.returns) ** 2).sum()
         logprobs, entropy = policy(self.model, batch)
-        return (batch.loss_weights * (-logprobs * batch.advantages - 0.1 * entropy)).sum()
+        own = (batch.loss_weights * (-logprobs * batch.advantages - 0.1 * entropy)).sum()
+        return own + self.mtp_weight * self.mtp_loss(batch) if self.mtp_weight else own
+
+    def mtp_loss(self, batch: TrainBatch) -> torch.Tensor:
+        import mtp
+
+        assert batch.loss_weights is not None
+        parts = [mtp.loss(self.model, batch.tokens[a:b], batch.loss_weights[a:b]) for a, b in sequences(batch)]
+        return torch.stack(parts).sum()
 
     def step(self, batch: TrainBatch, lr: float, max_norm: float, **adam: Any) -> tuple[float, float]:
         """Returns the loss and the gradient's norm before clipping."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-LAYER, GLOBAL = "decoder.layers.1.", "decoder.layers.5."
+LAYER, GLOBAL, MTP = "decoder.layers.1.", "decoder.layers.5.", "mtp.layers.0."
 BOTH_SPECS = {  # of layer 1 on a rank whose layer 0 is the model's layer 4 and whose expert 0 is the model's expert 8
     "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
     "output_layer.weight": "output_layer.weight",
@@ -17,6 +17,11 @@ BOTH_SPECS = {  # of layer 1 on a rank whose layer 0 is the model's layer 4 and 
     LAYER + "mlp.experts.linear_fc1.weight3": GLOBAL + "mlp.experts.11.linear_fc1.weight",
     LAYER + "mlp.shared_experts.linear_fc1.weight": GLOBAL + "mlp.shared_experts.linear_fc1.weight",
     LAYER + "mlp.router.expert_bias": GLOBAL + "mlp.router.expert_bias",
+    MTP + "enorm.weight": MTP + "enorm.weight",
+    MTP + "transformer_layer.mlp.experts.linear_fc1.weight3": MTP
+    + "transformer_layer.mlp.experts.11.linear_fc1.weight",
+    MTP + "transformer_layer.self_attention.linear_q_up_proj.layer_norm_weight": MTP
+    + "transformer_layer.self_attention.q_layernorm.weight",
 }
 
 

@@ -91,6 +91,9 @@ HF: dict[str, dict[str, Any]] = {
     "qwen2": dict(COMMON, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, rope_theta=10000.0),
 }
 
+HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
+HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
+
 AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
 
@@ -106,6 +109,10 @@ def hf_model(family: str) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, HF[family]["architectures"][0])(config).float().eval()
+    if HF[family].get("num_nextn_predict_layers"):
+        import mtp
+
+        mtp.add_layers(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -114,6 +115,26 @@ def test_a_tied_embedding_has_a_copy_on_the_last_stage() -> None:
     assert first.dense - last.dense == 1024 * 64 - 2 * 64
 
 
+def test_trained_mtp_layers_are_on_the_last_stage_beside_a_copy_of_the_embedding() -> None:
+    """The published checkpoint has 684.5 B parameters: in the layer it repeats the embedding and the head."""
+    hf = load_hf_config(MODELS / "deepseek_v3.json")
+    total, vocabulary = 682_636_487_424, 129280 * 7168
+    assert sum(param.size * count for param, count in kinds(hf, mtp=True)) == total
+    assert round((total + 2 * vocabulary) / 1e9, 1) == 684.5
+    parallel, stages = ParallelConfig(world_size=2, pp=2), [range(31), range(31, 61)]
+    plain, drafting = (stage_elements(hf, parallel, stages, mtp=mtp) for mtp in (False, True))
+    assert drafting[0] == plain[0]
+    layer = total - 671_026_419_200
+    assert sum(drafting[1]) - sum(plain[1]) == layer + vocabulary
+    uneven = {"num_layers_in_last_pipeline_stage": 30}
+    config = from_dict({"model": {"megatron": uneven}, "parallel": {"world_size": 2, "pp": 2, "ranks_per_node": 2}})
+    (_, before), (_, after) = (
+        plan_memory(hf, replace(config, train=replace(config.train, mtp=weight))) for weight in (0.0, 0.1)
+    )
+    assert after.states["actor weights"] - before.states["actor weights"] == 2 * (layer + vocabulary - 256) + 4 * 256
+    assert after.training["activations"] > before.training["activations"]
+
+
 def test_biases_of_routers_are_kept_in_fp32_and_not_trained() -> None:
     hf = load_hf_config(MODELS / "deepseek_v3.json")
     (stage,) = held(hf, tp=8, ep=32)
@@ -171,11 +192,13 @@ def test_engine_weights() -> None:
 
 
 def test_kv_cache() -> None:
-    gqa = family_of(MOE).megatron_config(MOE)
-    assert kv_elements(gqa, 1) == 2 * 4 * 2 * 32
-    assert kv_elements(gqa, 2) == kv_elements(gqa, 4) == 2 * 4 * 1 * 32
+    assert kv_elements(MOE, 1) == 2 * 4 * 2 * 32
+    assert kv_elements(MOE, 2) == kv_elements(MOE, 4) == 2 * 4 * 1 * 32
     deepseek = load_hf_config(MODELS / "deepseek_v3.json")
-    assert kv_elements(family_of(deepseek).megatron_config(deepseek), 32) == 61 * 576  # 70 KB a token, on every rank
+    assert kv_elements(deepseek, 32) == 61 * 576  # 70 KB a token, on every rank
+    assert kv_elements(deepseek, 32, drafts=True) == 62 * 576
+    layer = sum(param.size * count for param, count in kinds(deepseek, mtp=True)) - 671_026_419_200
+    assert engine_bytes(deepseek, 1, 2, drafts=True) - engine_bytes(deepseek, 1, 2) == 2 * layer
 
 
 def test_activations_scale() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.observe.metrics import rollout_metrics
@@ -45,6 +47,13 @@ def test_by_hand() -> None:
         "reward/b": 0.0,
     }
     assert metrics == pytest.approx(expected)
+
+
+def test_share_of_drafts_that_were_accepted() -> None:
+    plain = rollout(0, 1.0, (1,), 0, 0, "stop")
+    assert "rollout/draft_accepted" not in rollout_metrics([plain])
+    drafted = [replace(plain, drafted=6, accepted=2), replace(plain, drafted=2, accepted=2), plain]
+    assert rollout_metrics(drafted)["rollout/draft_accepted"] == 0.5
 
 
 def test_nothing_to_measure() -> None:

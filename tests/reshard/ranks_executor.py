@@ -13,7 +13,7 @@ from random_layouts import random_case
 
 from megarl.config import ConfigError
 from megarl.models import blocks
-from megarl.models.fp8 import BLOCK, is_quantised
+from megarl.models.fp8 import BLOCK, SCALE, is_quantised
 from megarl.models.layout import Param
 from megarl.models.registry import family_of
 from megarl.reshard.executor import Executor, PushError
@@ -160,18 +160,26 @@ class Run:
         self.params = table(self.case)
         self.empty = engine_tensors(self.case, self.params, self.dtype, rank)
         self.held = {name: tensor.clone() for name, tensor in self.empty.items()}
-        self.stand = Stand(self.held)
+        drafts = {slot.name for slot in map(self.case.engine.slot, self.params) if slot and slot.draft}
+        self.models = {
+            draft: Stand(
+                {name: tensor for name, tensor in self.held.items() if (name.removesuffix(SCALE) in drafts) == draft}
+            )
+            for draft in (False, True)
+        }
+        self.drafts: list[bool] = []
         self.orders: list[dict[str, Any]] = []
         self.answers: list[dict[str, Any]] = []
         self.executor = Executor(
             smallest_plan(self.case), rank, period=3, allocate=lambda size: torch.empty(size, dtype=torch.uint8)
         )
 
-    def hand_over(self, buffer: torch.Tensor, order: dict[str, Any]) -> None:
+    def hand_over(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         self.orders.append(order)
+        self.drafts.append(draft)
         if os.environ.get("FLIP") and self.rank == 0 and order["slices"]:
             buffer[order["slices"][0][6]] ^= 1
-        self.answers.append(loader._obey(self.stand, order, buffer))
+        self.answers.append(loader._obey(self.models[draft], order, buffer))
 
     def push(self, number: int) -> Tensors:
         """The weights that were pushed."""
@@ -194,6 +202,7 @@ class Run:
             "verified": verified,
             "wrong": [name for answer in self.answers for name in answer.get("wrong", ["no answer"])],
             "rounds": self.executor.plan.rounds,
+            "drafts": self.drafts,
             "wire": self.case.wire,
             "straddling": sum(straddles(param, self.case.train) for param in self.executor.quantised),
         }

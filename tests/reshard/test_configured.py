@@ -47,6 +47,11 @@ def test_engines() -> None:
     attention = {"enable_dp_attention": True, "dp_size": 4, "enable_dp_lm_head": True}
     assert engine_layout(config(tp=8, ep=8, sglang=attention)) == EngineLayout(8, 8, 4, head_tp=2)
     assert engine_layout(config(tp=8, sglang={"attn_dp_size": 2})) == EngineLayout(8, 1, 2)
+    drafting = [
+        engine_layout(from_dict({"rollout": {"draft_tokens": tokens}, "train": {"mtp": weight}})).draft
+        for tokens, weight in ((0, 0.0), (2, 0.0), (0, 0.1), (2, 0.1))
+    ]
+    assert drafting == [False, False, False, True]  # untrained, the draft model is as it was loaded
 
 
 @pytest.mark.parametrize("key", ["pp_size", "ep_num_redundant_experts", "dp_size", "quantization"])

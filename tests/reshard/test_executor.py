@@ -40,6 +40,16 @@ def test_several_rounds_were_needed(results: list[dict[str, Any]]) -> None:
     assert max(results[0][seed]["rounds"] for seed in SEEDS) > 10
 
 
+def test_all_ranks_call_their_engines_alike_and_for_draft_models_only_where_they_get_something(
+    results: list[dict[str, Any]],
+) -> None:
+    """The calls are collective over an engine's ranks."""
+    for seed in SEEDS:
+        assert len({tuple(result[seed]["drafts"]) for result in results}) == 1
+    shares = [sum(drafts) / len(drafts) for drafts in (results[0][seed]["drafts"] for seed in SEEDS)]
+    assert min(shares) == 0 < max(shares) <= 0.5
+
+
 def test_fp8_was_sent_with_and_without_blocks_on_several_ranks(results: list[dict[str, Any]]) -> None:
     straddling = [results[0][seed]["straddling"] for seed in SEEDS if results[0][seed]["wire"] == "fp8"]
     assert len(straddling) >= 8

@@ -28,23 +28,39 @@ def check_orders(running: Running, layout: EngineLayout, new: PreTrainedModel, f
 
 
 def overwrite(engine: Engine, layout: EngineLayout, folder: Path, version: int) -> None:
-    """Replace all of an engine's weights by those of an HF folder. Its tensors are those of the table, no more."""
+    """Replace all of an engine's weights by those of an HF folder, those of its draft model if `layout` has one, too.
+    Its tensors are those of the table, no more."""
     hf, tensors = load_hf_config(folder), load_file(folder / "model.safetensors")
     family = family_of(hf)
-    params, experts = family.params(hf, 1), family.num_experts(hf)
-    boxes = [Mailbox() for _ in range(layout.tp)]
+    experts = family.num_experts(hf)
     engine.begin_update()
-    engine.order([box.payload({"do": "describe"}) for box in boxes])
+    _write(engine, layout, family.params(hf, 1), tensors, experts)
+    if layout.draft:
+        _write(engine, layout, family.layer(hf, hf["num_hidden_layers"], range(experts)), tensors, experts, draft=True)
+    engine.end_update(version)
+
+
+def _write(
+    engine: Engine,
+    layout: EngineLayout,
+    params: Sequence[Param],
+    tensors: Mapping[str, torch.Tensor],
+    experts: int,
+    draft: bool = False,
+) -> None:
+    boxes = [Mailbox() for _ in range(layout.tp)]
+    engine.order([box.payload({"do": "describe"}) for box in boxes], draft)
     held = [box.answer()["tensors"] for box in boxes]
+    shared = {"model.embed_tokens.weight", "lm_head.weight"} if draft else set()  # the policy's own
     for position, described in enumerate(held):
-        shapes = {name: tuple(shape) for name, (_, shape) in described.items()}
+        assert shared <= described.keys()
+        shapes = {name: tuple(shape) for name, (_, shape) in described.items() if name not in shared}
         assert shapes == engine_shapes(params, layout, position, experts)
     writes = [write_order(params, layout, p, tensors, held[p], experts) for p in range(layout.tp)]
-    engine.order([box.payload(*write) for box, write in zip(boxes, writes, strict=True)])
+    engine.order([box.payload(*write) for box, write in zip(boxes, writes, strict=True)], draft)
     assert [box.answer() for box in boxes] == [{"wrong": []}] * layout.tp
-    engine.order([box.payload({"do": "finish"}) for box in boxes])
+    engine.order([box.payload({"do": "finish"}) for box in boxes], draft)
     assert [box.answer() for box in boxes] == [{}] * layout.tp
-    engine.end_update(version)
 
 
 def write_order(

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megarl.parallel import device
@@ -172,8 +174,37 @@ def deepseek_v3(seed: int = 0, rope: bool = True, **changes: Any) -> PreTrainedM
         "qk_rope_head_dim": 16,
         "v_head_dim": 16,
         "rope_scaling": yarn if rope else None,
+        "num_nextn_predict_layers": 0,  # `save` writes the layer where there is one
     }
     return randomized(DeepseekV3ForCausalLM(DeepseekV3Config(**(settings | changes))), seed)
+
+
+def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors of DeepSeek-V3's one layer of multi-token prediction, by HF's names; transformers has no such layer.
+
+    They are random, but eh_proj has an identity added where it reads the embedding, so that what the layer predicts
+    has to do with the token before. Embedding and head are copies of the model's, as HF's checkpoints have them.
+    """
+    config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
+    assert config.num_nextn_predict_layers == 1
+    longer = DeepseekV3ForCausalLM(DeepseekV3Config(**(config.to_dict() | {"num_hidden_layers": number + 1})))
+    with TemporaryDirectory() as folder:  # saving gives the experts their names
+        randomized(longer, 100).save_pretrained(folder)
+        layer = load_file(Path(folder, "model.safetensors"))
+    generator = torch.Generator().manual_seed(101)
+    joint = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5
+    joint[:, :width] += 3 * torch.eye(width)
+    norms = {name: 1 + 0.1 * torch.randn(width, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own = {
+        **{f"{name}.weight": tensor for name, tensor in norms.items()},
+        "eh_proj.weight": joint,
+        "embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
+        "shared_head.head.weight": model.lm_head.weight.detach().clone(),
+    }
+    prefix = f"model.layers.{number}."
+    return {name: tensor for name, tensor in layer.items() if name.startswith(prefix)} | {
+        prefix + name: tensor for name, tensor in own.items()
+    }
 
 
 def kimi_k2(seed: int = 0) -> PreTrainedModel:
@@ -229,8 +260,14 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """Write the model, the tokenizer and the fields that SGLang reads besides those that transformers writes."""
+    """Write the model, the tokenizer and the fields that SGLang reads besides those that transformers writes.
+
+    Where its config has num_nextn_predict_layers=1, which transformers only keeps, `mtp_tensors` are written, too.
+    """
     model.save_pretrained(folder)
+    if model.config.model_type == "deepseek_v3" and model.config.num_nextn_predict_layers:
+        weights = folder / "model.safetensors"
+        save_file(load_file(weights) | mtp_tensors(model), weights, {"format": "pt"})
     tokenizer().save_pretrained(folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Stands in for SGLang's compiled kernels on a CPU without AMX: the two functions that SGLang calls there, in torch.
+"""Stands in for SGLang's compiled kernels on a CPU without AMX: the functions that SGLang calls there, in torch.
 
 It must not define `torch.ops.sgl_kernel.convert_weight_packed`: SGLang probes for that operator to decide whether the
 machine has AMX. Names of CUDA kernels must look absent, since callers guard them with `except ImportError`.
@@ -9,6 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from megarl.rollout.cpu_speculative import (  # noqa: F401
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    build_tree_kernel_efficient_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
 
 __version__ = "0.4.10"  # what SGLang 0.5.23 asks for
 

@@ -1,0 +1,58 @@
+"""Layers of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): each guesses one token further ahead.
+
+Layer k takes what is left of a token by the layer before, at first by the decoder, and the embedding of the k-th token
+that follows, and emits a state that predicts the one after that. Engines draft with them (`rollout.draft_tokens`).
+
+In RL they learn to foresee the policy and must not change it: their input, the embedding and the output layer are taken
+as they are, so that the gradient of their loss ends in the layers themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+
+
+class MTPModel(GPTModel):  # type: ignore[misc]
+    """A GPTModel that, where it is given the tokens ahead as `labels`, [1 + layers, s], emits the states of its MTP
+    layers behind the decoder's, [b, s, (1 + layers) hidden]; otherwise what any other model does.
+
+    Megatron's own forward pass of these layers is not used: it makes losses out of logits, of which it has all, sends
+    gradients into the trunk, and cannot recompute layers with packed sequences.
+    """
+
+    def _postprocess(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **context: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        states = [hidden_states]
+        if labels is not None:
+            states += self._foresee(hidden_states.detach(), labels, context)
+        emitted = torch.cat([self.output_layer(state)[0] for state in states], dim=-1)
+        return emitted.transpose(0, 1).contiguous()
+
+    def _foresee(self, state: torch.Tensor, ahead: torch.Tensor, context: dict[str, Any]) -> list[torch.Tensor]:
+        found = []
+        for layer, tokens in zip(self.mtp.layers, ahead[:-1], strict=True):
+            embedded = self.embedding(input_ids=tokens[None], position_ids=context["position_ids"])
+            # A stage that has its embedding only for this is to have a gradient all the same: zero.
+            embedded = embedded.detach() if self.pre_process else embedded.detach() + 0.0 * embedded
+
+            def run(state: torch.Tensor, embedded: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+                emitted: torch.Tensor = layer._proj_and_transformer_layer(
+                    state,
+                    embedded,
+                    attention_mask=context["attention_mask"],
+                    rotary_pos_emb=context["rotary_pos_emb"],
+                    packed_seq_params=context["packed_seq_params"],
+                )
+                return emitted
+
+            if self.config.recompute_granularity == "full":
+                state = tensor_parallel.checkpoint(run, False, state.requires_grad_(), embedded)
+            else:
+                state = run(state, embedded)
+            found.append(state)
+        return found

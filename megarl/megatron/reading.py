@@ -1,0 +1,87 @@
+"""What a model's last stage emits for a micro-batch, read as numbers per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megarl.megatron.context import gather_context
+from megarl.megatron.logprobs import vocab_parallel_logprobs
+from megarl.megatron.micro_batch import MicroBatch
+from megarl.types import ModelOutput, TrainBatch
+
+
+@dataclass(frozen=True)
+class Reader:
+    """model: the GPTModel of the last stage. role: of the model. vocab_size: without padding. at_once: tokens whose
+    logits exist at the same time. cap: above 0, the soft cap of the logits."""
+
+    model: Any
+    role: str
+    vocab_size: int
+    at_once: int
+    cap: float
+
+    def read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float) -> ModelOutput:
+        """[1, P / cp, hidden] states or [1, P / cp, 1] values, as emitted -> [T], shifted but for scores.
+
+        Every context parallel rank has all of a micro-batch's numbers and computes the same loss of them.
+        """
+        if self.role == "reward_model":
+            return ModelOutput(scores=micro.unshifted(_gathered(micro, emitted[0, :, 0].float())))
+        if self.role == "critic":
+            return ModelOutput(values=micro.align(_gathered(micro, emitted[0, :, 0].float())))
+        weight = self._output_weight()
+        logprobs, entropy = self._logprobs(emitted[0, :, : weight.shape[1]], weight, micro.ahead[0], temperature)
+        return ModelOutput(
+            logprobs=micro.align(_gathered(micro, logprobs)), entropy=micro.align(_gathered(micro, entropy))
+        )
+
+    def mtp_loss(self, micro: MicroBatch, emitted: torch.Tensor) -> torch.Tensor:
+        """Of states [1, P / cp, (1 + layers) hidden]: the mean over MTP layers of the cross-entropy of what each
+        predicts, weighted as the batch weights these tokens; a number, without a gradient for the output layer."""
+        weight = self._output_weight().detach()
+        assert micro.batch.loss_weights is not None
+        losses = []
+        for number, states in enumerate(emitted[0].split(weight.shape[1], dim=1)[1:], 1):
+            logprobs, _ = self._logprobs(states, weight, micro.ahead[number], 1.0)
+            losses.append(-(micro.batch.loss_weights * micro.align(_gathered(micro, logprobs), number + 1)).sum())
+        return torch.stack(losses).mean()
+
+    def _output_weight(self) -> torch.Tensor:
+        tied = self.model.share_embeddings_and_output_weights
+        weight: torch.Tensor = (
+            self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight
+        )
+        return weight
+
+    def _logprobs(
+        self, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return vocab_parallel_logprobs(
+            states, weight, targets, self.vocab_size, group, temperature, self.at_once, self.cap
+        )
+
+
+def _gathered(micro: MicroBatch, local: torch.Tensor) -> torch.Tensor:
+    return gather_context(local, micro.places, parallel_state.get_context_parallel_group(), same_gradient=True)
+
+
+def assemble(
+    batch: TrainBatch, gathered: Sequence[Sequence[tuple[list[int], dict[str, torch.Tensor]]]]
+) -> dict[str, torch.Tensor]:
+    """Numbers per token of all replicas' micro-batches, each with the indices of its sequences -> [T] in the order of
+    the batch."""
+    result: dict[str, torch.Tensor] = {}
+    for indices, found in (item for share in gathered for item in share):
+        spans = [torch.arange(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])) for i in indices]
+        for name, values in found.items():
+            full = result.setdefault(name, torch.zeros(len(batch.tokens)))
+            if spans:
+                full[torch.cat(spans)] = values
+    return result

@@ -1,0 +1,211 @@
+"""Drafts change how many steps a rollout takes, and nothing else: by hand, and in the real engine by transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import tiny_models
+import torch
+from compare import PROMPTS, assert_equals
+from conftest import Running, start
+from drafter import Drafter, foreseeable
+from orders import overwrite
+
+from megarl.observe.metrics import rollout_metrics
+from megarl.reshard.layout import EngineLayout
+from megarl.rollout import cpu_speculative as on_cpu
+from megarl.rollout.chat import Chat
+from megarl.rollout.client import Client, Generation
+from megarl.rollout.multi_turn import Conversations
+from megarl.rollout.tools import load_tools
+from megarl.types import Prompt
+
+DRAFTS = 2
+
+
+def places(rows: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """predicts, accept_index, accept_token_num, to be written."""
+    return torch.zeros(rows * n, dtype=torch.int32), torch.full((rows, n), -7), torch.zeros(rows, dtype=torch.int32)
+
+
+def test_greedy_rounds_by_hand() -> None:
+    """The window's first token was chosen before. None, one, both accepted; and a right one after a wrong one."""
+    window = torch.tensor([[5, 1, 2], [5, 1, 2], [5, 1, 2], [5, 1, 2]])
+    likeliest = torch.tensor([[9, 8, 7], [1, 8, 7], [1, 2, 7], [9, 2, 7]])
+    predicts, index, number = places(4, 3)
+    unused = torch.zeros(4, 3)
+    on_cpu.verify_tree_greedy_cpu(predicts, index, number, window, unused, unused, unused, likeliest)
+    assert number.tolist() == [0, 1, 2, 0]
+    assert index.tolist() == [[0, -1, -1], [3, 4, -1], [6, 7, 8], [9, -1, -1]]
+    written = [predicts[row[row >= 0]].tolist() for row in index]
+    assert written == [[9], [1, 8], [1, 2, 7], [9]]
+    last = torch.zeros(4, dtype=torch.int32)
+    on_cpu.fill_bonus_tokens_cpu(predicts[index], number + 1, last, 3)
+    assert last.tolist() == [9, 8, 7, 9]
+
+
+def test_sampled_rounds_have_exactly_the_policys_probabilities() -> None:
+    """All cells of a grid of random numbers that is fine enough for these fractions: shares are probabilities. After
+    each prefix that is reached the next token has the policy's distribution, wherever the prefix came from."""
+    p = torch.tensor([[2, 1, 1, 0], [1, 0, 1, 2], [0, 3, 1, 0]]) / 4.0
+    window, cells = [3, 1, 2], 12  # 1 / (1 - 1/4) = 4/3: rejections need thirds of fourths
+    middles = (torch.arange(cells) + 0.5) / cells
+    coins = torch.cartesian_prod(middles, middles, middles)
+    rows = len(coins)
+    predicts, index, number = places(rows, 3)
+    on_cpu.sample_chain(
+        predicts,
+        index,
+        number,
+        torch.tensor([window] * rows),
+        torch.cat([coins[:, :2], torch.full((rows, 1), float("nan"))], dim=1),
+        coins[:, 2],
+        p.expand(rows, 3, 4),
+        draft_probs=None,
+    )
+    texts = [predicts[row[row >= 0]].tolist() for row in index]
+    assert [len(text) - 1 for text in texts] == number.tolist()
+    for place, prefix in enumerate([[], [1], [1, 2]]):
+        after = [text[place] for text in texts if text[:place] == prefix and len(text) > place]
+        shares = torch.tensor([after.count(token) for token in range(4)]) / len(after)
+        assert torch.equal(shares, p[place]), (prefix, shares)
+
+
+def test_a_certain_draft_is_accepted_and_an_impossible_one_is_not() -> None:
+    p = torch.tensor([[0.0, 1.0, 0.0]]).expand(2, 2, 3)
+    predicts, index, number = places(2, 2)
+    highest = torch.full((2, 2), 1 - 2**-24)
+    on_cpu.sample_chain(
+        predicts, index, number, torch.tensor([[0, 1], [0, 2]]), highest, highest[0] * torch.tensor([1.0, 0.0]), p
+    )
+    assert number.tolist() == [1, 0] and predicts.tolist()[:3] == [1, 1, 1]
+
+
+def test_chains_and_their_places() -> None:
+    table = torch.arange(60, dtype=torch.int32).view(3, 20)
+    requests, lengths = torch.tensor([2, 0]), torch.tensor([4, 7])
+    out = torch.zeros(6, dtype=torch.int64)
+    on_cpu.assign_draft_cache_locs_contiguous_cpu(requests, table, lengths, out, 20, 1, 3)
+    assert out.tolist() == [44, 45, 46, 7, 8, 9]
+    out = torch.zeros(3, dtype=torch.int64)
+    on_cpu.assign_extend_cache_locs_cpu(requests, table, lengths, lengths + torch.tensor([2, 1]), out, 20)
+    assert out.tolist() == [44, 45, 7]
+    positions, (index, following, sibling) = torch.zeros(6, dtype=torch.int64), torch.full((3, 2, 3), -1)
+    unused = torch.zeros(0)
+    on_cpu.build_tree_kernel_efficient_cpu(
+        unused, unused, lengths, unused, positions, index, following, sibling, 1, 2, 3, 1
+    )
+    assert positions.tolist() == [4, 5, 6, 7, 8, 9]
+    assert index.tolist() == [[0, 1, 2], [3, 4, 5]] and following.tolist() == [[1, 2, -1]] * 2
+    assert (sibling == -1).all()
+
+
+def test_truncated_distributions_by_hand() -> None:
+    p = torch.tensor([[0.1, 0.5, 0.4], [0.2, 0.2, 0.6]])
+    torch.testing.assert_close(
+        on_cpu.keep_top_k(p, torch.tensor([2, 1])), torch.tensor([[0.0, 5 / 9, 4 / 9], [0.0, 0.0, 1.0]])
+    )
+    torch.testing.assert_close(
+        on_cpu.keep_top_p(p, torch.tensor([0.55, 0.5])), torch.tensor([[0.0, 5 / 9, 4 / 9], [0.0, 0.0, 1.0]])
+    )
+    assert torch.equal(on_cpu.keep_top_p(p, torch.tensor([1.0, 1.0])), p)
+
+
+@pytest.fixture(scope="module")
+def drafting(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with start(host, foreseeable(), tmp_path_factory.mktemp("drafting"), draft_tokens=DRAFTS) as running:
+        yield running
+
+
+def ask(running: Running, prompts: list[list[int]], params: list[dict[str, object]]) -> list[Generation]:
+    async def all_of_them() -> list[Generation]:
+        async with Client(running.engine.url, running.engine.api_key, 300.0, 32) as client:
+            pairs = zip(prompts, params, strict=True)
+            return list(await asyncio.gather(*(client.generate(prompt, dict(given)) for prompt, given in pairs)))
+
+    return asyncio.run(all_of_them())
+
+
+def assert_drafts(running: Running, drafter: Drafter) -> None:
+    """Greedy tokens are the policy's, and the engine drafts and accepts what transformers does with this drafter."""
+    params: dict[str, object] = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
+    for prompt, out in zip(PROMPTS, ask(running, PROMPTS, [params] * len(PROMPTS)), strict=True):
+        assert list(out.token_ids) == tiny_models.greedy(drafter.policy, prompt, 20)
+        assert (out.drafted, out.accepted) == drafter.outcome(prompt, 20, DRAFTS)
+        assert 0 < out.accepted < out.drafted
+
+
+def test_greedy_and_sampled_tokens_log_probs_and_experts(drafting: Running) -> None:
+    assert_equals(drafting.engine, drafting.model, 0)
+
+
+def test_drafts_are_those_of_the_layer(drafting: Running) -> None:
+    assert_drafts(drafting, Drafter(drafting.model, drafting.folder))
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9)])
+def test_sampled_tokens_follow_the_policys_distribution(drafting: Running, temperature: float, top_p: float) -> None:
+    """Where a token's share of the cumulative distribution is hit at random, the hits are uniform (Kolmogorov-Smirnov);
+    likelier tokens first, so that a bias towards drafts or towards the likeliest would show."""
+    prompt, samples, tokens = PROMPTS[1], 200, 6
+    params: dict[str, object] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": tokens}
+    outs = ask(drafting, [prompt] * samples, [params | {"ignore_eos": True}] * samples)
+    assert 0.2 < sum(out.accepted for out in outs) / sum(out.drafted for out in outs) < 0.8
+    texts = torch.tensor([[*prompt, *out.token_ids] for out in outs])
+    with torch.no_grad():
+        logits = drafting.model(texts).logits[:, len(prompt) - 1 : -1].double() / temperature
+    probs = logits.softmax(-1)
+    chosen = texts[:, len(prompt) :, None]
+    reported = torch.tensor([out.logprobs for out in outs], dtype=torch.float64)
+    assert (reported - probs.gather(2, chosen)[..., 0].log()).abs().max() < 2e-5
+    probs = on_cpu.keep_top_p(probs.flatten(0, 1), torch.full((samples * tokens,), top_p)).view_as(probs)
+    own = probs.gather(2, chosen)
+    before = (probs * (probs > own)).sum(2)
+    random = torch.rand(before.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    hits = (before + random * own[..., 0]).flatten().sort().values
+    count = len(hits)
+    gap = torch.maximum(torch.arange(1, count + 1) / count - hits, hits - torch.arange(count) / count).max()
+    assert gap < 2.4 / count**0.5, "at random once in 50,000 times"
+
+
+def test_a_turn_ends_where_it_would_without_drafts(drafting: Running) -> None:
+    """At its limit or at an end token, be it drafted and accepted or not, first or last of its window."""
+    prompt = PROMPTS[0]
+    text = tiny_models.greedy(drafting.model, prompt, 12)
+    assert len(set(text)) == len(text)
+    plain: dict[str, object] = {"temperature": 0.0}
+    limits = [plain | {"max_new_tokens": length, "ignore_eos": True} for length in range(1, 12)]
+    ends = [plain | {"max_new_tokens": 30, "stop_token_ids": [token]} for token in text]
+    outs = ask(drafting, [prompt] * (len(limits) + len(ends)), limits + ends)
+    expected = [(text[:length], "length") for length in range(1, 12)]
+    expected += [(text[: place + 1], "stop") for place in range(len(text))]
+    assert [(list(out.token_ids), out.finish) for out in outs] == expected
+
+
+def test_conversations_count_their_drafts(drafting: Running) -> None:
+    config = replace(drafting.config.rollout, max_new_tokens=24)
+    chat = Chat.load(str(drafting.folder), load_tools(config.tools))
+    talks = Conversations(drafting.engine, chat, config)
+    rollouts = talks.generate([Prompt(id="0", messages=({"role": "user", "content": "1 + 1"},))], samples=8, seed=3)
+    talks.close()
+    assert all(1 <= rollout.num_actions <= 24 for rollout in rollouts)
+    drafted, accepted = (sum(getattr(rollout, name) for rollout in rollouts) for name in ("drafted", "accepted"))
+    assert 0 < accepted < drafted
+    assert rollout_metrics(rollouts)["rollout/draft_accepted"] == accepted / drafted
+
+
+def test_orders_reach_the_policy_and_its_draft_model(
+    drafting: Running, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Other weights in both, MLA's products among them; then others in the draft model only, which changes no token."""
+    engine, layout = drafting.engine, EngineLayout(1, draft=True)
+    new = foreseeable(seed=6)
+    folder = tiny_models.save(new, tmp_path_factory.mktemp("ordered"))
+    overwrite(engine, layout, folder, 7)
+    assert_equals(engine, new, 7)
+    assert_drafts(drafting, Drafter(new, folder))
+    overwrite(engine, layout, drafting.folder, 8)
+    assert_drafts(drafting, Drafter(drafting.model, drafting.folder))
