@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl import checks
+from megarl import checks, named_models
 from megarl.config import Config, ConfigError
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
@@ -81,11 +81,11 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     if laid_out:
         passes(checks.check_batch, config, warnings)
     models: list[HFConfig | None] = []
-    if not passes(lambda: models.extend(checks.models(config, dry_run, warnings))) or not laid_out:
+    if not passes(lambda: models.extend(named_models.policy_and_critic(config, dry_run, warnings))) or not laid_out:
         return Report(errors, warnings, {}, [])
     hf, critic_hf = models
     assert hf is not None
-    if not passes(lambda: models.append(checks.reward_model(hf, config, dry_run, warnings))):
+    if not passes(lambda: models.append(named_models.reward_model(hf, config, dry_run, warnings))):
         return Report(errors, warnings, {}, [])
     reward_hf = models[-1]
     divides = passes(checks.check_training_layout, hf, config) and passes(trained_mtp, hf, config)

@@ -7,14 +7,14 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+HAS_GPU = Path("/dev/nvidia0").exists()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -24,51 +24,71 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_ranks(world: int, script: str, *args: str, timeout: float = 300.0) -> list[dict[str, Any]]:
-    """Run `world` processes of a script as the ranks of one job; each prints one line `RESULT {json}`."""
-    env = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    env.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(ROOT / script), *args],
-            env=dict(env, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + timeout
-    outputs: list[str] = []
-    failed: list[str] = []
-    for rank, process in enumerate(processes):
-        try:
-            output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            failed.append(f"rank {rank} ran past {timeout} s")
-            for other in processes:
-                other.kill()
-            output, _ = process.communicate()
-        outputs.append(output)
-        if process.returncode:
-            failed.append(f"rank {rank} exited with {process.returncode}")
-            for other in processes:
-                other.terminate()
-    if failed:
-        tails = "\n".join(f"--- rank {rank}\n{output[-3000:]}" for rank, output in enumerate(outputs))
-        pytest.fail(f"{script} {' '.join(args)}: {'; '.join(failed)}\n{tails}")
-    results = []
-    for rank, output in enumerate(outputs):
-        lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
-        assert lines, f"rank {rank} of {script} printed no RESULT line:\n{output[-3000:]}"
-        results.append(json.loads(lines[-1].removeprefix("RESULT ")))
-    return results
+class Ranks:
+    """Runs a script as the ranks of one job, see `rank_host.py`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.launches = 0
+        self.host: subprocess.Popen[str] | None = None
+
+    def __call__(
+        self, world: int, script: str, *args: str, timeout: float = 300.0, fresh: bool = HAS_GPU
+    ) -> list[dict[str, Any]]:
+        """What each rank prints in its last line `RESULT {json}`. fresh: no forks, which a process that may use a GPU
+        must not be."""
+        self.launches += 1
+        outputs = [self.folder / f"{self.launches}_{rank}.txt" for rank in range(world)]
+        environment = dict(os.environ, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        environment.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+        order = dict(script=str(ROOT / script), args=args, world=world, timeout=timeout, fresh=fresh)
+        order |= dict(environment=environment, outputs=list(map(str, outputs)))
+        codes = self._ask(order)
+        texts = [output.read_text() if output.exists() else "" for output in outputs]
+        failed = [
+            f"rank {rank} ran past {timeout} s" if code is None else f"rank {rank} exited with {code}"
+            for rank, code in enumerate(codes)
+            if code != 0
+        ]
+        if failed:
+            tails = "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in enumerate(texts))
+            pytest.fail(f"{script} {' '.join(args)}: {'; '.join(failed)}\n{tails}")
+        results = []
+        for rank, text in enumerate(texts):
+            lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
+            assert lines, f"rank {rank} of {script} printed no RESULT line:\n{text[-3000:]}"
+            results.append(json.loads(lines[-1].removeprefix("RESULT ")))
+        return results
+
+    def _ask(self, order: dict[str, Any]) -> list[int | None]:
+        if self.host is None:
+            self.host = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests/rank_host.py"), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)),
+            )
+        assert self.host.stdin is not None and self.host.stdout is not None
+        print(json.dumps(order), file=self.host.stdin, flush=True)
+        line = self.host.stdout.readline()
+        assert line, "the host of the ranks has died"
+        codes: list[int | None] = json.loads(line)
+        return codes
+
+    def close(self) -> None:
+        if self.host is not None:
+            self.host.kill()
+            self.host.wait()
+        self.host = None
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Callable[..., list[dict[str, Any]]]:
-    return start_ranks
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +107,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped on a machine without one."""
-    if not Path("/dev/nvidia0").exists():
+    if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))

@@ -54,5 +54,5 @@ def test_a_second_install_does_nothing(units: dict[str, Any]) -> None:
 
 
 def test_never_on_cuda(run_ranks: Any) -> None:
-    result = run_ranks(1, "tests/megatron/ranks_no_shim.py")[0]
+    result = run_ranks(1, "tests/megatron/ranks_no_shim.py", fresh=True)[0]
     assert result == {"installed": False, "patched": 0, "torch_is_untouched": True}

@@ -14,28 +14,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny_models  # noqa: E402
+from engine_config import make_config  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
-from megarl.config import Config, from_dict  # noqa: E402
+from megarl.config import Config  # noqa: E402
 from megarl.rollout.engine import Engine, start_host  # noqa: E402
 from megarl.rollout.hosting import SHARED  # noqa: E402
-
-
-def make_config(model: Path, run: Path, **rollout: Any) -> Config:
-    return from_dict(
-        {
-            "run": {"dir": str(run)},
-            "model": {"path": str(model), "dtype": "float32"},
-            "rollout": {
-                "max_context": 256,
-                "max_new_tokens": 12,
-                "concurrency": 16,
-                "start_timeout": 600,
-                "tools": ["megarl.rollout.tools:calculator"],
-                **rollout,
-            },
-        }
-    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import make_config
+from engine_config import make_config
 
 from megarl.rollout.engine import Engine
 

@@ -18,7 +18,8 @@ import pytest
 import tiny_models
 import torch
 from compare import generate, recorded
-from conftest import Running, make_config
+from conftest import Running
+from engine_config import make_config
 
 from megarl.config import ConfigError
 from megarl.rollout import engine_cpu
