@@ -18,7 +18,7 @@ from megarl import checks, named_models
 from megarl.config import Config, ConfigError
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
-from megarl.models.memory import StageMemory, plan_memory
+from megarl.models.memory import StageMemory, kinds, plan_memory
 from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.stages import stage_layers
 from megarl.parallel.ranks import check_layout
@@ -123,6 +123,9 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         adapters = adapter_params(family_of(hf).params(hf, 1), config.lora)
         count = _count(sum(param.size for param in adapters))
         model.append(("trained", f"adapters of rank {config.lora.rank}, {count} parameters of the policy"))
+    if layers_ahead := trained_mtp(hf, config):
+        more = sum(param.size * number for param, number in kinds(hf, mtp=True)) - sum(counts.values())
+        model.append(("trained besides", f"{layers_ahead} layer(s) of multi-token prediction, {_count(more)}"))
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
         ("dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {checks.data_parallel(config)}"),
@@ -159,6 +162,9 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
             ("SGLang engines", f"{parallel.world_size // rollout.tp} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
+        if rollout.draft_tokens:
+            pushed = "pushed with the policy" if plan.engine.draft else "as it is in the checkpoint"
+            facts["engines"].append(("drafts", f"{rollout.draft_tokens} tokens at a time; the draft layer is {pushed}"))
     return facts
 
 

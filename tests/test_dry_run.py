@@ -201,7 +201,9 @@ def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
 def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> None:
     hf = json.loads((ROOT / "configs/models/deepseek_v3.json").read_text())
     small = ["parallel.tp=1", "parallel.ep=2", "train.mtp=0.1"]
-    assert plan(*small, hf=hf).ok
+    report = plan(*small, "rollout.draft_tokens=2", hf=hf)
+    assert dict(report.facts["model"])["trained besides"].startswith("1 layer(s) of multi-token prediction, 11.6")
+    assert dict(report.facts["engines"])["drafts"] == "2 tokens at a time; the draft layer is pushed with the policy"
     (error,) = plan(*small, *overrides, hf=hf).errors
     assert re.search(message, error)
 
