@@ -12,14 +12,13 @@ START_METHOD = ""
 
 
 def server_args(config: Config, first_device: int) -> dict[str, Any]:
-    """SGLang's settings for this kind of machine; the memory saver lets the weights sleep while the ranks train. Layers
-    of multi-token prediction that are not trained are not pushed: SGLang keeps a copy of them on the host meanwhile."""
-    drafts_as_loaded = bool(config.rollout.draft_tokens) and not config.train.mtp
+    """SGLang's settings for this kind of machine; the memory saver lets the weights sleep while the ranks train. Of a
+    draft model, which is not pushed where it is not trained, SGLang keeps a copy on the host meanwhile."""
     return {
         "device": "cuda",
         "base_gpu_id": first_device,
         "enable_memory_saver": True,
-        **({"enable_draft_weights_cpu_backup": True} if drafts_as_loaded else {}),
+        "enable_draft_weights_cpu_backup": config.rollout.draft_tokens > 0,
         "max_running_requests": config.rollout.concurrency,
     }
 
