@@ -94,7 +94,8 @@ def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
     talks.close()
     talks = Conversations(qwen3_moe.engine, chat, config, recorded(qwen3_moe.engine))
     greedy = talks.generate(prompts[:1], samples=2, greedy=True)
-    assert greedy[0].turns == greedy[1].turns
+    # Log-probs differ in their last bits with what else is in a batch, which depends on when requests arrive.
+    assert greedy[0].token_ids == greedy[1].token_ids
     talks.close()
     batch = TrainBatch.from_rollouts(greedy)
     assert batch.routing is not None and batch.routing.shape == (len(batch.tokens), 2, 2)
