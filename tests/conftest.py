@@ -92,6 +92,17 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 
 @pytest.fixture(scope="session")
+def host() -> Iterator[str]:
+    """Where engines can be started that need not import SGLang, for ten seconds of a core: its socket."""
+    from megarl.config import Config
+    from megarl.rollout.engine import start_host
+
+    host = start_host(Config(), threads=1)
+    yield host.path
+    host.close()
+
+
+@pytest.fixture(scope="session")
 def units(run_ranks: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
     """One process for all checks that need Megatron but no second rank: `ranks_units.py`, run once.
 
