@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+ALONE = ("algorithms", "controllers", "data", "models", "observe", "reshard", "rewards")
 HAS_GPU = Path("/dev/nvidia0").exists()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -117,7 +118,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped on a machine without one."""
+    """Tests marked `gpu` are skipped on a machine without one; those that are one process get the mark `alone`."""
+    for item in items:
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        if folder in ALONE and "run_ranks" not in getattr(item, "fixturenames", ()):
+            item.add_marker("alone")
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):
