@@ -83,7 +83,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say themselves what is wrong
     host = None
-    if config.generates and not config.rollout.replay:
+    if config.generates and not config.rollout.replay and SHARED not in os.environ:
         host = start_host(config)  # one for all engines, and they load while the ranks do
         os.environ[SHARED] = host.path
     try:

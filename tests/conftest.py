@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+ALONE = ("algorithms", "controllers", "data", "models", "observe", "reshard", "rewards")
 HAS_GPU = Path("/dev/nvidia0").exists()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -92,6 +93,17 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 
 @pytest.fixture(scope="session")
+def host() -> Iterator[str]:
+    """Where engines can be started that need not import SGLang, for ten seconds of a core: its socket."""
+    from megarl.config import Config
+    from megarl.rollout.engine import start_host
+
+    host = start_host(Config(), threads=1)
+    yield host.path
+    host.close()
+
+
+@pytest.fixture(scope="session")
 def units(run_ranks: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
     """One process for all checks that need Megatron but no second rank: `ranks_units.py`, run once.
 
@@ -106,7 +118,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped on a machine without one."""
+    """Tests marked `gpu` are skipped on a machine without one; those that are one process get the mark `alone`."""
+    for item in items:
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        if folder in ALONE and "run_ranks" not in getattr(item, "fixturenames", ()):
+            item.add_marker("alone")
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -26,6 +26,7 @@ from megarl.models.memory import stage_elements
 from megarl.models.registry import load_hf_config
 from megarl.observe.rollout_log import read_rollouts
 from megarl.rollout import cpu_torchvision
+from megarl.rollout.hosting import SHARED
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,7 +44,8 @@ SMALL = [
 ENVIRONMENT = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1")
 
 
-def start(folder: Path, run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> subprocess.CompletedProcess[str]:
+    """host: of engines; without, the program starts one."""
     paths = [
         f"model.path={folder}/model",
         f"data.train={folder}/train.jsonl",
@@ -51,11 +53,15 @@ def start(folder: Path, run_dir: Path, *overrides: str) -> subprocess.CompletedP
         f"run.dir={run_dir}",
     ]
     command = [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *paths, *SMALL, *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=ENVIRONMENT)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=with_host(host))
 
 
-def train(folder: Path, run_dir: Path, *overrides: str) -> None:
-    done = start(folder, run_dir, *overrides)
+def with_host(host: str) -> dict[str, str]:
+    return ENVIRONMENT | ({SHARED: host} if host else {})
+
+
+def train(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> None:
+    done = start(folder, run_dir, *overrides, host=host)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
@@ -204,7 +210,9 @@ def test_grpo_by_one_key_and_by_the_reward_model_alone(
     assert "actor/ppo_kl" in row and not any(name.startswith("critic/") for name in row)
 
 
-def test_replayed_routing_closes_the_gap_of_bf16(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_routing_closes_the_gap_of_bf16(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
     """With 8 of 64 experts a token, some pair of them nearly ties in bf16 almost everywhere. Of five random models the
     mean gap was 3.1 to 5.0 times as large without replay, the 95th percentile 4.8 to 8.9 times."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
@@ -217,7 +225,7 @@ def test_replayed_routing_closes_the_gap_of_bf16(folder: Path, tmp_path: Path, m
         *("run.num_rollout=1", "run.save_every=0", "run.export=false", "rollout.max_turns=1"),
         *("parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"),
     ]
-    train(folder, tmp_path / "run", *overrides)
+    train(folder, tmp_path / "run", *overrides, host=host)
     (row,) = metrics_of(tmp_path / "run")
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_p95"):
         assert 0 < row[name] < 0.5 * row[f"{name}_unreplayed"], (name, row)
@@ -225,7 +233,7 @@ def test_replayed_routing_closes_the_gap_of_bf16(folder: Path, tmp_path: Path, m
 
 
 def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """The reward is the same for all, so nothing but the layer of multi-token prediction learns; what it learns shows
     in the engine, of two ranks, only if it is pushed to the draft model there, from the second of two stages."""
@@ -240,7 +248,7 @@ def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
         *("parallel.tp=1", "parallel.pp=2", "parallel.ep=1", "run.num_rollout=5", "run.save_every=0"),
         *("actor_optimizer.lr=0.01", "actor_optimizer.schedule=constant", "actor_optimizer.weight_decay=0"),
     ]
-    train(folder, tmp_path / "run", *overrides)
+    train(folder, tmp_path / "run", *overrides, host=host)
     rows = metrics_of(tmp_path / "run")
     assert rows[0]["rollout/draft_accepted"] < 0.02 and rows[4]["rollout/draft_accepted"] > 0.06
     assert rows[4]["actor/mtp_loss"] < rows[0]["actor/mtp_loss"] - 1.0
@@ -264,7 +272,9 @@ def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path,
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 
-def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_two_nodes(tmp_path: Path) -> None:
+def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_two_nodes(
+    tmp_path: Path, host: str
+) -> None:
     """`ranks_per_node=1` makes two nodes of this machine, and the engine's two tensor parallel ranks one on each. The
     actor is context parallel, the critic tensor parallel, and both leave the device while the engine generates. The
     entropy bonus moves the policy, whatever its answers are."""
@@ -294,7 +304,7 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
     done = subprocess.run(
         [*command, "launch/ppo_hello.py", *overrides],
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env=with_host(host),
         capture_output=True,
         text=True,
         timeout=500,

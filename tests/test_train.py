@@ -106,6 +106,7 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(hosting.SHARED, raising=False)
     seen: list[str | None] = []
     closed: list[bool] = []
     host = SimpleNamespace(path="/the/socket", close=lambda: closed.append(True))
@@ -120,3 +121,6 @@ def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(monkeypatch: pyt
     assert (seen, closed, os.environ.get(hosting.SHARED)) == (["/the/socket"], [True], None)
     assert start_ranks(load_config(QUICKSTART, ["rollout.replay=elsewhere"]), [QUICKSTART]) == 0
     assert seen == ["/the/socket", None] and closed == [True]
+    monkeypatch.setenv(hosting.SHARED, "/of/somebody/else")
+    assert start_ranks(load_config(QUICKSTART, []), [QUICKSTART]) == 0
+    assert seen[2:] == [os.environ[hosting.SHARED]] == ["/of/somebody/else"] and closed == [True]

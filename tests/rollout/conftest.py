@@ -1,4 +1,4 @@
-"""One real engine per model, shared by all tests of a session, and one import of SGLang for all engines."""
+"""One real engine per model, shared by all tests of a session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine_config import make_config  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from megarl.config import Config  # noqa: E402
-from megarl.rollout.engine import Engine, start_host  # noqa: E402
+from megarl.rollout.engine import Engine  # noqa: E402
 from megarl.rollout.hosting import SHARED  # noqa: E402
 
 
@@ -30,15 +30,6 @@ class Running:
     config: Config
     model: PreTrainedModel
     folder: Path
-
-
-@pytest.fixture(scope="session")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where engines can be started that need not import SGLang."""
-    nowhere = tmp_path_factory.mktemp("host")
-    host = start_host(make_config(nowhere, nowhere), threads=1)
-    yield host.path
-    host.close()
 
 
 @contextmanager

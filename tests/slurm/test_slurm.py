@@ -117,7 +117,7 @@ def test_a_tiny_moe_trains_on_two_nodes_saves_when_time_is_up_and_goes_on(cluste
         f"model.path={made}/model",
         f"data.train={made}/train.jsonl",
         f"run.dir={run}",
-        "run.num_rollout=4",
+        "run.num_rollout=3",
         "run.save_every=0",
         "run.eval_every=0",
         "data.prompts_per_step=4",
@@ -131,12 +131,12 @@ def test_a_tiny_moe_trains_on_two_nodes_saves_when_time_is_up_and_goes_on(cluste
     wait_for_text(output, "back into the queue")
     cluster.wait_for(job, "PENDING", timeout=60)
     stopped = trained_steps(run)
-    assert 1 <= len(stopped) < 4, "the job should have stopped at the end of the step under way"
+    assert 1 <= len(stopped) < 3, "the job should have stopped at the end of the step under way"
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")
     cluster.wait_for(job, "COMPLETED", timeout=300)
     assert cluster.fields(job)["Restarts"] == "1"
     steps = trained_steps(run)
-    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert [row["step"] for row in steps] == [1, 2, 3]
     assert steps[: len(stopped)] == stopped, "what was done before the stop is not done again"
     assert all(row["rollout/logprob_diff_p95"] < 1e-4 for row in steps)
     assert (run / "export" / "config.json").is_file()
