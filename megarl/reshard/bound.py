@@ -46,6 +46,9 @@ Ints = NDArray[np.int64]
 
 BLOCK = 128  # rows and columns of an FP8 block; each has an fp32 scale
 SCALE_BYTES = 4
+SLACK = 1.05  # of what a rank sends over the network, above its bound, in the plans that `send` bounds
+MARGINS = (0.0, 0.003, 0.01, 0.03)
+CAPPED_ROUNDS = 400
 SHARING_ROUNDS = 200  # of the fractional sharing that suggests busy sets; more can only raise the bound a little
 
 
@@ -61,6 +64,7 @@ class Bound:
     cross: Ints
     internode: Ints
     send: float
+    send_alone: float
     recv: float
     nic_send: float
     nic_recv: float
@@ -126,22 +130,22 @@ def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node
         node, atom = np.nonzero(enters)
         takers = node * here, lacks[node, :, atom]
         nic_recv.add(*takers, weight[atom])
-        send.add(*takers, weight[atom] * (copies[node, atom] - 1))
+        send.add(*takers, weight[atom] * (copies[node, atom] - 1), network=False)
         node, atom = np.nonzero((copies > 0) & node_holds)
-        send.add(node * here, held[node, :, atom], weight[atom])
-        send.add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1))
+        send.add(node * here, held[node, :, atom], weight[atom], network=False)
+        send.add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1), network=False)
     classes = _classes(train, here)
-    found = {
-        name: jobs.busiest(world, classes)
-        for name, jobs in (("send", send), ("nic_send", nic_send), ("nic_recv", nic_recv))
-    }
+    found = {name: jobs.busiest(world, classes) for name, jobs in (("nic_send", nic_send), ("nic_recv", nic_recv))}
+    alone = send.busiest(world, classes)
+    found["send"] = send.busiest(world, classes, found["nic_send"]) if found["nic_send"].least else alone
     return Bound(
         model_bytes=sum(int(member.columns.weight.sum()) for member in model),
         needed=needed,
         local=local,
         cross=needed - local,
         internode=internode,
-        send=found["send"].least,
+        send=max(alone.least, found["send"].least),
+        send_alone=alone.least,
         recv=float((needed - local).max()),
         nic_send=found["nic_send"].least,
         nic_recv=found["nic_recv"].least,
@@ -283,20 +287,21 @@ def _classes(train: TrainLayout, ranks_per_node: int) -> list[Ints]:
 
 class Busiest(NamedTuple):
     """What some rank has to do at least, what the busiest does in a sharing that was found, and the set of ranks that
-    forces the former."""
+    forces the former. `network` [world]: what each sends over the network in that sharing."""
 
     least: float
     attainable: float
     forced_on: tuple[int, ...]
+    network: NDArray[np.float64]
 
 
 class Jobs:
-    """Bytes that have to be moved, by the set of ranks any of which can do it."""
+    """Bytes that have to be moved, over the network or inside of a node, by the set of ranks any of which can do it."""
 
     def __init__(self) -> None:
-        self.bytes: dict[tuple[int, int, bytes], int] = {}
+        self.bytes: dict[tuple[bool, int, int, bytes], int] = {}
 
-    def add(self, first: Ints, able: Bools, weight: Ints) -> None:
+    def add(self, first: Ints, able: Bools, weight: Ints, network: bool = True) -> None:
         """For each job the ranks that can do it, a row of `able` that begins with rank `first`, and its bytes."""
         rows, width = np.flatnonzero(weight), able.shape[1]
         packed = np.packbits(able[rows], axis=1)
@@ -308,16 +313,17 @@ class Jobs:
         np.add.at(total, same.ravel(), weight[rows])
         for row, bytes_ in zip(different, total.tolist(), strict=True):
             begin = int(row[:8].view("<i8")[0])
-            at = (begin, width, row[8:].tobytes())
+            at = (network, begin, width, row[8:].tobytes())
             self.bytes[at] = self.bytes.get(at, 0) + bytes_
 
-    def busiest(self, world: int, classes: Sequence[Ints]) -> Busiest:
-        """`classes`: see `_classes`."""
+    def busiest(self, world: int, classes: Sequence[Ints], within: Busiest | None = None) -> Busiest:
+        """`classes`: see `_classes`. within: a sharing of the network's jobs; then the bound is of the sharings in
+        which no rank sends more than `SLACK` times its `least` over the network."""
         if not self.bytes:
-            return Busiest(0.0, 0.0, ())
+            return Busiest(0.0, 0.0, (), np.zeros(world))
         members = [
             begin + np.flatnonzero(np.unpackbits(np.frombuffer(able, np.uint8), count=width))
-            for begin, width, able in self.bytes
+            for _, begin, width, able in self.bytes
         ]
         weight = np.array(list(self.bytes.values()), np.float64)
         sizes = np.array([len(ranks) for ranks in members])
@@ -329,20 +335,45 @@ class Jobs:
             forced = np.bincount(low[inside], weight[inside], minlength=label.max() + 1) / np.bincount(label)
             if forced.max() > best:
                 best, forced_on = float(forced.max()), np.flatnonzero(label == forced.argmax())
+        network = np.array([far for far, *_ in self.bytes])
+        far = np.repeat(network, sizes)
+        cap = SLACK * within.least if within else np.inf
         share = np.repeat(weight / sizes, sizes)
-        found = np.inf
-        for number in range(SHARING_ROUNDS):
+        dear = np.ones(world)  # by how much more than inside of its node a rank is to avoid sending over the network
+        found, sent = np.inf, np.zeros(world)
+        for number in range(SHARING_ROUNDS if within is None else CAPPED_ROUNDS):
             load = np.bincount(ranks, share, minlength=world)
-            found = min(found, float(load.max()))
-            # The jobs that only the busiest k ranks can do, for every k at once.
-            least = np.minimum.reduceat(load[ranks], starts)
-            rising, jobs = np.sort(load), np.argsort(least)
-            sums = np.append(np.cumsum(weight[jobs][::-1])[::-1], 0.0)
-            forced = sums[np.searchsorted(least[jobs], rising)] / (world - np.searchsorted(rising, rising))
-            if forced.max() > best * (1 + 1e-9):
-                best, forced_on = float(forced.max()), np.flatnonzero(load >= rising[forced.argmax()])
+            out = np.bincount(ranks[far], share[far], minlength=world)
+            if out.max() > cap and within:  # part of the way from a sharing that keeps to it
+                part = (cap - within.network.max()) / (out.max() - within.network.max())
+                attained = float((load - out + part * out + (1 - part) * within.network).max())
+            else:
+                attained = float(load.max())
+            if attained < found:
+                found, sent = attained, out
+            # U: the ranks that send most, for every number of them at once; V: those whose price is as high.
+            price = np.where(far, (load * dear)[ranks], load[ranks])
+            least = np.minimum.reduceat(price, starts)
+            rising = np.sort(load)
+            size = world - np.searchsorted(rising, rising)
+            for margin in MARGINS if within else (0.0,):
+                floor = rising * (1 - margin)
+                forced = np.zeros(world)
+                for kind, at in ((network, floor), (~network, rising)):
+                    jobs = np.argsort(least[kind])
+                    sums = np.append(np.cumsum(weight[kind][jobs][::-1])[::-1], 0.0)
+                    forced += sums[np.searchsorted(least[kind][jobs], at)]
+                if within:
+                    both = world - np.searchsorted(np.sort(load * dear), floor)
+                    forced -= cap * (both - size)
+                forced /= size
+                if forced.max() > best * (1 + 1e-9):
+                    best, forced_on = float(forced.max()), np.flatnonzero(load >= rising[forced.argmax()])
             if found <= best * 1.0005:
                 break
-            share = share / load[ranks] ** (1.0 if number % 2 else 0.5)
+            step = 1.0 if number % 2 else 0.5
+            share = share / price**step
             share *= np.repeat(weight / np.add.reduceat(share, starts), sizes)
-        return Busiest(best, found, tuple(forced_on.tolist()))
+            if within:
+                dear = np.maximum(dear * (out / cap) ** 0.5, 1.0)
+        return Busiest(best, found, tuple(forced_on.tolist()), sent)
