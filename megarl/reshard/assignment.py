@@ -16,7 +16,7 @@ from megarl.config import ConfigError
 from megarl.models.layout import HFConfig
 from megarl.reshard.flows import Kind, Line, Wire, kinds_of, line_of
 from megarl.reshard.layout import EngineLayout, TrainLayout
-from megarl.reshard.sharing import Sets, balance, deal, deal_far, gather, hand_out
+from megarl.reshard.sharing import Sets, balance, deal, deal_far, deal_within, gather, hand_out
 
 MIN_PIECE = 64 << 10
 """Bytes below which a part of a tensor is not cut any more."""
@@ -142,17 +142,20 @@ class Assignment:
     def _assign(self) -> Entries:
         wants, owners = self._wants()
         far, inside = wants.take(wants.near == 0), wants.take(wants.near > 0)
-        far, far_dst = self._enter(far)
-        inside, dst = self._pass_on(inside, self._forwarded(far, far_dst))
-        sent = self._forwarded(far, far_dst) + self._forwarded(inside, dst)
+        # What each would send if nothing were forwarded of what comes over the network; then who gets and forwards that.
+        sent = np.zeros(self.train.world, dtype=np.int64)
+        self._copies(inside, sent)
+        _, sets = self._owned(far, owners)
+        for (ranks, _), share in zip(sets, deal_far(sets, sent.copy()), strict=True):
+            sent[ranks] += share
+        far, far_dst = self._enter(far, sent)
+        forwarded = self._forwarded(far, far_dst)
+        inside, dst = self._pass_on(inside, forwarded.copy())
         # Senders: inside of the node those of its ranks that have it, else all that have it.
-        ranks, here = self.train.stage_ranks, self.ranks_per_node
-        keys = np.stack([_ones(inside.near), inside.node, inside.near], axis=1)
-        members, sets = gather(keys, self._weight(inside), lambda key: int(key[1]) * here + _set_bits(int(key[2])))
+        sent = forwarded + self._forwarded(inside, dst)
+        members, sets = self._in_node(inside, inside.near, self._weight(inside))
         inside, again, src = self._hand_out(inside, members, sets, balance(sets, sent))
-        count = np.array([len(having) for having in owners])[far.owners]
-        keys = np.stack([count, self._stage(far), far.owners], axis=1)
-        members, sets = gather(keys, self._weight(far), lambda key: int(key[1]) * ranks + owners[int(key[2])])
+        members, sets = self._owned(far, owners)
         far, far_again, far_src = self._hand_out(far, members, sets, deal_far(sets, sent))
         both = Wants(*map(np.concatenate, zip(inside, far, strict=True)))
         src, dst = np.concatenate([src, far_src]), np.concatenate([dst[again], far_dst[far_again]])
@@ -190,22 +193,33 @@ class Assignment:
             found.append(Wants(start[at], start[at + 1], np.full(len(flow), number), node, *who))
         return Wants(*map(np.concatenate, zip(*found, strict=True))), members
 
-    def _weight(self, wants: Wants) -> np.ndarray:
-        """Bytes, of all layers."""
-        return (wants.hi - wants.lo) * self._times[wants.group]
-
-    def _stage(self, wants: Wants) -> np.ndarray:
-        return np.array([group.stage for group in self.groups])[wants.group]
-
     @cached_property
     def _times(self) -> np.ndarray:
         """Layers of each group."""
         return np.array([len(group.layers) for group in self.groups])
 
+    def _weight(self, wants: Wants) -> np.ndarray:
+        """Bytes, of all layers."""
+        return (wants.hi - wants.lo) * self._times[wants.group]
+
+    def _owned(self, far: Wants, owners: list[np.ndarray]) -> tuple[list[np.ndarray], Sets]:
+        """To be dealt out among all that hold it: see `gather`."""
+        count, stage = np.array([len(ranks) for ranks in owners]), np.array([group.stage for group in self.groups])
+        keys = np.stack([count[far.owners], stage[far.group], far.owners], axis=1)
+        width = self.train.stage_ranks
+        return gather(keys, self._weight(far), lambda key: int(key[1]) * width + owners[int(key[2])])
+
+    def _in_node(self, wants: Wants, able: np.ndarray, weight: np.ndarray) -> tuple[list[np.ndarray], Sets]:
+        """To be dealt out among the ranks of each one's node that `able` has as bits: see `gather`."""
+        here = self.ranks_per_node
+        keys = np.stack([_ones(able), wants.node, able], axis=1)
+        return gather(keys, weight, lambda key: int(key[1]) * here + _set_bits(int(key[2])))
+
     def _hand_out(
         self, wants: Wants, members: list[np.ndarray], sets: Sets, shares: list[np.ndarray], copies: bool = False
     ) -> tuple[Wants, np.ndarray, np.ndarray]:
-        """The wants, cut; which of the given ones each was; and the rank that it was dealt to."""
+        """The wants, cut; which of the given ones each was; and the rank that it was dealt to. copies: what was dealt
+        out were all copies but the first."""
         times = self._times[wants.group] * (_ones(wants.takers) - 1 if copies else 1)
         found = hand_out(self.line, wants.lo, wants.hi, times, members, sets, shares)
         cut = wants.take(found.origin)._replace(lo=found.lo, hi=found.hi)
@@ -216,57 +230,43 @@ class Assignment:
         weight = self._weight(wants) * (_ones(wants.takers) - 1)
         return np.bincount(dst, weight, self.train.world).astype(np.int64)
 
-    def _enter(self, far: Wants) -> tuple[Wants, np.ndarray]:
-        """The ranks of a node that need it share what comes in: cut, and the rank of each."""
-        here = self.ranks_per_node
-        keys = np.stack([_ones(far.takers), far.node, far.takers], axis=1)
-        members, sets = gather(keys, self._weight(far), lambda key: int(key[1]) * here + _set_bits(int(key[2])))
-        far, _, dst = self._hand_out(far, members, sets, deal(sets, self._headroom(far)))
+    def _enter(self, far: Wants, sent: np.ndarray) -> tuple[Wants, np.ndarray]:
+        """The ranks of a node that need it share what comes in: cut, and the rank of each. Who gets more of it forwards
+        more, so those get it that send least besides (`sent` [world]), but nobody so much that it receives more over the
+        network than the busiest rank has to anyway."""
+        here, world = self.ranks_per_node, self.train.world
+        weight, single = self._weight(far), _ones(far.takers) == 1
+        received = np.bincount(far.node[single] * here + _lowest(far.takers[single]), weight[single], world)
+        shared = np.bincount(far.node[~single], weight[~single], world // here)
+        most = max(received.max(), (received.reshape(-1, here).sum(axis=1) + shared).max() // here)
+        members, sets = self._in_node(far, far.takers, weight)
+        far, _, dst = self._hand_out(far, members, sets, deal_within(sets, sent, (most - received).astype(np.int64)))
         return far, dst
 
-    def _pass_on(self, inside: Wants, sent: np.ndarray) -> tuple[Wants, np.ndarray]:
-        """What several ranks of a node need and others of it hold: one copy comes from a holder, the others from holders
-        or from those that got one. sent [world]: what each sends inside of its node besides; counts up."""
-        here = self.ranks_per_node
+    def _copies(self, inside: Wants, sent: np.ndarray) -> tuple[list[np.ndarray], Sets, list[np.ndarray]]:
+        """Of what a node has and others of its ranks need, one copy comes from a holder, the rest from holders or from
+        those that got one: this rest, as it is gathered and dealt. Of what one rank needs, no rest, dealt to that rank.
+        sent [world]: what each sends besides; counts up."""
         copies = _ones(inside.takers) - 1
-        several = copies > 0
-        once, more = inside.take(~several), inside.take(several)
-        able, copies = more.near | more.takers, copies[several]
+        _, first = self._in_node(inside, inside.near, self._weight(inside))
+        able = inside.takers | np.where(copies > 0, inside.near, 0)
+        members, sets = self._in_node(inside, able, self._weight(inside) * copies)
+        return members, sets, balance(first + sets, sent)[len(first) :]
 
-        def ranks_of(key: np.ndarray) -> np.ndarray:
-            return int(key[1]) * here + _set_bits(int(key[2]))
-
-        keys = np.stack([_ones(able), more.node, able], axis=1)
-        members, sets = gather(keys, self._weight(more) * copies, ranks_of)
-        keys = np.stack([_ones(inside.near), inside.node, inside.near], axis=1)
-        _, own = gather(keys, self._weight(inside), ranks_of)
-        more, _, rank = self._hand_out(more, members, sets, balance(own + sets, sent)[len(own) :], copies=True)
-        # A taker receives it and forwards it to the others. A holder sends it to each, as an entry of its own.
+    def _pass_on(self, inside: Wants, sent: np.ndarray) -> tuple[Wants, np.ndarray]:
+        """What a node has: cut, and the rank that is to receive each. Who makes copies of what it gets forwards them to
+        the others; a holder that makes copies sends them, each an entry of its own."""
+        here = self.ranks_per_node
+        inside, _, rank = self._hand_out(inside, *self._copies(inside, sent), copies=True)
         bit = 1 << rank % here
-        forwards = more.takers & bit > 0
-        found, dst = [once, more.take(forwards)], [once.node * here + _lowest(once.takers), rank[forwards]]
+        forwards = inside.takers & bit > 0
+        found, dst = [inside.take(forwards)], [rank[forwards]]
         for place in range(here):
-            to = 1 << place
-            takes = ~forwards & (more.takers & to > 0)
-            one = more.take(takes)
-            found.append(one._replace(takers=np.full(len(one.lo), to), near=bit[takes]))
+            takes = ~forwards & (inside.takers >> place & 1 == 1)
+            one = inside.take(takes)
+            found.append(one._replace(takers=np.full(len(one.lo), 1 << place), near=bit[takes]))
             dst.append(one.node * here + place)
         return Wants(*map(np.concatenate, zip(*found, strict=True))), np.concatenate(dst)
-
-    def _headroom(self, far: Wants) -> np.ndarray:
-        """[world] bytes to begin with when a node's ranks share what enters over the network.
-
-        To level what each of them receives would be to no purpose below the level that the busiest node cannot avoid,
-        and whoever gets more of what is shared forwards more. So all are taken to have what brings them to that level.
-        """
-        here, world = self.ranks_per_node, self.train.world
-        weight = self._weight(far)
-        single = _ones(far.takers) == 1
-        rank = far.node * here + _lowest(far.takers)
-        forced = np.bincount(rank[single], weight[single], world).astype(np.int64)
-        shared = np.bincount(far.node[~single], weight[~single], world // here).astype(np.int64)
-        level = max(int(forced.max()), int((forced.reshape(-1, here).sum(axis=1) + shared).max()) // here)
-        return np.maximum(np.repeat(level - shared // here, here) - forced, 0)
 
     def transfers(self) -> Transfers:
         """Every transfer of a whole push, entries and forwards, all layers together."""

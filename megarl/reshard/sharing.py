@@ -10,10 +10,11 @@ import numpy as np
 from megarl.reshard.flows import Line
 
 SWEEPS, SETTLED = 12, 1e-3
-"""`balance` goes through its sets as often at most, or until none changes by this part of the busiest rank's load."""
-TRIES, CLOSE = 4, 1.005
-NETWORK = 1.045
-"""See `deal_far`: how often to try, what is as good as one, and how far what goes over the network may rise."""
+"""`balance` takes its sets in turn so often at most, or until none changes by this part of the busiest rank's load."""
+NETWORK, NEAR = 1.043, 0.002
+CLOSE, TRIES = 1.005, 5
+"""Of `deal_far`: how far what goes over the network may rise above its level, and how exactly that is kept; which factor
+is as good as one; how often to try."""
 
 Sets = list[tuple[np.ndarray, int]]
 """Ranks that may take a share of so many bytes, and these bytes."""
@@ -96,14 +97,29 @@ def balance(sets: Sets, load: np.ndarray) -> list[np.ndarray]:
     return shares
 
 
+def deal_within(sets: Sets, sent: np.ndarray, room: np.ndarray) -> list[np.ndarray]:
+    """`deal` of what the ranks of a set receive in parts and send to each other, so that the busiest sender is as idle
+    as can be. sent [world]: what each sends besides; counts up. room [world]: what each may receive, as far as that is
+    enough for all; counts down."""
+    shares = []
+    for ranks, total in sets:
+        others = len(ranks) - 1
+        share = _level_within(sent[ranks] // others, total, room[ranks]) if others else np.array([total])
+        if others:
+            sent[ranks] += share * others
+            room[ranks] -= share
+        shares.append(share)
+    return shares
+
+
 def deal_far(sets: Sets, near: np.ndarray) -> list[np.ndarray]:
     """`deal` of what goes over the network, with a view to what each rank sends inside of its node besides.
 
-    Two things are to be low: what the busiest rank sends over the network, and what it sends in all. Each alone comes
-    down to a level, often not both at once. Ranks are dealt to as if they had sent `near` - free already: nothing, with
-    `free` as high as any, levels the network; all of it, with `free` = 0, the whole. Between the two is looked for
-    where both are the same factor above their levels, or, if that is more, the network's is NETWORK: it is the slower
-    link, and what a push waits for.
+    Two figures are to be low: what the busiest rank sends over the network, and what it sends in all. Each alone comes
+    down to a level, often not both at once. Ranks are dealt to as if they had sent `near` - free already: with `free`
+    as high as any, nothing, that levels the network; with `free` = 0 all of it, that levels the sum. Between these that
+    `free` is looked for with which both figures are the same factor above their levels. If that factor is more than
+    NETWORK, the one with which the network's is NETWORK: it is the slower link, and what a push waits for.
     """
 
     def dealt(free: int) -> tuple[list[np.ndarray], int, int]:
@@ -114,30 +130,42 @@ def deal_far(sets: Sets, near: np.ndarray) -> list[np.ndarray]:
 
     low, high = 0, int(near.max())
     best, far, most = dealt(high)
-    if not far or most == far:
+    if most == far:
         return best
-    other, above, whole = dealt(low)
-    if above <= CLOSE * far:
-        return other
+    shares, network, whole = dealt(low)
     least = most / whole
-    if least <= CLOSE:
-        return best
-    # Of `free`, falling: how much too high the network's factor is.
-    at_low, at_high = above / far - 1, 1 - min(least, NETWORK)
+    if network <= CLOSE * far or least <= CLOSE:
+        return best if least <= CLOSE else shares
+    # How much too high the network's factor is, at the low and at the high end.
+    wrong = [network / far - 1, 1 - min(least, NETWORK)]
     for _ in range(TRIES):
-        free = low + int((high - low) * at_low / (at_low - at_high))
-        shares, above, most = dealt(free)
-        network, sum_ = above / far, most / whole
-        if max(network, sum_) < least and network <= NETWORK * CLOSE:
-            best, least = shares, max(network, sum_)
-        wrong = network - min(sum_, NETWORK)
-        if abs(wrong) < CLOSE - 1:
+        free = low + int((high - low) * wrong[0] / (wrong[0] - wrong[1]))
+        shares, network, most = dealt(free)
+        factors = network / far, most / whole
+        if factors[0] <= NETWORK + NEAR and max(factors) < least:
+            best, least = shares, max(factors)
+        off = factors[0] - min(factors[1], NETWORK)
+        if abs(off) <= NEAR:
             break
-        if wrong > 0:
-            low, at_low, at_high = free, wrong, at_high / 2
+        if off > 0:  # the other end counts half, or it might stay for ever
+            low, wrong = free, [off, wrong[1] / 2]
         else:
-            high, at_high, at_low = free, wrong, at_low / 2
+            high, wrong = free, [wrong[0] / 2, off]
     return best
+
+
+def _level_within(load: np.ndarray, total: int, room: np.ndarray) -> np.ndarray:
+    """`_level` with no share above `room`. What that leaves goes out in equal parts."""
+    room = np.maximum(room, 0)
+    if total >= room.sum():
+        return room + _level(np.zeros_like(load), total - int(room.sum()))
+    share = _level(load, total)
+    full = np.zeros(len(load), dtype=bool)
+    while (share > room).any():
+        full |= share >= room
+        share = np.where(full, room, 0)
+        share[~full] = _level(load[~full], total - int(share.sum()))
+    return share
 
 
 def _level(load: np.ndarray, total: int) -> np.ndarray:
