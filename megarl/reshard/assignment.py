@@ -16,7 +16,7 @@ from megarl.config import ConfigError
 from megarl.models.layout import HFConfig
 from megarl.reshard.flows import Kind, Line, Wire, kinds_of, line_of
 from megarl.reshard.layout import EngineLayout, TrainLayout
-from megarl.reshard.sharing import Sets, balance, deal, deal_far, deal_within, gather, hand_out
+from megarl.reshard.sharing import Sets, balance, deal_far, deal_within, gather, hand_out
 
 MIN_PIECE = 64 << 10
 """Bytes below which a part of a tensor is not cut any more."""
@@ -142,7 +142,7 @@ class Assignment:
     def _assign(self) -> Entries:
         wants, owners = self._wants()
         far, inside = wants.take(wants.near == 0), wants.take(wants.near > 0)
-        # What each would send if nothing were forwarded of what comes over the network; then who gets and forwards that.
+        # What each would send if nothing that comes over the network were forwarded; then who gets and forwards that.
         sent = np.zeros(self.train.world, dtype=np.int64)
         self._copies(inside, sent)
         _, sets = self._owned(far, owners)
@@ -232,8 +232,8 @@ class Assignment:
 
     def _enter(self, far: Wants, sent: np.ndarray) -> tuple[Wants, np.ndarray]:
         """The ranks of a node that need it share what comes in: cut, and the rank of each. Who gets more of it forwards
-        more, so those get it that send least besides (`sent` [world]), but nobody so much that it receives more over the
-        network than the busiest rank has to anyway."""
+        more, so those get it that send least besides (`sent` [world]; counts up), but nobody so much that it receives
+        more over the network than the busiest rank has to anyway."""
         here, world = self.ranks_per_node, self.train.world
         weight, single = self._weight(far), _ones(far.takers) == 1
         received = np.bincount(far.node[single] * here + _lowest(far.takers[single]), weight[single], world)

@@ -13,8 +13,8 @@ SWEEPS, SETTLED = 12, 1e-3
 """`balance` takes its sets in turn so often at most, or until none changes by this part of the busiest rank's load."""
 NETWORK, NEAR = 1.043, 0.002
 CLOSE, TRIES = 1.005, 5
-"""Of `deal_far`: how far what goes over the network may rise above its level, and how exactly that is kept; which factor
-is as good as one; how often to try."""
+"""Of `deal_far`: how far what goes over the network may rise above its level, and how exactly that is kept; which
+factor is as good as one; how often to try."""
 
 Sets = list[tuple[np.ndarray, int]]
 """Ranks that may take a share of so many bytes, and these bytes."""

@@ -1,7 +1,6 @@
-"""How low a plan's busiest rank can come in two respects at once, by linear programming: for tests.
+"""How little a plan's busiest rank can send, by linear programming: for tests.
 
-The bounds of `send` and of `nic_send` are of one respect each. A rank that has to send much inside of its node should
-send less over the network, which then others have to: both bounds at once may be out of reach.
+Who may do what is as in `reshard/bound.py`, whose sets of ranks it judges; whoever may do a job may do any part of it.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from megarl.models.layout import HFConfig
-from megarl.reshard.bound import Bools, Bound, Ints, members, whole
+from megarl.reshard.bound import Bools, Ints, members, whole
 from megarl.reshard.layout import EngineLayout, TrainLayout
 
 
-def least_of_both(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int, least: Bound) -> float:
-    """The smallest z with which every rank can send at most z * least.send in all and z * least.nic_send over the
-    network. Who may do what is as in `reshard/bound.py`; whoever may do a job may do any fraction of it."""
+def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int, within: float) -> float:
+    """The fewest bytes that the busiest rank sends in all, where none sends more than `within` over the network."""
     jobs: list[tuple[Ints, float, bool]] = []  # ranks, bytes, whether over the network
 
     def add(first: Ints, able: Bools, weight: Ints, far: bool) -> None:
@@ -43,21 +41,22 @@ def least_of_both(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: 
         add(node * here, held[node, :, atom], weight[atom], False)
         add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
 
-    unit = least.send  # of bytes, so that numbers are near 1
+    if not jobs:
+        return 0.0
+    unit = max(total for _, total, _ in jobs)  # of bytes, so that numbers are near 1
     job = np.repeat(np.arange(len(jobs)), [len(ranks) for ranks, _, _ in jobs])
     rank = np.concatenate([ranks for ranks, _, _ in jobs])
     far = np.array([far for _, _, far in jobs])[job]
     count, world = len(job), train.world
+    # Unknown: the bytes of each job that each of its ranks does, and, last, what the busiest sends.
     each = coo_matrix((np.ones(count), (job, np.arange(count))), shape=(len(jobs), count + 1))
-    rows = np.concatenate([rank, world + rank[far], np.arange(2 * world)])
-    columns = np.concatenate([np.arange(count), np.flatnonzero(far), np.full(2 * world, count)])
-    levels = np.repeat([-1.0, -least.nic_send / unit], world)
-    values = np.concatenate([np.ones(count + far.sum()), levels])
-    most = coo_matrix((values, (rows, columns)), shape=(2 * world, count + 1))
+    rows = np.concatenate([rank, world + rank[far], np.arange(world)])
+    columns = np.concatenate([np.arange(count), np.flatnonzero(far), np.full(world, count)])
+    values = np.concatenate([np.ones(count + far.sum()), np.full(world, -1.0)])
+    sent = coo_matrix((values, (rows, columns)), shape=(2 * world, count + 1))
+    most = np.repeat([0.0, min(within, 1e18) / unit], world)
     cost = np.zeros(count + 1)
     cost[-1] = 1.0
-    found = linprog(
-        cost, most, np.zeros(2 * world), each, np.array([total / unit for _, total, _ in jobs]), method="highs"
-    )
+    found = linprog(cost, sent, most, each, np.array([total / unit for _, total, _ in jobs]), method="highs")
     assert found.success, found.message
-    return float(found.fun)
+    return float(found.fun) * unit
