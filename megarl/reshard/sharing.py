@@ -78,9 +78,8 @@ def deal(sets: Sets, load: np.ndarray) -> list[np.ndarray]:
 
 
 def balance(sets: Sets, load: np.ndarray) -> list[np.ndarray]:
-    """`deal`, again and again for each set in turn until nothing changes: then no other sharing has a busiest rank that
-    is busier by less, whatever sets overlap. (Each turn lowers the sum of squares of the loads, which is least there.)
-    """
+    """`deal`, and then each set in turn again until nothing changes: then no other sharing has a busiest rank that is less
+    busy, however the sets overlap. (Each turn lowers the sum of the squares of all loads, which is least in the end.)"""
     shares = deal(sets, load)
     several = [number for number, (ranks, _) in enumerate(sets) if len(ranks) > 1]
     for _ in range(SWEEPS if len(several) > 1 else 0):
@@ -170,14 +169,12 @@ def _level_within(load: np.ndarray, total: int, room: np.ndarray) -> np.ndarray:
 
 def _level(load: np.ndarray, total: int) -> np.ndarray:
     """How much each gets of `total` so that the highest of load + share is as low as can be; whole numbers."""
-    rising = np.sort(load)
-    below = np.cumsum(rising)
-    count = np.arange(1, len(load) + 1)
+    rising = load.copy()
+    rising.sort()
     # With the lowest n filled up to one level, this is the level; right is the last n whose members all lie below it.
-    level = (total + below) // count
-    n = int(np.nonzero(level >= rising)[0][-1])
-    share = np.maximum(level[n] - load, 0)
-    share[np.argmin(load)] += total - share.sum()
+    level = (total + rising.cumsum()) // np.arange(1, len(load) + 1)
+    share = np.maximum(level[np.count_nonzero(level >= rising) - 1] - load, 0)
+    share[load.argmin()] += total - share.sum()
     return share
 
 
