@@ -79,7 +79,7 @@ def deal(sets: Sets, load: np.ndarray) -> list[np.ndarray]:
 
 def balance(sets: Sets, load: np.ndarray) -> list[np.ndarray]:
     """`deal`, and then each set in turn again until nothing changes, or SWEEPS times: then no other sharing has a less
-    busy busiest rank, however the sets overlap. (Each turn lowers the sum of the squares of all loads, and where that is
+    busy busiest rank, however the sets overlap. (Each turn lowers the sum of the squares of all loads; where that is
     least, so is the busiest rank's load.)"""
     shares = deal(sets, load)
     several = [number for number, (ranks, _) in enumerate(sets) if len(ranks) > 1]
