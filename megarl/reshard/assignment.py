@@ -7,7 +7,6 @@ parts to each other. All layers of a kind on a stage are assigned alike, so each
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,12 +16,10 @@ from megarl.config import ConfigError
 from megarl.models.layout import HFConfig
 from megarl.reshard.flows import Kind, Line, Wire, kinds_of, line_of
 from megarl.reshard.layout import EngineLayout, TrainLayout
+from megarl.reshard.sharing import Sets, balance, deal_far, deal_within, gather, hand_out
 
 MIN_PIECE = 64 << 10
 """Bytes below which a part of a tensor is not cut any more."""
-TRIES = 3
-CLOSE = 1.005
-"""To have both of the busiest sender's figures low at once, see `_deal_far`: how often to try, and what is enough."""
 
 
 class Entries(NamedTuple):
@@ -38,6 +35,25 @@ class Entries(NamedTuple):
     dst: np.ndarray
     group: np.ndarray
     takers: np.ndarray
+
+
+class Wants(NamedTuple):
+    """Bytes [lo, hi) of the line that ranks of a node need and lack; arrays.
+
+    group: see `Entries`. takers: these ranks, near: those of the node that hold them, both as bits. owners: number of
+    the set of ranks that hold them, counted within the stage.
+    """
+
+    lo: np.ndarray
+    hi: np.ndarray
+    group: np.ndarray
+    node: np.ndarray
+    takers: np.ndarray
+    near: np.ndarray
+    owners: np.ndarray
+
+    def take(self, chosen: np.ndarray) -> Wants:
+        return Wants(*(column[chosen] for column in self))
 
 
 class Group(NamedTuple):
@@ -124,11 +140,36 @@ class Assignment:
         return np.concatenate([[0], np.cumsum([len(kind.flows) for kind in self.kinds])])
 
     def _assign(self) -> Entries:
+        wants, owners = self._wants()
+        far, inside = wants.take(wants.near == 0), wants.take(wants.near > 0)
+        # What each would send if nothing that comes over the network were forwarded; then who gets and forwards that.
+        sent = np.zeros(self.train.world, dtype=np.int64)
+        self._copies(inside, sent)
+        _, sets = self._owned(far, owners)
+        for (ranks, _), share in zip(sets, deal_far(sets, sent.copy()), strict=True):
+            sent[ranks] += share
+        far, far_dst = self._enter(far, sent)
+        forwarded = self._forwarded(far, far_dst)
+        inside, dst = self._pass_on(inside, forwarded.copy())
+        # Senders: inside of the node those of its ranks that have it, else all that have it.
+        sent = forwarded + self._forwarded(inside, dst)
+        members, sets = self._in_node(inside, inside.near, self._weight(inside))
+        inside, again, src = self._hand_out(inside, members, sets, balance(sets, sent))
+        members, sets = self._owned(far, owners)
+        far, far_again, far_src = self._hand_out(far, members, sets, deal_far(sets, sent))
+        both = Wants(*map(np.concatenate, zip(inside, far, strict=True)))
+        src, dst = np.concatenate([src, far_src]), np.concatenate([dst[again], far_dst[far_again]])
+        order = np.lexsort((both.lo, src, dst, both.group))
+        found = Entries(both.lo, both.hi, src, dst, both.group, both.takers)
+        return Entries(*(column[order] for column in found))
+
+    def _wants(self) -> tuple[Wants, list[np.ndarray]]:
+        """All that any node lacks; and the sets of ranks within a stage that `Wants.owners` counts."""
         here, world, ranks = self.ranks_per_node, self.train.world, self.train.stage_ranks
         bits = 1 << np.arange(here, dtype=np.int64)
-        columns: list[list[np.ndarray]] = [[], [], [], [], [], []]
-        patterns: dict[bytes, int] = {}  # of holders within a stage
+        patterns: dict[bytes, int] = {}
         members: list[np.ndarray] = []
+        found = []
         for number, group in enumerate(self.groups):
             needs, holds = self.tables[group.kind]
             own = slice(group.stage * ranks, (group.stage + 1) * ranks)
@@ -146,63 +187,86 @@ class Assignment:
                     patterns[key] = len(members)
                     members.append(np.nonzero(held)[0])
                 pattern[row] = patterns[key]
-            for column, values in zip(
-                columns,
-                (flow + self.first_flow[group.kind], node, takers[flow, node], near[flow, node], pattern[flow]),
-                strict=False,
-            ):
-                column.append(values)
-            columns[5].append(np.full(len(flow), number))
-        flow, node, takers, near, pattern, group_of = (np.concatenate(column) for column in columns)
-        times = np.array([len(group.layers) for group in self.groups])
-        units = _Units(self.line, self.line.flow_start[flow], self.line.flow_start[flow + 1], times[group_of])
+            start = self.line.flow_start
+            at = flow + self.first_flow[group.kind]
+            who = takers[flow, node], near[flow, node], pattern[flow]
+            found.append(Wants(start[at], start[at + 1], np.full(len(flow), number), node, *who))
+        return Wants(*map(np.concatenate, zip(*found, strict=True))), members
 
-        # Entries: the ranks of a node that need it share what comes in.
-        received = self._headroom(units, node, takers, near == 0), np.zeros(world, dtype=np.int64)
-        units, origin, dst = _share(
-            units,
-            near > 0,
-            np.stack([_ones(takers), node, takers], axis=1),
-            lambda inside, key: int(key[1]) * here + _set_bits(int(key[2])),
-            lambda inside, sets: _deal(sets, received[inside]),
-        )
-        # Senders: inside of the node those of its ranks that have it, else all that have it.
-        near, pattern, group_of = near[origin], pattern[origin], group_of[origin]
-        stage = np.array([group.stage for group in self.groups])[group_of]
-        count = np.array([len(ranks_) for ranks_ in members])[pattern]
-        forwards = units.weight * (_ones(takers[origin]) - 1)
-        sent = np.bincount(dst, forwards, world).astype(np.int64)
-        far = near == 0
-        keys = np.stack(
-            [np.where(far, count, _ones(near)), np.where(far, stage, dst // here), np.where(far, pattern, near)], axis=1
-        )
-        units, again, src = _share(
-            units,
-            far,
-            keys,
-            lambda far, key: (
-                int(key[1]) * ranks + members[int(key[2])] if far else int(key[1]) * here + _set_bits(int(key[2]))
-            ),
-            lambda far, sets: _deal_far(sets, sent) if far else _deal(sets, sent),
-        )
-        origin, dst = origin[again], dst[again]
-        order = np.lexsort((units.lo, src, dst, group_of[again]))
-        found = Entries(units.lo, units.hi, src, dst, group_of[again], takers[origin])
-        return Entries(*(column[order] for column in found))
+    @cached_property
+    def _times(self) -> np.ndarray:
+        """Layers of each group."""
+        return np.array([len(group.layers) for group in self.groups])
 
-    def _headroom(self, units: _Units, node: np.ndarray, takers: np.ndarray, far: np.ndarray) -> np.ndarray:
-        """[world] bytes to begin with when a node's ranks share what enters over the network.
+    def _weight(self, wants: Wants) -> np.ndarray:
+        """Bytes, of all layers."""
+        return (wants.hi - wants.lo) * self._times[wants.group]
 
-        To level what each of them receives would be to no purpose below the level that the busiest node cannot avoid,
-        and whoever gets more of what is shared forwards more. So all are taken to have what brings them to that level.
-        """
+    def _owned(self, far: Wants, owners: list[np.ndarray]) -> tuple[list[np.ndarray], Sets]:
+        """To be dealt out among all that hold it: see `gather`."""
+        count, stage = np.array([len(ranks) for ranks in owners]), np.array([group.stage for group in self.groups])
+        keys = np.stack([count[far.owners], stage[far.group], far.owners], axis=1)
+        width = self.train.stage_ranks
+        return gather(keys, self._weight(far), lambda key: int(key[1]) * width + owners[int(key[2])])
+
+    def _in_node(self, wants: Wants, able: np.ndarray, weight: np.ndarray) -> tuple[list[np.ndarray], Sets]:
+        """To be dealt out among the ranks of each one's node that `able` has as bits: see `gather`."""
+        here = self.ranks_per_node
+        keys = np.stack([_ones(able), wants.node, able], axis=1)
+        return gather(keys, weight, lambda key: int(key[1]) * here + _set_bits(int(key[2])))
+
+    def _hand_out(
+        self, wants: Wants, members: list[np.ndarray], sets: Sets, shares: list[np.ndarray], copies: bool = False
+    ) -> tuple[Wants, np.ndarray, np.ndarray]:
+        """The wants, cut; which of the given ones each was; and the rank that it was dealt to. copies: what was dealt
+        out were all copies but the first."""
+        times = self._times[wants.group] * (_ones(wants.takers) - 1 if copies else 1)
+        found = hand_out(self.line, wants.lo, wants.hi, times, members, sets, shares)
+        cut = wants.take(found.origin)._replace(lo=found.lo, hi=found.hi)
+        return cut, found.origin, found.rank
+
+    def _forwarded(self, wants: Wants, dst: np.ndarray) -> np.ndarray:
+        """[world] bytes that each rank forwards of what it receives."""
+        weight = self._weight(wants) * (_ones(wants.takers) - 1)
+        return np.bincount(dst, weight, self.train.world).astype(np.int64)
+
+    def _enter(self, far: Wants, sent: np.ndarray) -> tuple[Wants, np.ndarray]:
+        """The ranks of a node that need it share what comes in: cut, and the rank of each. Who gets more of it forwards
+        more, so those get it that send least besides (`sent` [world]; counts up), but nobody so much that it receives
+        more over the network than the busiest rank has to anyway."""
         here, world = self.ranks_per_node, self.train.world
-        single = far & (_ones(takers) == 1)
-        rank = node * here + np.round(np.log2(np.maximum(takers, 1))).astype(np.int64)
-        forced = np.bincount(rank[single], units.weight[single], world).astype(np.int64)
-        shared = np.bincount(node[far & ~single], units.weight[far & ~single], world // here).astype(np.int64)
-        level = max(int(forced.max()), int((forced.reshape(-1, here).sum(axis=1) + shared).max()) // here)
-        return np.maximum(np.repeat(level - shared // here, here) - forced, 0)
+        weight, single = self._weight(far), _ones(far.takers) == 1
+        received = np.bincount(far.node[single] * here + _lowest(far.takers[single]), weight[single], world)
+        shared = np.bincount(far.node[~single], weight[~single], world // here)
+        most = max(received.max(), (received.reshape(-1, here).sum(axis=1) + shared).max() // here)
+        members, sets = self._in_node(far, far.takers, weight)
+        far, _, dst = self._hand_out(far, members, sets, deal_within(sets, sent, (most - received).astype(np.int64)))
+        return far, dst
+
+    def _copies(self, inside: Wants, sent: np.ndarray) -> tuple[list[np.ndarray], Sets, list[np.ndarray]]:
+        """Of what a node has and others of its ranks need, one copy comes from a holder, the rest from holders or from
+        those that got one: this rest, as it is gathered and dealt. Of what one rank needs, no rest, dealt to that rank.
+        sent [world]: what each sends besides; counts up."""
+        copies = _ones(inside.takers) - 1
+        _, first = self._in_node(inside, inside.near, self._weight(inside))
+        able = inside.takers | np.where(copies > 0, inside.near, 0)
+        members, sets = self._in_node(inside, able, self._weight(inside) * copies)
+        return members, sets, balance(first + sets, sent)[len(first) :]
+
+    def _pass_on(self, inside: Wants, sent: np.ndarray) -> tuple[Wants, np.ndarray]:
+        """What a node has: cut, and the rank that is to receive each. Who makes copies of what it gets forwards them to
+        the others; a holder that makes copies sends them, each an entry of its own."""
+        here = self.ranks_per_node
+        inside, _, rank = self._hand_out(inside, *self._copies(inside, sent), copies=True)
+        bit = 1 << rank % here
+        forwards = inside.takers & bit > 0
+        found, dst = [inside.take(forwards)], [rank[forwards]]
+        for place in range(here):
+            takes = ~forwards & (inside.takers >> place & 1 == 1)
+            one = inside.take(takes)
+            found.append(one._replace(takers=np.full(len(one.lo), 1 << place), near=bit[takes]))
+            dst.append(one.node * here + place)
+        return Wants(*map(np.concatenate, zip(*found, strict=True))), np.concatenate(dst)
 
     def transfers(self) -> Transfers:
         """Every transfer of a whole push, entries and forwards, all layers together."""
@@ -219,140 +283,15 @@ class Assignment:
         return Transfers(np.concatenate(src), np.concatenate(dst), np.concatenate(nbytes))
 
 
-class _Units:
-    """Bytes [lo, hi) of the line, `times` over (once for each layer); arrays."""
-
-    def __init__(self, line: Line, lo: np.ndarray, hi: np.ndarray, times: np.ndarray) -> None:
-        self.line, self.lo, self.hi, self.times = line, lo, hi, times
-
-    def take(self, index: np.ndarray) -> _Units:
-        return _Units(self.line, self.lo[index], self.hi[index], self.times[index])
-
-    @property
-    def weight(self) -> np.ndarray:
-        return (self.hi - self.lo) * self.times
-
-
-Sets = list[tuple[np.ndarray, int]]
-"""Ranks that may take a share of so many bytes, and these bytes."""
-
-
-def _share(
-    units: _Units,
-    later: np.ndarray,
-    keys: np.ndarray,
-    ranks_of: Callable[[bool, np.ndarray], np.ndarray],
-    deal: Callable[[bool, Sets], list[np.ndarray]],
-) -> tuple[_Units, np.ndarray, np.ndarray]:
-    """Deal out units, those with equal keys among the same ranks: first all that are not `later`, then these.
-
-    keys [N, K]: dealt out in rising order. ranks_of(later, key): the ranks. deal(later, sets): bytes of each of a set's
-    ranks. Units at the border of two shares are cut. Returns the units, which of the given ones each was, and its rank.
-    """
-    lo, hi, times, origin, rank = [], [], [], [], []
-    for flag in (False, True):
-        index = np.nonzero(later == flag)[0]
-        if not len(index):
-            continue
-        index = index[np.lexsort(keys[index].T[::-1])]
-        sorted_keys, weight = keys[index], units.weight[index]
-        change = np.nonzero((sorted_keys[1:] != sorted_keys[:-1]).any(axis=1))[0] + 1
-        starts, ends = np.concatenate([[0], change]), np.concatenate([change, [len(index)]])
-        totals = np.add.reduceat(weight, starts)
-        sets = [(ranks_of(flag, sorted_keys[at]), int(total)) for at, total in zip(starts, totals, strict=True)]
-        for start, end, (ranks, _), share in zip(starts, ends, sets, deal(flag, sets), strict=True):
-            part = units.take(index[start:end])
-            if len(ranks) == 1:
-                pieces = (part.lo, part.hi, np.arange(end - start), np.zeros(end - start, dtype=np.int64))
-            else:
-                pieces = _cut(part, share)
-            lo.append(pieces[0])
-            hi.append(pieces[1])
-            times.append(part.times[pieces[2]])
-            origin.append(index[start:end][pieces[2]])
-            rank.append(ranks[pieces[3]])
-    if not lo:
-        empty = np.zeros(0, dtype=np.int64)
-        return units, empty, empty
-    done = _Units(units.line, np.concatenate(lo), np.concatenate(hi), np.concatenate(times))
-    return done, np.concatenate(origin), np.concatenate(rank)
-
-
-def _deal(sets: Sets, load: np.ndarray) -> list[np.ndarray]:
-    """Each set's bytes among its ranks, so that the busiest is as idle as can be. load [world]: what each has so far;
-    counts up. Sets with few ranks should come first, for they have the least choice."""
-    shares = []
-    for ranks, total in sets:
-        share = _level(load[ranks], total) if len(ranks) > 1 else np.array([total])
-        load[ranks] += share
-        shares.append(share)
-    return shares
-
-
-def _deal_far(sets: Sets, near: np.ndarray) -> list[np.ndarray]:
-    """`_deal` of what goes over the network, with a view to what each rank sends inside of its node besides.
-
-    Two things are to be low: what a rank sends over the network, and what it sends in all. Each alone could come down
-    to a level, `far` and `whole`, but not always both at once. To have both within a factor z of their levels, no rank
-    may get more than z far, nor more than z whole - near: those that send more than z (whole - far) nearby get so much
-    less. z is found by trying.
-    """
-    alone, both = np.zeros_like(near), near.copy()
-    _deal(sets, alone)
-    _deal(sets, both)
-    far, whole = int(alone.max()), int(both.max())
-    best: list[np.ndarray] = []
-    least, z = np.inf, 1.0
-    for _ in range(TRIES):
-        handicap = np.maximum(near - int(z * (whole - far)), 0)
-        load = handicap.copy()
-        shares = _deal(sets, load)
-        sent = load - handicap
-        z = max(float(sent.max()) / far, float((sent + near).max()) / whole)
-        if z < least:
-            least, best = z, shares
-        if z < CLOSE:
-            break
-    return best
-
-
-def _level(load: np.ndarray, total: int) -> np.ndarray:
-    """How much each gets of `total` so that the highest of load + share is as low as can be; whole numbers."""
-    rising = np.sort(load)
-    below = np.cumsum(rising)
-    count = np.arange(1, len(load) + 1)
-    # With the lowest n filled up to one level, this is the level; right is the last n whose members all lie below it.
-    level = (total + below) // count
-    n = int(np.nonzero(level >= rising)[0][-1])
-    share = np.maximum(level[n] - load, 0)
-    share[np.argmin(load)] += total - share.sum()
-    return share
-
-
-def _cut(units: _Units, share: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Lay the units on one line and the shares along it -> lo, hi, which unit, whose share."""
-    ends = np.cumsum(units.weight)
-    begins = ends - units.weight
-    borders = np.cumsum(share)
-    points = np.unique(np.concatenate([[0], ends, borders]))
-    left, right = points[:-1], points[1:]
-    unit = np.searchsorted(ends, left, side="right")
-    owner = np.minimum(np.searchsorted(borders, left, side="right"), len(share) - 1)
-
-    def place(point: np.ndarray) -> np.ndarray:
-        exact = units.lo[unit] + (point - begins[unit]) // units.times[unit]
-        inner = np.maximum(units.line.snap(exact), units.lo[unit])
-        return np.where(point == begins[unit], units.lo[unit], np.where(point == ends[unit], units.hi[unit], inner))
-
-    lo, hi = place(left), place(right)
-    full = hi > lo
-    return lo[full], hi[full], unit[full], owner[full]
-
-
 def _ones(mask: np.ndarray) -> np.ndarray:
     return (
         np.unpackbits(mask.astype(np.int64).view(np.uint8).reshape(len(mask), 8), axis=1).sum(axis=1).astype(np.int64)
     )
+
+
+def _lowest(mask: np.ndarray) -> np.ndarray:
+    """The number of the lowest bit that is set."""
+    return np.round(np.log2(np.maximum(mask & -mask, 1))).astype(np.int64)
 
 
 def _set_bits(mask: int) -> np.ndarray:

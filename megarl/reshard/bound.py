@@ -21,6 +21,19 @@ the network carries no byte twice into a node:
   which any of these k may send, since any may be the first to have it. Where the node does hold it and k others of its
   ranks need it, one copy can only come from the holders in the node, and k - 1 from them or from those that need it.
 - `recv`, over all links: a rank's jobs are its own; the bound is the rank that lacks most.
+
+**Both of a sender's figures at once.** Who has much to send inside of its node should send less over the network; then
+others have to send more over it. Where nobody may send more than `cap` over the network, take two sets of ranks, U and
+V, without a rank in common. The jobs inside of nodes that only U can do, and those over the network that only U and V
+can do, are done by U and V. Of the latter, V does `cap` |V| at most, so that some rank of U sends at least
+
+    (bytes of the former + bytes of the latter - cap |V|) / |U|    in all.
+
+That, too, holds for any U and V. The best two give all that is forced: let the jobs flow to a rank through an edge of
+capacity `cap` if they are over the network, and from the rank through one of capacity x; all jobs fit if and only if no
+cut is smaller than they are, and a cut is such a U and V. `send` is this bound with `cap` = SLACK times `nic_send`: the
+least that the busiest rank sends in all in any plan whose figure for the network is at most SLACK. `send_alone` is the
+bound without a cap, V empty; a plan that comes closer to it has a rank that sends more than the cap over the network.
 """
 
 from __future__ import annotations
@@ -43,17 +56,21 @@ from megarl.reshard.layout import EngineLayout, Held, TrainLayout
 Wire = Literal["bf16", "fp8", "fp32"]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 BLOCK = 128  # rows and columns of an FP8 block; each has an fp32 scale
 SCALE_BYTES = 4
-SHARING_ROUNDS = 200  # of the fractional sharing that suggests busy sets; more can only raise the bound a little
+SLACK = 1.05  # in the plans that `send` bounds, no rank sends more than this times `nic_send` over the network
+SHARING_ROUNDS = 400  # of the fractional sharing that suggests busy sets; more can only raise the bound a little
+MARGINS = (0.0, 0.003, 0.01)  # what is as good as equal there, as it never becomes quite equal
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
     """All in bytes. `model_bytes`: the whole model once; `needed`, `local`, `cross`: of each rank; `internode`: of each
     node; the others: of the busiest rank. For `send`, `nic_send`, `nic_recv`, `attainable` is what a sharing of the
-    jobs that was found comes to, and `forced_on` the ranks of the set that forces the bound."""
+    jobs that was found comes to, and `forced_on` the ranks of the set that forces the bound. `send` is of the plans
+    that keep to SLACK over the network, `send_alone` of all."""
 
     model_bytes: int
     needed: Ints
@@ -61,6 +78,7 @@ class Bound:
     cross: Ints
     internode: Ints
     send: float
+    send_alone: float
     recv: float
     nic_send: float
     nic_recv: float
@@ -120,28 +138,28 @@ def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node
         enters = (copies > 0) & ~node_holds
         internode += enters @ weight
         owners = np.full(len(weight), stage * width), columns.holds.T, weight * enters.sum(0)
-        nic_send.add(*owners)
-        send.add(*owners)
+        nic_send.add(*owners, network=True)
+        send.add(*owners, network=True)
 
         node, atom = np.nonzero(enters)
         takers = node * here, lacks[node, :, atom]
-        nic_recv.add(*takers, weight[atom])
-        send.add(*takers, weight[atom] * (copies[node, atom] - 1))
+        nic_recv.add(*takers, weight[atom], network=True)
+        send.add(*takers, weight[atom] * (copies[node, atom] - 1), network=False)
         node, atom = np.nonzero((copies > 0) & node_holds)
-        send.add(node * here, held[node, :, atom], weight[atom])
-        send.add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1))
+        send.add(node * here, held[node, :, atom], weight[atom], network=False)
+        send.add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1), network=False)
     classes = _classes(train, here)
-    found = {
-        name: jobs.busiest(world, classes)
-        for name, jobs in (("send", send), ("nic_send", nic_send), ("nic_recv", nic_recv))
-    }
+    found = {name: jobs.busiest(world, classes) for name, jobs in (("nic_send", nic_send), ("nic_recv", nic_recv))}
+    alone = send.busiest(world, classes)
+    found["send"] = send.busiest(world, classes, found["nic_send"]) if nic_send.bytes else alone
     return Bound(
         model_bytes=sum(int(member.columns.weight.sum()) for member in model),
         needed=needed,
         local=local,
         cross=needed - local,
         internode=internode,
-        send=found["send"].least,
+        send=max(alone.least, found["send"].least),
+        send_alone=alone.least,
         recv=float((needed - local).max()),
         nic_send=found["nic_send"].least,
         nic_recv=found["nic_recv"].least,
@@ -283,20 +301,21 @@ def _classes(train: TrainLayout, ranks_per_node: int) -> list[Ints]:
 
 class Busiest(NamedTuple):
     """What some rank has to do at least, what the busiest does in a sharing that was found, and the set of ranks that
-    forces the former."""
+    forces the former. network [world]: what each sends over the network in that sharing."""
 
     least: float
     attainable: float
     forced_on: tuple[int, ...]
+    network: Floats
 
 
 class Jobs:
-    """Bytes that have to be moved, by the set of ranks any of which can do it."""
+    """Bytes that have to be moved, over the network or inside of a node, by the set of ranks any of which can do it."""
 
     def __init__(self) -> None:
-        self.bytes: dict[tuple[int, int, bytes], int] = {}
+        self.bytes: dict[tuple[bool, int, int, bytes], int] = {}
 
-    def add(self, first: Ints, able: Bools, weight: Ints) -> None:
+    def add(self, first: Ints, able: Bools, weight: Ints, network: bool) -> None:
         """For each job the ranks that can do it, a row of `able` that begins with rank `first`, and its bytes."""
         rows, width = np.flatnonzero(weight), able.shape[1]
         packed = np.packbits(able[rows], axis=1)
@@ -308,18 +327,20 @@ class Jobs:
         np.add.at(total, same.ravel(), weight[rows])
         for row, bytes_ in zip(different, total.tolist(), strict=True):
             begin = int(row[:8].view("<i8")[0])
-            at = (begin, width, row[8:].tobytes())
+            at = (network, begin, width, row[8:].tobytes())
             self.bytes[at] = self.bytes.get(at, 0) + bytes_
 
-    def busiest(self, world: int, classes: Sequence[Ints]) -> Busiest:
-        """`classes`: see `_classes`."""
+    def busiest(self, world: int, classes: Sequence[Ints], within: Busiest | None = None) -> Busiest:
+        """`classes`: see `_classes`. within: of the same jobs over the network alone; then the bound is of sharings in
+        which no rank sends more than SLACK times `within.least` over the network."""
         if not self.bytes:
-            return Busiest(0.0, 0.0, ())
+            return Busiest(0.0, 0.0, (), np.zeros(world))
         members = [
             begin + np.flatnonzero(np.unpackbits(np.frombuffer(able, np.uint8), count=width))
-            for begin, width, able in self.bytes
+            for _, begin, width, able in self.bytes
         ]
         weight = np.array(list(self.bytes.values()), np.float64)
+        network = np.array([far for far, *_ in self.bytes])
         sizes = np.array([len(ranks) for ranks in members])
         starts, ranks = np.cumsum(sizes) - sizes, np.concatenate(members)
         best, forced_on = 0.0, np.zeros(0, np.int64)
@@ -329,20 +350,43 @@ class Jobs:
             forced = np.bincount(low[inside], weight[inside], minlength=label.max() + 1) / np.bincount(label)
             if forced.max() > best:
                 best, forced_on = float(forced.max()), np.flatnonzero(label == forced.argmax())
+        cap = SLACK * within.least if within else weight.sum()
+        far = np.repeat(network, sizes)
         share = np.repeat(weight / sizes, sizes)
-        found = np.inf
+        dear = np.ones(world)  # the factor by which a rank that is at the cap is dearer for jobs over the network
+        found, sent = np.inf, np.zeros(world)
         for number in range(SHARING_ROUNDS):
             load = np.bincount(ranks, share, minlength=world)
-            found = min(found, float(load.max()))
-            # The jobs that only the busiest k ranks can do, for every k at once.
-            least = np.minimum.reduceat(load[ranks], starts)
-            rising, jobs = np.sort(load), np.argsort(least)
-            sums = np.append(np.cumsum(weight[jobs][::-1])[::-1], 0.0)
-            forced = sums[np.searchsorted(least[jobs], rising)] / (world - np.searchsorted(rising, rising))
-            if forced.max() > best * (1 + 1e-9):
-                best, forced_on = float(forced.max()), np.flatnonzero(load >= rising[forced.argmax()])
+            out: NDArray[Any] = np.bincount(ranks[far], share[far], minlength=world)
+            part, base = 1.0, out
+            if within and out.max() > cap:  # mixed with a sharing that keeps to it, so that it does, too
+                base = within.network
+                part = max((cap - base.max()) / (out.max() - base.max()), 0.0)
+            attained = float((load - out + part * out + (1 - part) * base).max())
+            if attained < found:
+                found, sent = attained, out
+            price = np.where(far, (load * dear)[ranks], load[ranks])
+            least = np.minimum.reduceat(price, starts)
+            # U: the busiest k ranks, for every k at once; V: other ranks that cost (almost) as much.
+            rising = np.sort(load)
+            size = _at_least(load, np.ones(world), rising)
+            for margin in MARGINS:
+                floor = rising * (1 - margin)
+                forced = _at_least(least[~network], weight[~network], rising)
+                forced += _at_least(least[network], weight[network], floor)
+                forced -= cap * (_at_least(load * dear, np.ones(world), floor) - size)
+                forced /= size
+                if forced.max() > best * (1 + 1e-9):
+                    best, forced_on = float(forced.max()), np.flatnonzero(load >= rising[forced.argmax()])
             if found <= best * 1.0005:
                 break
-            share = share / load[ranks] ** (1.0 if number % 2 else 0.5)
+            share = share / price ** (1.0 if number % 2 else 0.5)
             share *= np.repeat(weight / np.add.reduceat(share, starts), sizes)
-        return Busiest(best, found, tuple(forced_on.tolist()))
+            dear = np.maximum(dear * np.sqrt(out / cap), 1.0)
+        return Busiest(best, found, tuple(forced_on.tolist()), sent)
+
+
+def _at_least(values: NDArray[Any], weight: NDArray[Any], floor: NDArray[Any]) -> Floats:
+    """The weight of all values from each floor on."""
+    order = np.argsort(values)
+    return np.append(np.cumsum(weight[order][::-1])[::-1], 0.0)[np.searchsorted(values[order], floor)]

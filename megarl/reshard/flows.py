@@ -117,14 +117,17 @@ def _flows(
 ) -> list[Flow]:
     gathered: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
     routed: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
+    places: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}  # of an engine: by grid and its parts
     for number, param in enumerate(params):
         slot = engine.slot(param)
         if slot is None:
             continue
         for cell, held, needed in _cells(number, param, train, engine, wire, min_piece):
             if param.expert is None:
-                positions = tuple(p for p in range(engine.tp) if engine.part(p, slot.grid) in needed)
-                gathered.setdefault((held, positions), []).append(cell)
+                key = slot.grid, needed
+                if key not in places:
+                    places[key] = tuple(p for p in range(engine.tp) if engine.part(p, slot.grid) in needed)
+                gathered.setdefault((held, places[key]), []).append(cell)
             else:
                 routed.setdefault((held, needed), []).append(cell)
     flows = [Flow(held, None, positions, (None,), tuple(cells)) for (held, positions), cells in gathered.items()]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.reshard.bound import Bound
+from megarl.reshard.bound import SLACK, Bound
 from megarl.reshard.planner import ALIGN, FORWARD_RECEIVE, FORWARD_SEND, LOCAL, SEND, Plan, RankPlan
 
 Floats = NDArray[np.float64]
@@ -185,6 +185,8 @@ def figures(paper: Paper, bound: Bound, links: Links) -> dict[str, Any]:
         found[f"{name}_bound"] = round(least)
         found[f"{name}_max_over_bound"] = _ratio(of_ranks.max(), least)
     found |= {
+        # Of `send`, were the network of no account.
+        "send_alone_bound": round(bound.send_alone),
         # As they are allocated: two halves of the largest round, for each direction.
         "staging_peak_bytes": int((2 * (paper.staged_out.max(0) + paper.staged_in.max(0))).max()),
         "bucket_bytes": paper.plan.bucket_bytes,
@@ -237,6 +239,12 @@ def sentences(paper: Paper, bound: Bound, links: Links) -> list[str]:
                     f"{_set_of_ranks(forced, train.stage_ranks, here)}, {why}."
                 )
             found.append(line)
+        if bound.send > 1.001 * bound.send_alone:
+            found.append(
+                f"Over all links some GPU sends {gigabytes(bound.send)} at least, or one sends more than {SLACK:g} of "
+                f"the least over the network. Were the network of no account, {gigabytes(bound.send_alone)} would do: "
+                "those that have most to send inside of their nodes would leave the network to others."
+            )
     seconds, busiest = float(paper.round_seconds(links).sum()), paper.busiest_seconds(links)
     found.append(
         f"It goes in {paper.plan.rounds} rounds through staging of two buckets of {paper.plan.bucket_bytes >> 20} MiB. "

@@ -1,7 +1,6 @@
-"""How low a plan's busiest rank can come in two respects at once, by linear programming: for tests.
+"""How little a plan's busiest rank can send, by linear programming: for tests.
 
-The bounds of `send` and of `nic_send` are of one respect each. A rank that has to send much inside of its node should
-send less over the network, which then others have to: both bounds at once may be out of reach.
+Who may do what is as in `reshard/bound.py`, whose sets of ranks it judges; whoever may do a job may do any part of it.
 """
 
 from __future__ import annotations
@@ -11,23 +10,22 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from megarl.models.layout import HFConfig
-from megarl.reshard.bound import Bools, Bound, Ints, members, whole
+from megarl.reshard.bound import Bools, Ints, members, whole
 from megarl.reshard.layout import EngineLayout, TrainLayout
 
 
-def least_of_both(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int, least: Bound) -> float:
-    """The smallest z with which every rank can send at most z * least.send in all and z * least.nic_send over the
-    network. Who may do what is as in `reshard/bound.py`; whoever may do a job may do any fraction of it."""
-    jobs: list[tuple[Ints, float, bool]] = []  # ranks, bytes, whether over the network
+def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int, within: float) -> float:
+    """The fewest bytes that the busiest rank sends in all, where none sends more than `within` over the network."""
+    found: dict[tuple[bool, tuple[int, ...]], float] = {}  # bytes of each job, over the network or not, of these ranks
 
     def add(first: Ints, able: Bools, weight: Ints, far: bool) -> None:
         table = np.concatenate([first[:, None], able], axis=1)[weight > 0]
         if len(table):
             different, same = np.unique(table, axis=0, return_inverse=True)
             total = np.bincount(same.ravel(), weight[weight > 0])
-            jobs.extend(
-                (row[0] + np.flatnonzero(row[1:]), float(t), far) for row, t in zip(different, total, strict=True)
-            )
+            for row, bytes_ in zip(different, total.tolist(), strict=True):
+                job = far, tuple((row[0] + np.flatnonzero(row[1:])).tolist())
+                found[job] = found.get(job, 0.0) + bytes_
 
     for member in members(hf, train, engine, here, "bf16"):
         holds, needs = whole(member.columns, member.stage, train, engine)
@@ -43,21 +41,22 @@ def least_of_both(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: 
         add(node * here, held[node, :, atom], weight[atom], False)
         add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
 
-    unit = least.send  # of bytes, so that numbers are near 1
-    job = np.repeat(np.arange(len(jobs)), [len(ranks) for ranks, _, _ in jobs])
-    rank = np.concatenate([ranks for ranks, _, _ in jobs])
-    far = np.array([far for _, _, far in jobs])[job]
+    if not found:
+        return 0.0
+    unit = max(found.values())  # of bytes, so that numbers are near 1
+    job = np.repeat(np.arange(len(found)), [len(ranks) for _, ranks in found])
+    rank = np.concatenate([ranks for _, ranks in found])
+    far = np.array([far for far, _ in found])[job]
     count, world = len(job), train.world
-    each = coo_matrix((np.ones(count), (job, np.arange(count))), shape=(len(jobs), count + 1))
-    rows = np.concatenate([rank, world + rank[far], np.arange(2 * world)])
-    columns = np.concatenate([np.arange(count), np.flatnonzero(far), np.full(2 * world, count)])
-    levels = np.repeat([-1.0, -least.nic_send / unit], world)
-    values = np.concatenate([np.ones(count + far.sum()), levels])
-    most = coo_matrix((values, (rows, columns)), shape=(2 * world, count + 1))
+    # Unknown: the bytes of each job that each of its ranks does, and, last, what the busiest sends.
+    each = coo_matrix((np.ones(count), (job, np.arange(count))), shape=(len(found), count + 1))
+    rows = np.concatenate([rank, world + rank[far], np.arange(world)])
+    columns = np.concatenate([np.arange(count), np.flatnonzero(far), np.full(world, count)])
+    values = np.concatenate([np.ones(count + far.sum()), np.full(world, -1.0)])
+    sent = coo_matrix((values, (rows, columns)), shape=(2 * world, count + 1))
+    most = np.repeat([0.0, min(within / unit, 1e9)], world)
     cost = np.zeros(count + 1)
     cost[-1] = 1.0
-    found = linprog(
-        cost, most, np.zeros(2 * world), each, np.array([total / unit for _, total, _ in jobs]), method="highs"
-    )
-    assert found.success, found.message
-    return float(found.fun)
+    result = linprog(cost, sent, most, each, np.array(list(found.values())) / unit, method="highs")
+    assert result.success, result.message
+    return float(result.fun) * unit

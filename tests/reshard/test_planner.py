@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jointly import least_of_both
+from jointly import least_sent
 from random_layouts import Case, random_case
 from simulate import simulate, staged
 
 from megarl.config import ConfigError
-from megarl.reshard.bound import Bound, bound
+from megarl.reshard.bound import SLACK, Bound, bound
 from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
 from megarl.reshard.paper import Messages, messages_of
 from megarl.reshard.planner import Plan
@@ -23,6 +23,7 @@ from megarl.reshard.planner import Plan
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 DEEPSEEK = json.loads((MODELS / "deepseek_v3.json").read_text())
 QWEN = json.loads((MODELS / "qwen3_235b.json").read_text())
+QWEN_30B = json.loads((MODELS / "qwen3_30b_a3b.json").read_text())
 SEEDS = 520
 
 
@@ -53,21 +54,24 @@ def test_every_byte_arrives_once_where_it_belongs(seed: int) -> None:
 
 
 def check_bytes_and_bounds(plan: Plan, least: Bound, where: str) -> dict[str, float]:
-    """Bytes as few as can be, and a bound that holds; returns how far each busiest rank is from it."""
+    """Bytes as few as can be, and a bound that holds; returns how far each busiest rank is from it. What is sent in all
+    has its bound from how much goes over the network."""
     sent, here = plan.transfers(), plan.assignment.ranks_per_node
     far = sent.src // here != sent.dst // here
     assert sent.nbytes.sum() == least.cross_bytes, where
     assert sent.nbytes[far].sum() == least.internode_bytes, where
     found = {}
     for name, ranks, chosen in (
-        ("send", sent.src, far | True),
-        ("recv", sent.dst, far | True),
         ("nic_send", sent.src, far),
         ("nic_recv", sent.dst, far),
+        ("send", sent.src, far | True),
+        ("recv", sent.dst, far | True),
     ):
         busiest = float(np.bincount(ranks[chosen], sent.nbytes[chosen], 1).max())
-        assert busiest >= getattr(least, name) * (1 - 1e-9), f"{where}{name} is less than its bound"
         found[name] = busiest / max(getattr(least, name), 1.0)
+        beyond = name == "send" and found["nic_send"] > SLACK
+        floor = least.send_alone if beyond else getattr(least, name)
+        assert busiest >= floor * (1 - 1e-9), f"{where}{name} is less than its bound"
     return found
 
 
@@ -195,17 +199,24 @@ def drawn_layout(seed: int) -> tuple[dict[str, Any], TrainLayout, EngineLayout]:
 
 
 DRAWN = 20
-QWEN_128 = QWEN, TrainLayout(128, 4, 8, even_stages(94, 4)), EngineLayout(16, 4)
+CHOSEN = [
+    # The two figures of the busiest sender exclude each other here: one of both is 1.116 at least.
+    (QWEN, TrainLayout(128, 4, 8, even_stages(94, 4)), EngineLayout(16, 4)),
+    (QWEN, TrainLayout(256, 4, 8, even_stages(94, 4)), EngineLayout(32, 16)),
+    # What is in a node already goes to several ranks of it, which share copying it.
+    (QWEN_30B, TrainLayout(16, 1, 8, even_stages(48, 1)), EngineLayout(4, 2)),
+    (QWEN_30B, TrainLayout(64, 4, 4, even_stages(48, 2)), EngineLayout(2, 2)),
+]
 
 
-@pytest.mark.parametrize("drawn", [QWEN_128, *map(drawn_layout, range(DRAWN))], ids=range(-1, DRAWN))
-def test_balance_of_layouts_that_nobody_chose(drawn: tuple[dict[str, Any], TrainLayout, EngineLayout]) -> None:
-    """What the busiest rank sends in all and over the network, beside what both can come down to at once."""
-    least = bound(*drawn, 8)
-    ratios = check_bytes_and_bounds(Plan(*drawn, 8), least, "")
-    both = least_of_both(*drawn, 8, least) if least.nic_send else 1.0
-    assert max(ratios["send"], ratios["nic_send"]) <= 1.05 * both, (ratios, both)
-    assert max(ratios["recv"], ratios["nic_recv"]) <= 1.05, ratios
+@pytest.mark.parametrize("layout", [*CHOSEN, *map(drawn_layout, range(DRAWN))], ids=range(-len(CHOSEN), DRAWN))
+def test_balance_of_layouts_that_nobody_chose(layout: tuple[dict[str, Any], TrainLayout, EngineLayout]) -> None:
+    """Each of the busiest ranks; and the bound of what one sends in all, beside a linear program."""
+    least = bound(*layout, 8)
+    ratios = check_bytes_and_bounds(Plan(*layout, 8), least, "")
+    assert max(ratios.values()) <= 1.05, ratios
+    for value, within in ((least.send, SLACK * least.nic_send), (least.send_alone, np.inf)):
+        assert value == pytest.approx(least_sent(*layout, 8, within), rel=1e-3)
 
 
 def test_fp8_halves_the_bytes() -> None:
