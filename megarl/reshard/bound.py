@@ -31,9 +31,10 @@ can do, are done by U and V. Of the latter, V does `cap` |V| at most, so that so
 
 That, too, holds for any U and V. The best two give all that is forced: let the jobs flow to a rank through an edge of
 capacity `cap` if they are over the network, and from the rank through one of capacity x; all jobs fit if and only if no
-cut is smaller than they are, and a cut is such a U and V. `send` is this bound with `cap` = SLACK times `nic_send`: the
-least that the busiest rank sends in all in any plan whose figure for the network is at most SLACK. `send_alone` is the
-bound without a cap, V empty; a plan that comes closer to it has a rank that sends more than the cap over the network.
+cut is smaller than they are, and a cut is such a U and V. `send_beside` is this bound with `cap` = SLACK times
+`nic_send`: the least that the busiest rank sends in all in any plan whose figure for the network is at most SLACK.
+`send` is the bound without a cap, V empty; a plan that comes closer to it than `send_beside` has a rank that sends more
+than the cap over the network.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ Floats = NDArray[np.float64]
 
 BLOCK = 128  # rows and columns of an FP8 block; each has an fp32 scale
 SCALE_BYTES = 4
-SLACK = 1.05  # in the plans that `send` bounds, no rank sends more than this times `nic_send` over the network
+SLACK = 1.05  # in the plans that `send_beside` bounds, no rank sends more than this times `nic_send` over the network
 SHARING_ROUNDS = 400  # of the fractional sharing that suggests busy sets; more can only raise the bound a little
 MARGINS = (0.0, 0.003, 0.01)  # what is as good as equal there, as it never becomes quite equal
 
@@ -68,9 +69,9 @@ MARGINS = (0.0, 0.003, 0.01)  # what is as good as equal there, as it never beco
 @dataclass(frozen=True, eq=False)
 class Bound:
     """All in bytes. `model_bytes`: the whole model once; `needed`, `local`, `cross`: of each rank; `internode`: of each
-    node; the others: of the busiest rank. For `send`, `nic_send`, `nic_recv`, `attainable` is what a sharing of the
-    jobs that was found comes to, and `forced_on` the ranks of the set that forces the bound. `send` is of the plans
-    that keep to SLACK over the network, `send_alone` of all."""
+    node; the others: of the busiest rank, `send_beside` in the plans that keep to SLACK over the network. For those of
+    senders and `nic_recv`, `attainable` is what a sharing of the jobs that was found comes to, and `forced_on` the
+    ranks of the set that forces the bound."""
 
     model_bytes: int
     needed: Ints
@@ -78,7 +79,7 @@ class Bound:
     cross: Ints
     internode: Ints
     send: float
-    send_alone: float
+    send_beside: float
     recv: float
     nic_send: float
     nic_recv: float
@@ -150,16 +151,16 @@ def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node
         send.add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1), network=False)
     classes = _classes(train, here)
     found = {name: jobs.busiest(world, classes) for name, jobs in (("nic_send", nic_send), ("nic_recv", nic_recv))}
-    alone = send.busiest(world, classes)
-    found["send"] = send.busiest(world, classes, found["nic_send"]) if nic_send.bytes else alone
+    found["send"] = send.busiest(world, classes)
+    found["send_beside"] = send.busiest(world, classes, found["nic_send"]) if nic_send.bytes else found["send"]
     return Bound(
         model_bytes=sum(int(member.columns.weight.sum()) for member in model),
         needed=needed,
         local=local,
         cross=needed - local,
         internode=internode,
-        send=max(alone.least, found["send"].least),
-        send_alone=alone.least,
+        send=found["send"].least,
+        send_beside=max(found["send"].least, found["send_beside"].least),
         recv=float((needed - local).max()),
         nic_send=found["nic_send"].least,
         nic_recv=found["nic_recv"].least,

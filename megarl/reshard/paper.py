@@ -185,8 +185,9 @@ def figures(paper: Paper, bound: Bound, links: Links) -> dict[str, Any]:
         found[f"{name}_bound"] = round(least)
         found[f"{name}_max_over_bound"] = _ratio(of_ranks.max(), least)
     found |= {
-        # Of `send`, were the network of no account.
-        "send_alone_bound": round(bound.send_alone),
+        # Of `send`, where nobody sends much more over the network than has to be.
+        "send_beside_bound": round(bound.send_beside),
+        "send_max_over_beside_bound": _ratio(sent.max(), bound.send_beside),
         # As they are allocated: two halves of the largest round, for each direction.
         "staging_peak_bytes": int((2 * (paper.staged_out.max(0) + paper.staged_in.max(0))).max()),
         "bucket_bytes": paper.plan.bucket_bytes,
@@ -239,11 +240,13 @@ def sentences(paper: Paper, bound: Bound, links: Links) -> list[str]:
                     f"{_set_of_ranks(forced, train.stage_ranks, here)}, {why}."
                 )
             found.append(line)
-        if bound.send > 1.001 * bound.send_alone:
+        if bound.send_beside > 1.001 * bound.send:
+            sent = network_out + paper.inside_out.sum(0)
             found.append(
-                f"Over all links some GPU sends {gigabytes(bound.send)} at least, or one sends more than {SLACK:g} of "
-                f"the least over the network. Were the network of no account, {gigabytes(bound.send_alone)} would do: "
-                "those that have most to send inside of their nodes would leave the network to others."
+                f"Over all links the busiest GPU sends {gigabytes(sent.max())}. Were the network of no account, "
+                f"{gigabytes(bound.send)} would do: those that have most to send inside of their nodes would leave the "
+                f"network to others. Some GPU sends {gigabytes(bound.send_beside)} at least, or one sends more than "
+                f"{SLACK:g} of the least over the network."
             )
     seconds, busiest = float(paper.round_seconds(links).sum()), paper.busiest_seconds(links)
     found.append(
