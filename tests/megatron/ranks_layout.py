@@ -114,7 +114,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         }
     if layout.get("vpp", 1) > 1:
         tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"]
-    elif layout.get("pp", 1) > 1 and family.startswith("deepseek_v3"):
+    elif layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
         # Of three layers: an uneven split, and a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1
     batch = tiny.pairs() if role == "reward_model" else tiny.batch()

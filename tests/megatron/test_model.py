@@ -19,9 +19,12 @@ from check_parity import FLAGS, LAYOUTS, misses, title  # noqa: E402
 
 MOE = "qwen3_moe:actor deepseek_v3:actor"
 DENSE = "qwen2:actor qwen3:actor llama:actor"
+# Families whose tables others have, by config.json.
+ALIKE = "deepseek_llm:actor kimi_k2:actor"
 # Of tools/check_parity.py's table as much as covers every feature: layout -> family:role.
 MODELS = {
-    "": f"{MOE} {DENSE} gemma2:actor deepseek_v2:actor glm4_moe_mtp:actor deepseek_v3:critic llama:reward_model",
+    "": f"{MOE} {DENSE} {ALIKE} gemma2:actor deepseek_v2:actor glm4_moe_mtp:actor deepseek_v3:critic "
+    "llama:reward_model",
     "tp=2": f"{MOE} {DENSE} gemma2:actor qwen3_moe:critic",
     "pp=2": f"{MOE} {DENSE} gemma2:actor gemma2:critic deepseek_v3:critic deepseek_v3_mtp:actor",
     "ep=2,recompute": f"{MOE} deepseek_v3_mtp:actor",

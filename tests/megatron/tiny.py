@@ -91,6 +91,22 @@ HF: dict[str, dict[str, Any]] = {
     "qwen2": dict(COMMON, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, rope_theta=10000.0),
 }
 
+# By their config.json these are others: Llama with whole attention and plain rope, and V3 with yarn and its own scale.
+HF["deepseek_llm"] = dict(COMMON, architectures=["LlamaForCausalLM"], tie_word_embeddings=False, rope_theta=10000.0)
+HF["deepseek_llm"]["num_key_value_heads"] = COMMON["num_attention_heads"]
+HF["kimi_k2"] = HF["deepseek_v3"] | dict(
+    routed_scaling_factor=2.827,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=50000.0,
+        factor=8.0,
+        original_max_position_embeddings=32,
+        beta_fast=1.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    ),
+)
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
 
