@@ -196,6 +196,7 @@ def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
     [
         (["lora.rank=4"], r"train.mtp trains whole layers, lora.rank adapters alone; set one of them to 0"),
         (["algorithm=reward_model"], r"train.mtp is about a policy's layers, and algorithm=reward_model trains none"),
+        (["model.megatron.mtp_num_layers=1"], r"mtp_num_layers has a key of its own: set train.mtp"),
     ],
 )
 def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> None:
@@ -206,6 +207,10 @@ def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> 
     assert dict(report.facts["engines"])["drafts"] == "2 tokens at a time; the draft layer is pushed with the policy"
     (error,) = plan(*small, *overrides, hf=hf).errors
     assert re.search(message, error)
+    stages = ["parallel.pp=2", "parallel.ep=1", "model.megatron.num_layers_in_last_pipeline_stage=30"]
+    assert plan(*small, *stages, hf=hf).ok
+    (error,) = plan(*small, *stages, hf=hf | {"tie_word_embeddings": True}).errors
+    assert re.search(r"train.mtp with tie_word_embeddings=true and parallel.pp above 1 is not implemented", error)
 
 
 def test_every_mistake_is_told_at_once(plan) -> None:

@@ -207,6 +207,10 @@ def _write(
     open_shapes = {tensor.name: tensor.shape for _, tensor in rows}
     trained = set(open_shapes)
     aside = _aside(source, family.untrained(hf))
+    copies: dict[str, list[str]] = {}
+    for name in aside:
+        if of := _COPIES.get(_LAYER.sub("", name)):
+            copies.setdefault(of, []).append(name)
     kept = {tensor.name for param, tensor in rows if param.dtype is not None}
 
     staging = folder.with_name(folder.name + ".tmp")
@@ -221,12 +225,12 @@ def _write(
         cast = dtype if dtype is not None and name not in kept and tensor.is_floating_point() else tensor.dtype
         # a copy: the stream may hand out views of one buffer, which safetensors does not write
         files.add(name, tensor.detach().to("cpu", cast, copy=True).contiguous())
-        for copy in (other for other in aside if _COPIES.get(_LAYER.sub("", other)) == name):
+        for copy in copies.get(name, ()):
             files.add(copy, tensor.detach().to("cpu", cast, copy=True).contiguous())
     if open_shapes:
         raise ConfigError(f"{folder}: {_some(list(open_shapes))} missing")
     for name, weights in aside.items():
-        if name not in trained and _LAYER.sub("", name) not in _COPIES:
+        if name not in trained and not any(name in names for names in copies.values()):
             files.add(name, weights.get(name))
     files.finish()
 

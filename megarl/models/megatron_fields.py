@@ -24,6 +24,8 @@ OURS = {
     "bf16": "model.dtype",
     "pipeline_dtype": "model.dtype",
     "deterministic_mode": "train.deterministic",
+    "mtp_num_layers": "train.mtp",
+    "mtp_loss_scaling_factor": "train.mtp",
 }
 """Fields that have a key of ours."""
 
@@ -33,7 +35,6 @@ FIXED = {
     "pipeline_model_parallel_layout": "give num_layers_in_first_pipeline_stage and ..._last_... instead",
     "account_for_embedding_in_pipeline_split": "give num_layers_in_first_pipeline_stage instead",
     "account_for_loss_in_pipeline_split": "give num_layers_in_last_pipeline_stage instead",
-    "mtp_num_layers": "multi-token prediction layers are not trained",
     "calculate_per_token_loss": "losses are sums over tokens",
     "variable_seq_lengths": "micro-batches differ in length",
     "window_size": "config.json says which layers have windows",

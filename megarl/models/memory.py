@@ -154,10 +154,13 @@ def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tup
         states = state_bytes(elements, dp, expert_dp, size)
         mine, count = layers[stage], len(layers[stage]) // parallel.vpp
         runs = [mine[i * count : (i + 1) * count] for i in range(parallel.vpp)]
-        if stage == parallel.pp - 1:
-            runs[-1] += layers[-1][-1:] * mtp  # each is about one more of the last layer
+        ahead = mtp if stage == parallel.pp - 1 else 0  # each is about one more of the last layer
         in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
-        kept = activation_elements(settings, runs, parallel.tp, _tokens(config), in_flight, parallel.etp)
+        if settings.get("fp8"):  # with which it is not recomputed
+            kept = ahead * layer_elements(settings, layers[-1][-1], parallel.etp) * _tokens(config) // parallel.tp
+        else:
+            kept, runs[-1] = 0, runs[-1] + layers[-1][-1:] * ahead
+        kept += activation_elements(settings, runs, parallel.tp, _tokens(config), in_flight, parallel.etp)
         found.append(({f"{role} {part}": amount for part, amount in states.items()}, kept * size))
     return found
 

@@ -11,6 +11,7 @@ from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
 from megarl.models.classifier import CLASSIFIER, POLICY
 from megarl.models.family import Family, HFConfig
 from megarl.models.layout import Param
+from megarl.models.options import tied
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -71,6 +72,11 @@ def trained_mtp(hf: HFConfig, config: Config) -> int:
         )
     if config.algorithm == "reward_model":
         raise ConfigError("train.mtp is about a policy's layers, and algorithm=reward_model trains none; set it to 0")
+    if tied(hf) and config.parallel.pp > 1:
+        raise ConfigError(
+            "train.mtp with tie_word_embeddings=true and parallel.pp above 1 is not implemented: Megatron would give "
+            "the last stage an embedding and an output layer of its own; set parallel.pp=1 or train.mtp=0"
+        )
     if config.lora.rank:
         raise ConfigError("train.mtp trains whole layers, lora.rank adapters alone; set one of them to 0")
     return family.mtp_layers(hf)
