@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint.hf import open_hf
 from megarl.config import Config, ConfigError, critic_config
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
@@ -150,7 +151,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     """What SGLang needs of its own layout."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
     server_args.check(config.rollout.sglang)
-    server_args.check_drafts(hf, config)
+    check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])
     groups = int(settings.get("num_query_groups") or heads)
     experts = settings.get("num_moe_experts")
@@ -170,6 +171,38 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     for name, (width, parts) in widths.items():
         if width % parts:
             raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
+
+
+def check_drafts(hf: HFConfig, config: Config) -> None:
+    """Raise ConfigError where nothing can draft for `rollout.draft_tokens`, or nobody has seen it work."""
+    number, path = config.rollout.draft_tokens, Path(config.model.path)
+    if number < 0:
+        raise ConfigError(f"rollout.draft_tokens must not be negative, but is {number}; 0 turns drafts off")
+    if number == 0:
+        return
+    if (layers := family_of(hf).mtp_layers(hf)) != 1:
+        raise ConfigError(
+            f"rollout.draft_tokens={number} needs a model with one layer of multi-token prediction "
+            f"(num_nextn_predict_layers), but this {family_of(hf).architecture} has {layers}; set it to 0"
+        )
+    prefix = f"model.layers.{hf['num_hidden_layers']}."
+    if config.model.path and path.is_dir() and not any(name.startswith(prefix) for name in open_hf(path).names()):
+        raise ConfigError(
+            f"rollout.draft_tokens={number}: config.json speaks of a layer of multi-token prediction, but {path} has "
+            f"no tensors {prefix}*; set it to 0"
+        )
+    longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
+    if (needed := config.rollout.max_context + number + 1) > longest:
+        raise ConfigError(
+            f"rollout.max_context={config.rollout.max_context} with rollout.draft_tokens={number} needs {needed} "
+            f"positions, for SGLang keeps room for a window of drafts, but the model has {longest}; lower the first"
+        )
+    for key in ("attn_dp_size", "dp_size"):
+        if int(config.rollout.sglang.get(key) or 1) > 1:
+            raise ConfigError(
+                f"rollout.draft_tokens={number} with rollout.sglang.{key}: never tried with replicas of the attention, "
+                "which a CPU's engine does not have; set one of them only"
+            )
 
 
 def check_routing(hf: HFConfig, config: Config) -> None:

@@ -219,8 +219,8 @@ class TrainConfig:
     batch, MoE layer and chosen expert."""
     mtp: float = 0.0
     """Weight of the loss of the policy's layers of multi-token prediction, which then learn to foresee it, without a
-    gradient into the rest of it (arXiv:2412.19437 section 2.2, whose weight is 0.3 and then 0.1); 0 leaves them as they
-    are."""
+    gradient into the rest of it (arXiv:2412.19437 section 2.2; it has 0.3 and later 0.1, section 4.2); 0 leaves them as
+    they are."""
     deterministic: bool = True
     """Equal runs give equal bits. Turn off where speed on a GPU matters more."""
     offload: bool = False

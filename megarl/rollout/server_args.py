@@ -9,10 +9,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.hf import open_hf
-from megarl.config import Config, ConfigError
-from megarl.models.layout import HFConfig
-from megarl.models.registry import family_of
+from megarl.config import ConfigError
 
 _OURS = {
     "model_path": "model.path",
@@ -75,35 +72,3 @@ def speculative(draft_tokens: int) -> dict[str, Any]:
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": draft_tokens + 1,
     }
-
-
-def check_drafts(hf: HFConfig, config: Config) -> None:
-    """Raise ConfigError where nothing can draft for `rollout.draft_tokens`, or nobody has seen it work."""
-    number, path = config.rollout.draft_tokens, Path(config.model.path)
-    if number < 0:
-        raise ConfigError(f"rollout.draft_tokens must not be negative, but is {number}; 0 turns drafts off")
-    if number == 0:
-        return
-    if (layers := family_of(hf).mtp_layers(hf)) != 1:
-        raise ConfigError(
-            f"rollout.draft_tokens={number} needs a model with one layer of multi-token prediction "
-            f"(num_nextn_predict_layers), but this {family_of(hf).architecture} has {layers}; set it to 0"
-        )
-    prefix = f"model.layers.{hf['num_hidden_layers']}."
-    if config.model.path and path.is_dir() and not any(name.startswith(prefix) for name in open_hf(path).names()):
-        raise ConfigError(
-            f"rollout.draft_tokens={number}: config.json speaks of a layer of multi-token prediction, but {path} has "
-            f"no tensors {prefix}*; set it to 0"
-        )
-    longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
-    if (needed := config.rollout.max_context + number + 1) > longest:
-        raise ConfigError(
-            f"rollout.max_context={config.rollout.max_context} with rollout.draft_tokens={number} needs {needed} "
-            f"positions, for SGLang keeps room for a window of drafts, but the model has {longest}; lower the first"
-        )
-    for key in ("attn_dp_size", "dp_size"):
-        if int(config.rollout.sglang.get(key) or 1) > 1:
-            raise ConfigError(
-                f"rollout.draft_tokens={number} with rollout.sglang.{key}: never tried with replicas of the attention, "
-                "which a CPU's engine does not have; set one of them only"
-            )
