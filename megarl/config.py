@@ -42,7 +42,12 @@ class RunConfig:
     export: bool = True
     """Write the policy, or the reward model, as an HF folder, `<run.dir>/export`, at the end."""
     timeout_s: float = 1800.0
-    """How long a collective may wait for a peer before the run is stopped."""
+    """How long a collective may wait for a peer before the run is stopped. Work on the host that takes as long as it
+    takes has bounds of its own: `rollout.step_timeout`, `run.storage_timeout_s`, `reward.timeout`."""
+    storage_timeout_s: float = 7200.0
+    """How long ranks wait for the slowest to read its part of a model or checkpoint, or to write it."""
+    max_skipped: int = 5
+    """Updates in a row that may be skipped because a gradient is not finite; at one more the run stops."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,12 @@ class RolloutConfig:
     concurrency: int = 128
     """Conversations at once per engine."""
     request_timeout: float = 600.0
-    """Seconds that one answer of the engine may take."""
+    """Seconds that one answer of the engine may take; the conversation is aborted then."""
+    step_timeout: float = 7200.0
+    """Seconds that the rollouts of a step may take in all; what is not done by then is aborted."""
+    max_aborted: float = 0.1
+    """Share of a step's rollouts that may be aborted, by a failure or a time-out; beyond it the run stops. They are
+    recorded, and neither a loss nor a statistic contains them."""
     start_timeout: float = 600.0
     """Seconds that an engine may take to start."""
     push_bucket_mb: int = 1024
@@ -149,6 +159,10 @@ class LossConfig:
     """Clip range of the value update; null turns it off."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    truncated: Literal["train", "mask", "drop"] = "train"
+    """Rollouts that a length or the number of turns cut off: trained on like others; masked, which is no loss of their
+    own, but counts among their group (DAPO's overlong filtering, arXiv:2503.14476 section 3.4); or dropped like aborted
+    ones, which are never trained on."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +263,8 @@ class RewardConfig:
     model: str = ""
     """HF folder of a reward model, as `algorithm: reward_model` exports it, with the policy's tokenizer: its score of
     the whole conversation is added to the reward. It is computed in fp32 on the job's ranks, laid out as the policy."""
+    timeout: float = 60.0
+    """Seconds that one call of a reward function may take; the run stops then and names it."""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class Ranks:
 
 
 _host_group: dist.ProcessGroup | None = None
+_timeout_s = 1800.0
 _layouts: dict[tuple[int, ...], dict[str, Any]] = {}
 """Megatron's groups of each layout, as the globals of its parallel_state, by its sizes."""
 
@@ -91,7 +92,7 @@ def _nearest_multiples(value: int, of: int) -> str:
 
 def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
     """Join the process group that torchrun describes in the environment; build Megatron's. Once per process."""
-    global _host_group
+    global _host_group, _timeout_s
     check_layout(parallel)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
@@ -107,7 +108,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
     os.environ.setdefault("MASTER_PORT", "29500")
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
-    timeout = timedelta(seconds=timeout_s)
+    timeout, _timeout_s = timedelta(seconds=timeout_s), timeout_s
     dist.init_process_group(device.backend(), timeout=timeout)
     _host_group = dist.new_group(backend="gloo", timeout=timeout)
     ranks = layout(parallel, timeout_s)
@@ -177,6 +178,26 @@ def active(ranks: Ranks) -> Iterator[None]:
 
 def _globals(parallel_state: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+
+
+@contextmanager
+def patient(seconds: float) -> Iterator[None]:
+    """Within the block collectives of all groups wait for their peers for so long, instead of `run.timeout_s`.
+
+    For work on the host that some ranks do while others wait: generating, loading, saving. A peer that dies is noticed
+    at once all the same, because its connections close; one that hangs is after `seconds`. Entered by all ranks alike.
+    """
+    groups = list(dist.distributed_c10d._world.pg_map)
+    try:
+        _set_timeouts(groups, seconds)
+        yield
+    finally:
+        _set_timeouts(groups, _timeout_s)
+
+
+def _set_timeouts(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def host_group() -> dist.ProcessGroup:
