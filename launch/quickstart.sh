@@ -31,7 +31,9 @@ for override in "$@"; do
     case $override in run.dir=*) run=${override#run.dir=} ;; esac
 done
 echo "quickstart: training it by RL in $run"
-train configs/quickstart.yaml "run.dir=$run" "model.path=$dir/sft/export" \
-    "data.train=$dir/train.jsonl" "data.eval=$dir/eval.jsonl" "$@"
+for own in "run.dir=$run" "model.path=$dir/sft/export" "data.train=$dir/train.jsonl" "data.eval=$dir/eval.jsonl"; do
+    case " $*" in *" ${own%%=*}="*) ;; *) set -- "$@" "$own" ;; esac
+done
+train configs/quickstart.yaml "$@"
 
 python tools/report.py "$run"

@@ -10,43 +10,48 @@ import dataclasses
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import yaml
-
-from megarl import strict
+from megarl import plain_yaml, strict
 from megarl.strict import ConfigError as ConfigError
+from megarl.strict import Count, CountOrNone, NotNegative, Positive, Range, Seconds, Share
 from megarl.strict import to_dict as to_dict
+
+# What a key's number may be is part of its type. Bounds that no run comes near keep a slip from taking hours.
+Ranks = Annotated[int, Range(1, 65_536)]
+Batch = Annotated[int, Range(1, 1_000_000)]
+Rate = Annotated[float, Range(0, 10)]
+Weight = Annotated[float, Range(0, 1000)]
 
 
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = "runs/default"
     """Run folder: configuration, log, metrics, rollouts, checkpoints, export."""
-    seed: int = 1
+    seed: CountOrNone = 1
     """Seeds everything: initial heads, data order, sampling."""
-    num_rollout: int = 100
+    num_rollout: Count = 100
     """Steps of the loop; each generates one batch of rollouts."""
-    num_update: int = 1
+    num_update: Count = 1
     """Optimizer steps per rollout batch, a multiple of `run.epochs`: each epoch is cut into equal mini-batches."""
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over each rollout batch."""
     resume: Literal["never", "auto"] = "never"
     """`auto` goes on from the newest checkpoint in the run folder, or starts afresh when there is none."""
-    save_every: int = 0
+    save_every: CountOrNone = 0
     """Write a checkpoint every so many steps, and at the end; 0 writes none."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """How many checkpoints stay on disk."""
-    eval_every: int = 0
+    eval_every: CountOrNone = 0
     """Score `data.eval` every so many steps, before the first and after the last; 0 never does."""
     export: bool = True
     """Write the policy, or the reward model, as an HF folder, `<run.dir>/export`, at the end."""
-    timeout_s: float = 1800.0
+    timeout_s: Seconds = 1800.0
     """How long a collective may wait for a peer before the run is stopped. Work on the host that takes as long as it
     takes has bounds of its own: `rollout.step_timeout`, `run.storage_timeout_s`, `reward.timeout`."""
-    storage_timeout_s: float = 7200.0
+    storage_timeout_s: Seconds = 7200.0
     """How long ranks wait for the slowest to read its part of a model or checkpoint, or to write it."""
-    max_skipped: int = 5
+    max_skipped: CountOrNone = 5
     """Updates in a row that may be skipped because a gradient is not finite; at one more the run stops."""
 
 
@@ -64,65 +69,65 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    world_size: int = 1
+    world_size: Ranks = 1
     """Ranks of the whole job. `torchrun` must start this many; without it they are started for you, on one machine."""
-    ranks_per_node: int = 8
+    ranks_per_node: Ranks = 8
     """Ranks on one machine."""
-    tp: int = 1
+    tp: Ranks = 1
     """Tensor parallel ranks of the dense layers; more than one turns sequence parallelism on."""
-    pp: int = 1
+    pp: Ranks = 1
     """Pipeline stages."""
-    vpp: int = 1
+    vpp: Ranks = 1
     """Parts of a pipeline stage, in turn with those of the others (interleaved schedule): less waiting, more talk."""
-    cp: int = 1
+    cp: Ranks = 1
     """Context parallel ranks: each has two parts of every sequence, which is padded to a multiple of 2 cp tokens."""
-    ep: int = 1
+    ep: Ranks = 1
     """Expert parallel ranks; with `etp` they are taken from TP x CP x DP."""
-    etp: int = 1
+    etp: Ranks = 1
     """Tensor parallel ranks of the experts, which are whole by default."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    tp: int = 1
+    tp: Ranks = 1
     """Ranks per engine: world_size / rollout.tp engines run, each tensor parallel over its ranks."""
-    ep: int = 1
+    ep: Ranks = 1
     """Expert parallel size inside an engine; divides rollout.tp."""
-    samples_per_prompt: int = 8
+    samples_per_prompt: Batch = 8
     """Rollouts of each prompt in training."""
-    max_turns: int = 5
+    max_turns: Count = 5
     """Turns that the policy may take in one conversation."""
-    max_new_tokens: int = 1024
+    max_new_tokens: Count = 1024
     """Tokens that the policy may write in one turn."""
-    max_context: int = 4096
+    max_context: Count = 4096
     """Tokens of a whole conversation. Longer prompts are dropped and counted."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(0, 100)] = 1.0
     """Sampling temperature in training; 0 is greedy. Evaluation runs both greedy and at this temperature."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
     """Nucleus sampling; below 1 the engine's log-probs are those of the full distribution."""
     tools: tuple[str, ...] = ()
     """Tools as `module:name`; a prompt may call those that it lists, or all where it lists none."""
-    tool_timeout: float = 30.0
+    tool_timeout: Seconds = 30.0
     """Seconds that a tool may take before it is killed; the policy then sees the time-out as its observation."""
     tool_call_parser: str = "qwen25"
     """SGLang's parser for this model's tool calls."""
-    draft_tokens: int = 0
+    draft_tokens: Annotated[int, Range(0, 1024)] = 0
     """Tokens that the model's own layer of multi-token prediction drafts at a time, and that the policy then accepts or
     replaces (speculative decoding): the same distribution in fewer steps. 0 is off."""
-    concurrency: int = 128
+    concurrency: Batch = 128
     """Conversations at once per engine."""
-    request_timeout: float = 600.0
+    request_timeout: Seconds = 600.0
     """Seconds that one answer of the engine may take; the conversation is aborted then."""
-    step_timeout: float = 7200.0
+    step_timeout: Seconds = 7200.0
     """Seconds that the rollouts of a step may take in all; what is not done by then is aborted."""
-    max_aborted: float = 0.1
+    max_aborted: Share = 0.1
     """Share of a step's rollouts that may be aborted, by a failure or a time-out; beyond it the run stops. They are
     recorded, and neither a loss nor a statistic contains them."""
-    start_timeout: float = 600.0
+    start_timeout: Seconds = 600.0
     """Seconds that an engine may take to start."""
-    push_bucket_mb: int = 1024
+    push_bucket_mb: Batch = 1024
     """MiB that each rank may stage for sending weights to engines, and as much for receiving them."""
-    verify_every: int = 20
+    verify_every: Count = 20
     """The engines' weights are verified bit by bit in the first push and every so many; in the others, one part in so
     many of them."""
     replay: str = ""
@@ -137,7 +142,7 @@ class DataConfig:
     """Prompts to train on: .parquet with verl's columns, or .jsonl. Conversations for SFT, pairs for a reward model."""
     eval: str = ""
     """Held-out prompts, same formats; empty for none."""
-    prompts_per_step: int = 64
+    prompts_per_step: Batch = 64
     """Prompts in one rollout batch; conversations or pairs in a step of SFT or of a reward model."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of chat messages, or a string that becomes one user message."""
@@ -149,15 +154,15 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    clip: float = 0.2
+    clip: Annotated[float, Range(above=0, most=1)] = 0.2
     """PPO: the ratio is clipped to [1 - clip, 1 + clip_high]."""
-    clip_high: float | None = None
+    clip_high: Annotated[float, Range(above=0, most=100)] | None = None
     """Upper clip range where it differs from `loss.clip`, as in DAPO."""
-    dual_clip: float | None = 3.0
+    dual_clip: Annotated[float, Range(above=1, most=1000)] | None = 3.0
     """Bound of the loss for negative advantages (arXiv:1912.09729); null turns it off."""
-    value_clip: float | None = 0.2
+    value_clip: Positive | None = 0.2
     """Clip range of the value update; null turns it off."""
-    entropy_coef: float = 0.0
+    entropy_coef: Weight = 0.0
     """Weight of the entropy bonus."""
     truncated: Literal["train", "mask", "drop"] = "train"
     """Rollouts that a length or the number of turns cut off: trained on like others; masked, which is no loss of their
@@ -167,9 +172,9 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """Discount per action token."""
-    lam: float = 0.95
+    lam: Share = 0.95
     """GAE's lambda."""
     whiten: bool = True
     """PPO: advantages to mean 0 and standard deviation 1 over the global batch's action tokens."""
@@ -183,30 +188,30 @@ class KLConfig:
     """Where the KL to the reference policy enters; `none` builds no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """http://joschu.net/blog/kl-approx.html; k2 or k3 for `place: loss`, whose gradient k1 does not give."""
-    coef: float = 0.001
+    coef: Weight = 0.001
     """Initial coefficient."""
-    target: float | None = 0.015
+    target: Annotated[float, Range(above=0, most=1000)] | None = 0.015
     """Adaptive controller's target in nats per token (arXiv:1909.08593); null keeps the coefficient fixed."""
-    horizon: int = 10000
+    horizon: Count = 10000
     """Rollouts over which the adaptive controller closes the gap."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = 1e-6
+    lr: Rate = 1e-6
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: Rate = 0.0
     """Learning rate at the end of the decay."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay after the warm-up."""
-    warmup_fraction: float = 0.1
+    warmup_fraction: Share = 0.1
     """Share of all optimizer steps in which the rate climbs to its peak."""
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    weight_decay: Rate = 0.01
+    beta1: Annotated[float, Range(0, below=1)] = 0.9
+    beta2: Annotated[float, Range(0, below=1)] = 0.95
+    eps: Positive = 1e-8
+    max_grad_norm: NotNegative = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them as they are."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,7 @@ class CriticConfig:
     """HF folder that the critic starts from; empty for `model.path`. Without a head in it, its head starts at zero."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """As `actor_optimizer`; of a reward model in training, too."""
-    warmup_rollouts: int = 0
+    warmup_rollouts: CountOrNone = 0
     """Steps in which only the critic is updated."""
     parallel: dict[str, Any] = field(default_factory=dict)
     """Layout of the critic where it differs: keys of `parallel` but world_size and ranks_per_node."""
@@ -223,15 +228,15 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    token_budget: int = 3072
+    token_budget: Count = 3072
     """Tokens of a micro-batch on one rank, `cp` times as many in all; a longer sequence is a micro-batch of its own."""
-    logits_at_once: int = 512
+    logits_at_once: Count = 512
     """Tokens whose logits exist at the same time: in bf16 about 18 bytes for each token and word, over tp."""
     replay_routing: bool = False
     """MoE: the policy's log-probs and updates send each token through the experts that the engine chose for it, by the
     trainer's own weights of them (R3, arXiv:2510.11370). Matters in bf16. Each rank holds 2 bytes for each token of the
     batch, MoE layer and chosen expert."""
-    mtp: float = 0.0
+    mtp: Weight = 0.0
     """Weight of the loss of the policy's layers of multi-token prediction, which then learn to foresee it, without a
     gradient into the rest of it (arXiv:2412.19437 section 2.2; it has 0.3 and later 0.1, section 4.2); 0 leaves them as
     they are."""
@@ -245,10 +250,10 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int = 0
+    rank: Annotated[int, Range(0, 65536)] = 0
     """Rank of the adapters that are then all that is trained, beside a critic's head (arXiv:2106.09685); 0 trains all
     weights. Policy and critic alike; their learning rates want to be about ten times as high."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """What the adapters add is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
     """Linear layers that get an adapter, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2, MLA's
@@ -263,7 +268,7 @@ class RewardConfig:
     model: str = ""
     """HF folder of a reward model, as `algorithm: reward_model` exports it, with the policy's tokenizer: its score of
     the whole conversation is added to the reward. It is computed in fp32 on the job's ranks, laid out as the policy."""
-    timeout: float = 60.0
+    timeout: Seconds = 60.0
     """Seconds that one call of a reward function may take; the run stops then and names it."""
 
 
@@ -306,29 +311,30 @@ class Config:
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides, whose values are YAML too.
 
-    Raises ConfigError, naming the key and the nearest known one, for anything unknown or of the wrong type.
+    Raises ConfigError, naming the key and the nearest known one, for anything unknown, of the wrong type, out of range
+    or given twice.
     """
     file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"there is no configuration file {path}")
     try:
-        tree = yaml.safe_load(file.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        there = file.is_file()
+    except OSError:  # a name that is too long
+        there = False
+    if not there:
+        raise ConfigError(f"there is no configuration file {path}")
+    tree = plain_yaml.read(file)
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}, not a mapping of sections")
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"override {override!r} is not of the form key=value")
-        node = tree
-        *parents, leaf = key.split(".")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
-        node[leaf] = strict.parse_scalar(text)
-    return from_dict(tree)
+    return from_dict(plain_yaml.overridden(tree, overrides, _sections()))
+
+
+def _sections() -> dict[str, str]:
+    """Every section, with one of its keys."""
+    found: dict[str, str] = {}
+    for key in strict.kinds_of(Config):
+        found.setdefault(key.rpartition(".")[0], key)
+    del found[""]  # algorithm is in none
+    return found
 
 
 def critic_config(config: Config) -> Config:
@@ -345,4 +351,9 @@ def from_dict(tree: dict[str, Any]) -> Config:
 
 def describe_keys() -> list[tuple[str, Any]]:
     """Every key with its default, in order: what `--keys` prints and what the tests count."""
-    return strict.keys_of(Config)
+    return strict.keys_of(Config())
+
+
+def describe_ranges() -> dict[str, str]:
+    """What each key may be, in words."""
+    return {key: strict.describe(kind) for key, kind in strict.kinds_of(Config).items()}

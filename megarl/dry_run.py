@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl import checks, named_models
+from megarl import checks, named_models, strict
 from megarl.config import Config, ConfigError
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
@@ -71,15 +71,12 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
         return True
 
     # Each depends on the ones before it: a layout that is wrong has no data parallel size to speak of.
-    laid_out = (
-        passes(checks.check_ranges, config)
-        and passes(check_layout, config.parallel)
-        and passes(checks.check_nodes, config)
-    )
+    if not passes(strict.check, config):  # it may have been made in Python
+        return Report(errors, warnings, {}, [])
+    laid_out = passes(check_layout, config.parallel) and passes(checks.check_nodes, config)
     passes(checks.check_algorithm, config, warnings, "reward" in roles_with_options)
     passes(checks.check_data, config, dry_run, warnings)
-    if laid_out:
-        passes(checks.check_batch, config, warnings)
+    laid_out = laid_out and passes(checks.check_batch, config, warnings)
     models: list[HFConfig | None] = []
     if not passes(lambda: models.extend(named_models.policy_and_critic(config, dry_run, warnings))) or not laid_out:
         return Report(errors, warnings, {}, [])
@@ -169,7 +166,7 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
 
 
 def render(report: Report) -> str:
-    """The report for a terminal: facts, bytes per rank by part, warnings and errors."""
+    """The report for a terminal: facts, bytes per rank by part and warnings. Errors are for `raise_errors`."""
     parts: list[Table | str] = []
     if report.facts:
         facts = Table(box=box.SIMPLE_HEAD, show_header=False)
@@ -183,7 +180,7 @@ def render(report: Report) -> str:
     if report.memory:
         parts += [memory_table(report.memory), verdict(max(stage.peak for stage in report.memory))]
     parts += [f"warning: {line}" for line in report.warnings]
-    parts += [f"error: {line}" for line in report.errors] or ["the configuration fits together"]
+    parts += ["the configuration fits together"] if report.ok else []
     console = Console(soft_wrap=False)
     with console.capture() as capture:
         for part in parts:

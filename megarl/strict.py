@@ -1,18 +1,65 @@
-"""Nested plain values into dataclasses, strictly: what is unknown or of the wrong type is named, with the remedy."""
+"""Nested plain values into dataclasses, strictly: what is unknown, of the wrong type or out of range is named, with the
+remedy. A range is part of a field's type: `lr: Annotated[float, Range(0, 1)]`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import math
+import re
+import reprlib
 import types
 import typing
-from typing import Any, Literal, get_args, get_origin
-
-import yaml
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 
 class ConfigError(ValueError):
     """A mistake in the configuration: one line that names the key and the remedy."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `least` to `most`, which are in it, or above and below numbers that are not."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __contains__(self, number: float) -> bool:
+        return (
+            (self.least is None or number >= self.least)
+            and (self.most is None or number <= self.most)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+
+    def __str__(self) -> str:
+        ends = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
+        return " and ".join(f"{word} {_digits(end)}" for word, end in ends if end is not None)
+
+
+ANY = Range()
+LARGEST = 2**31 - 1
+"""What others keep in 32 bits: numpy's seeds, SGLang's counts of tokens."""
+Count = Annotated[int, Range(1, LARGEST)]
+CountOrNone = Annotated[int, Range(0, LARGEST)]
+"""0 is none, or off."""
+Share = Annotated[float, Range(0, 1)]
+Positive = Annotated[float, Range(above=0, most=1e12)]
+NotNegative = Annotated[float, Range(0, 1e12)]
+Seconds = Annotated[float, Range(above=0, most=2_000_000)]
+"""Of a wait: poll() knows no longer ones, 23 days."""
+
+_LONGEST_TEXT, _LONGEST_NAME = 4000, 255  # of a path and of each part of it, which all texts here might be
+_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring, _SHOWN.maxother, _SHOWN.maxlevel = 80, 80, 3
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -26,93 +73,208 @@ def to_dict(config: Any) -> dict[str, Any]:
     return tree
 
 
-def keys_of(cls: type, prefix: str = "") -> list[tuple[str, Any]]:
-    """Every key of a dataclass and of those in it, `section.key`, with its default, in order."""
+def keys_of(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Every key of a dataclass and of those in it, `section.key`, with its value, in order."""
     rows: list[tuple[str, Any]] = []
-    hints = typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        kind = hints[item.name]
-        if dataclasses.is_dataclass(kind):
-            rows += keys_of(typing.cast(type, kind), f"{prefix}{item.name}.")
-        else:
-            default = item.default if item.default is not dataclasses.MISSING else {}
-            rows.append((prefix + item.name, default))
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        section = dataclasses.is_dataclass(value)
+        rows += keys_of(value, f"{prefix}{item.name}.") if section else [(prefix + item.name, value)]
     return rows
 
 
-def parse_scalar(text: str) -> Any:
-    """The value that follows `key=`: YAML, with numbers such as 1e-6; text where it is no YAML."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    return _number(value)
+def kinds_of(cls: type, prefix: str = "") -> dict[str, Any]:
+    """The type of every key, with its range; keys as of `keys_of`."""
+    kinds: dict[str, Any] = {}
+    for name, kind in _hints(cls).items():
+        section = dataclasses.is_dataclass(kind)
+        kinds |= kinds_of(typing.cast(type, kind), f"{prefix}{name}.") if section else {prefix + name: kind}
+    return kinds
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as a string; everybody means the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+def describe(kind: Any) -> str:
+    """A type in words: `a number, above 0 and at most 1, or null`."""
+    base, within, optional = _parts(kind)
+    origin, args = get_origin(base), get_args(base)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+    if origin is Literal:
+        text = f"one of {', '.join(map(str, args))}"
+    elif origin is tuple or origin is list:
+        text = "a list of text" if args and args[0] is str else "a list"
+    else:
+        text = words[origin or base]
+    return text + (f", {within}" if str(within) else "") + (", or null" if optional else "")
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type as it stands, and in its range; floats must be finite."""
+    base, within, optional = _parts(kind)
+    origin, args = get_origin(base), get_args(base)
+    if value is None:
+        return optional
+    if base is int:
+        return isinstance(value, int) and not isinstance(value, bool) and value in within
+    if base is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and (isinstance(value, int) or math.isfinite(value)) and value in within
+    if base is str:
+        return isinstance(value, str) and _is_text(value)
+    if origin is Literal:
+        return isinstance(value, str) and value in args
+    if origin is tuple or origin is list:
+        return isinstance(value, list | tuple) and all(fits(item, args[0]) for item in value)
+    return isinstance(value, origin or base)
+
+
+def require(value: Any, kind: Any, name: str) -> None:
+    """Raise ConfigError unless a value `fits`."""
+    if not fits(value, kind):
+        base, _, _ = _parts(kind)
+        hint = ""
+        if get_origin(base) is Literal:
+            near = difflib.get_close_matches(shown(value).strip("'"), get_args(base), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{name} must be {describe(kind)}, not {shown(value)}{hint}")
+    if isinstance(value, dict):
+        _require_plain(value, name)
+
+
+def check(config: Any, where: str = "") -> None:
+    """Raise ConfigError for the first value of a dataclass that does not fit its field, as `build` would: for those
+    that were made in Python."""
+    for name, kind in _hints(type(config)).items():
+        value = getattr(config, name)
+        if not dataclasses.is_dataclass(kind):
+            require(value, kind, where + name)
+        elif isinstance(value, typing.cast(type, kind)):
+            check(value, f"{where}{name}.")
+        else:
+            raise ConfigError(f"{where}{name} must be a {getattr(kind, '__name__', kind)}, not {shown(value)}")
 
 
 def build(cls: Any, tree: Any, where: str, root: type) -> Any:
     """A dataclass out of nested plain values. `where`: what comes before its keys in messages; `root`: the dataclass of
-    all keys, among which a key that is in the wrong section is looked for. Raises ConfigError for anything unknown or
-    of the wrong type."""
+    all keys, among which a key that is in the wrong section is looked for. Raises ConfigError for anything unknown, of
+    the wrong type or out of range."""
     if not isinstance(tree, dict):
-        raise ConfigError(f"{where.rstrip('.')} must be a section of keys, not {tree!r}")
+        raise ConfigError(f"{where.rstrip('.')} must be a section of keys, not {shown(tree)}")
     known = {item.name: item for item in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     values = {}
     for key, value in tree.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            everywhere = [name for name, _ in keys_of(root) if name.split(".")[-1] == key]
-            nearest = f"{where}{near[0]}" if near else everywhere[0] if everywhere else ""
-            hint = f"; did you mean {nearest}?" if nearest else ""
-            raise ConfigError(f"unknown key {where}{key}{hint} (known here: {', '.join(known)})")
+            raise ConfigError(_unknown(key, where, list(known), root))
         values[key] = _convert(value, hints[key], f"{where}{key}", root)
     return cls(**values)
 
 
+def _unknown(key: Any, where: str, known: list[str], root: type) -> str:
+    everywhere = [name for name, _ in keys_of(root())]
+    if (whole := f"{where}{key}") in everywhere:
+        section, _, leaf = whole.rpartition(".")
+        return f"unknown key {whole!r}: a dot is for the command line; in a file it is {leaf} in the section {section}"
+    near = difflib.get_close_matches(str(key), known, n=1)
+    elsewhere = [name for name in everywhere if name.split(".")[-1] == key]
+    nearest = f"{where}{near[0]}" if near else elsewhere[0] if elsewhere else ""
+    hint = f"; did you mean {nearest}?" if nearest else ""
+    name = str(key) if str(key).isidentifier() and len(str(key)) < 80 else shown(key)
+    return f"unknown key {where}{name}{hint} (known here: {', '.join(known)})"
+
+
 def _convert(value: Any, kind: Any, name: str, root: type) -> Any:
+    """A value as its field has it: numbers out of text and 1e3 to 1000, one text to a list of it, lists to tuples."""
     if dataclasses.is_dataclass(kind):
         return build(kind, {} if value is None else value, f"{name}.", root)
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is types.UnionType:
-        if value is None and type(None) in args:
-            return None
-        return _convert(value, next(arg for arg in args if arg is not type(None)), name, root)
-    if origin is Literal:
-        if value not in args:
-            near = difflib.get_close_matches(str(value), [str(arg) for arg in args], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, args))}, not {value!r}{hint}")
-        return value
-    if origin is tuple:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ConfigError(f"{name} must be a list, not {value!r}")
-        return tuple(_convert(item, args[0], f"{name}[{i}]", root) for i, item in enumerate(items))
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{name} must be a mapping, not {value!r}")
-        return dict(value)
-    if kind is str and value is None:
-        return ""  # `data.eval=` on the command line
-    if kind is float:
-        value = _number(value)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{name} must be a number, not {value!r}")
+    base, _, optional = _parts(kind)
+    if base is str and value is None and not optional:
+        value = ""  # `data.eval=` on the command line
+    if base in (int, float) and isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = float(value)
+    if base is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if get_origin(base) is tuple:
+        value = [value] if isinstance(value, str) else value
+        if isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                require(item, get_args(base)[0], f"{name}[{number}]")
+    require(value, kind, name)
+    if base is float and value is not None:
         return float(value)
-    if kind is int:
-        value = _number(value)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{name} must be of type {kind.__name__}, not {value!r}")
-    return value
+    if get_origin(base) is tuple:
+        return tuple(value)
+    return dict(value) if isinstance(value, dict) else value
+
+
+def shown(value: Any) -> str:
+    """A value in a message: in one line, and short whatever it is."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
+    return _SHOWN.repr(value)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises ConfigError, naming the file, for anything else, and for a key that is
+    in an object twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"{file} has {shown(twice)} twice; remove one")
+        return found
+
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds a {type(values).__name__}, not a mapping")
+    return values
+
+
+def _require_plain(value: Any, name: str, depth: int = 0) -> None:
+    """Of mappings that pass through to others: what every file format can hold, and no NaN."""
+    if isinstance(value, dict) and depth < 20:
+        for key, item in value.items():
+            if not isinstance(key, str) or not _is_text(key):
+                raise ConfigError(f"{name}: {shown(key)} is no name of a key")
+            _require_plain(item, f"{name}.{key}", depth + 1)
+    elif isinstance(value, list | tuple) and depth < 20:
+        for number, item in enumerate(value):
+            _require_plain(item, f"{name}[{number}]", depth + 1)
+    elif isinstance(value, float):
+        require(value, float, name)
+    elif isinstance(value, int):
+        require(int(value), Annotated[int, Range(-(2**63), 2**63 - 1)], name)
+    elif value is not None and not (isinstance(value, str) and _is_text(value, whole=False)):
+        raise ConfigError(f"{name} must be a number, text, true, false, null, or a list or mapping, not {shown(value)}")
+
+
+def _is_text(value: str, whole: bool = True) -> bool:
+    """Without control characters and halves of characters; whole: and no longer than a path may be."""
+    names = [len(name.encode(errors="replace")) for name in value.split("/")]
+    if whole and (sum(names) > _LONGEST_TEXT or max(names) > _LONGEST_NAME):
+        return False
+    return not any(unicodedata.category(c) == "Cs" or c == "\0" or (whole and c < " ") for c in value)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _parts(kind: Any) -> tuple[Any, Range, bool]:
+    """A type without its range and null, the range, and whether null is allowed."""
+    optional = get_origin(kind) in (types.UnionType, typing.Union)
+    if optional:
+        kind = next(arg for arg in get_args(kind) if arg is not type(None))
+    if get_origin(kind) is Annotated:
+        base, *notes = get_args(kind)
+        return base, next(note for note in notes if isinstance(note, Range)), optional
+    return kind, ANY, optional
+
+
+def _digits(number: float) -> str:
+    return str(int(number)) if abs(number) < 1e15 and number == int(number) else f"{number:g}"

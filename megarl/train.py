@@ -14,32 +14,42 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
-from megarl.config import Config, ConfigError, describe_keys, load_config
+from megarl.config import Config, ConfigError, describe_keys, describe_ranges, load_config
+
+
+class CommandLine(argparse.ArgumentParser):
+    """One whose mistakes are as those of a configuration."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m megarl.train", description="Train by RL, SFT or on preferences.")
+    parser = CommandLine(prog="python -m megarl.train", description="Train by RL, SFT or on preferences.")
     parser.add_argument("config", nargs="?", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
-    parser.add_argument("--keys", action="store_true", help="list every configuration key with its default")
-    options = parser.parse_intermixed_args(arguments)
-    if options.keys:
-        for name, default in describe_keys():
-            print(f"{name} = {default!r}")
-        return 0
-    if options.config is None:
-        parser.error("name a configuration, for example configs/quickstart.yaml")
+    parser.add_argument("--keys", action="store_true", help="list every configuration key, its default and its range")
     try:
+        options = parser.parse_intermixed_args(arguments)
+        if options.keys:
+            ranges = describe_ranges()
+            for name, default in describe_keys():
+                print(f"{name} = {default!r}  # {ranges[name]}")
+            return 0
+        if options.config is None:
+            parser.error("name a configuration, for example configs/quickstart.yaml")
         config = load_config(options.config, options.overrides)
         if options.dry_run:
             from megarl.dry_run import render, validate
 
             report = validate(config, dry_run=True)
-            print(render(report))
-            return 0 if report.ok else 2
+            print(render(report), flush=True)
+            report.raise_errors()
+            return 0
         if "RANK" not in os.environ and config.parallel.world_size > 1:
             return start_ranks(config, arguments)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # advice to the authors of trainers

@@ -27,7 +27,8 @@ cd "${MEGARL_ROOT:-$SLURM_SUBMIT_DIR}"
 config=${1:-configs/deepseek_v3_671b.yaml}
 [ $# -eq 0 ] || shift
 # A requeued job must go on where it was; a first one starts afresh, as there is nothing to resume.
-set -- "$config" run.resume=auto "$@"
+case " $*" in *" run.resume="*) ;; *) set -- "$@" run.resume=auto ;; esac
+set -- "$config" "$@"
 
 . launch/ranks_here.sh
 nodes=$SLURM_JOB_NUM_NODES

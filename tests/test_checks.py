@@ -42,7 +42,6 @@ def test_drafts_need_a_layer_and_its_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "rollout", "complaint"),
     [
-        ({}, {"number": -1}, "must not be negative, but is -1; 0 turns drafts off"),
         ({"num_nextn_predict_layers": 2}, {}, "this DeepseekV3ForCausalLM has 2; set it to 0"),
         ({}, {"max_context": 1021}, "rollout.draft_tokens=3 needs 1025 positions.* the model has 1024; lower"),
         ({}, {"sglang": {"attn_dp_size": 2}}, "rollout.draft_tokens=3 with rollout.sglang.attn_dp_size: never tried"),

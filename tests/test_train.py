@@ -44,7 +44,7 @@ def prompts(tmp_path: Path, line: str = '{"prompt": "What is 1+1?", "ground_trut
 CASES = {
     "misspelt key": (["rollout.max_turn=3"], ["unknown key rollout.max_turn", "rollout.max_turns"]),
     "key of another section": (["run.max_turns=3"], ["unknown key run.max_turns", "rollout.max_turns"]),
-    "wrong type": (["rollout.max_turns=many"], ["rollout.max_turns must be of type int", "'many'"]),
+    "wrong type": (["rollout.max_turns=many"], ["rollout.max_turns must be a whole number", "'many'"]),
     "unknown choice": (["algorithm=gppo"], ["algorithm must be one of ppo, grpo, sft"]),
     "no override": (["nonsense"], ["'nonsense' is not of the form key=value"]),
     "layout and world": (["parallel.tp=3"], ["world_size=2 is not a multiple of", "3"]),
@@ -102,7 +102,7 @@ def test_a_dry_run_of_a_whole_configuration_starts_nothing(
 def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "rollout.max_turns = 5" in lines and len(lines) < 110
+    assert "rollout.max_turns = 5  # a whole number, at least 1 and at most 2147483647" in lines and len(lines) < 110
 
 
 def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,6 @@ def trained_mtp(hf: HFConfig, config: Config) -> int:
     family, weight = family_of(hf), config.train.mtp
     if weight == 0:
         return 0
-    if weight < 0:
-        raise ConfigError(f"train.mtp must not be negative, but is {weight:g}; 0 leaves the layers as they are")
     if not family.mtp_layers(hf):
         raise ConfigError(
             f"train.mtp={weight:g}, but this {family.architecture} has no layers of multi-token prediction that are "

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl import strict
 from megarl.config import ConfigError, ParallelConfig
 from megarl.parallel import device
 
@@ -56,9 +57,7 @@ _layouts: dict[tuple[int, ...], dict[str, Any]] = {}
 
 def check_layout(parallel: ParallelConfig) -> None:
     """Raise ConfigError where the layout does not divide the world; says what would."""
-    for name, size in vars(parallel).items():
-        if size < 1:
-            raise ConfigError(f"parallel.{name} must be at least 1, not {size}")
+    strict.check(parallel, "parallel.")
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
     shown = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
     model_parallel = prod(sizes.values())
