@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.hf import open_hf
+from megarl.checkpoint import room
+from megarl.checkpoint.hf import check_target, open_hf
 from megarl.config import Config, ConfigError, critic_config
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
@@ -180,6 +181,43 @@ def check_routing(hf: HFConfig, config: Config) -> None:
 def _has_dense_layers(settings: Mapping[str, Any]) -> bool:
     frequency = settings.get("moe_layer_freq", 1)
     return not all(frequency) if isinstance(frequency, list) else frequency != 1
+
+
+def check_run_dir(config: Config) -> None:
+    """What can be said of the run folder without touching it; whose run it holds, `observe/run_folder.py` looks at."""
+    if not config.run.dir.strip() or "\0" in config.run.dir:
+        raise ConfigError(f"run.dir={config.run.dir!r} names no folder; set it to one for this run, such as runs/first")
+    if config.run.export:
+        run_dir, source = Path(config.run.dir), Path(config.model.path)
+        try:
+            check_target(run_dir / "export", source)
+            adapter = run_dir / "adapter"
+            if config.lora.rank and adapter.exists() and not (adapter / "adapter_config.json").is_file():
+                raise ConfigError(f"{adapter} exists and is no adapter; move it away, or set run.dir to another folder")
+        except OSError as error:
+            raise ConfigError(f"run.dir={config.run.dir}: {error.strerror}; set it to another folder") from None
+
+
+def check_room(hf: HFConfig, critic_hf: HFConfig | None, config: Config, warnings: list[str]) -> None:
+    """Room for what the run will write. One that is resumed may have written it already."""
+    run, needs = config.run, room.needs(hf, critic_hf, config)
+    try:
+        free = room.free(Path(run.dir))
+    except OSError:
+        return  # what is wrong there is found when the folder is made
+    kept = min(run.keep_checkpoints + 1, -(-run.num_rollout // run.save_every)) if run.save_every else 0
+    export = needs.export if run.export else 0
+    least, most = min(kept, 1) * needs.checkpoint + export, kept * needs.checkpoint + export
+    parts = [f"{kept} x {room.gigabytes(needs.checkpoint)} for checkpoints"] if kept else []
+    parts += [f"{room.gigabytes(export)} for the export"] if export else []
+    line = (
+        f"run.dir={run.dir} is on a disk with {room.gigabytes(free)} free, and the run will write up to about "
+        f"{' and '.join(parts)}; make room, set run.dir to a place on another disk, or lower run.keep_checkpoints"
+    )
+    if free < least and run.resume == "never":
+        raise ConfigError(line)
+    if free < most:
+        warnings.append(line)
 
 
 def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:

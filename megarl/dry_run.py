@@ -74,6 +74,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     if not passes(strict.check, config):  # it may have been made in Python
         return Report(errors, warnings, {}, [])
     laid_out = passes(check_layout, config.parallel) and passes(checks.check_nodes, config)
+    passes(checks.check_run_dir, config)
     passes(checks.check_algorithm, config, warnings, "reward" in roles_with_options)
     passes(checks.check_data, config, dry_run, warnings)
     laid_out = laid_out and passes(checks.check_batch, config, warnings)
@@ -97,6 +98,8 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
         divides = divides and passes(lambda: push_plan(hf, config, engine_layout(config)))
     if not divides:
         return Report(errors, warnings, {}, [])
+    if not dry_run:
+        passes(checks.check_room, hf, critic_hf, config, warnings)
     memory = plan_memory(hf, config, critic_hf, reward_hf)
     return Report(errors, warnings, _facts(hf, critic_hf, config), memory)
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megarl.checkpoint import room
+from megarl.checkpoint.manifest import Entry
 from megarl.checkpoint.sharded import restore_model, save_model
-from megarl.checkpoint.store import CheckpointStore
+from megarl.checkpoint.store import CheckpointStore, StorageError
 from megarl.config import Config, ConfigError, load_config
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import make_controller
@@ -50,6 +53,9 @@ WORKERS: dict[str, Callable[..., Worker]] = {
 
 REQUEUE_EXIT_CODE = 85
 """Exit status of a run that was asked to stop (SIGUSR1, SIGTERM) and saved itself: go on with run.resume=auto."""
+
+LOOK_FOR_ROOM_S = 10.0
+"""How often an export that found no room looks for it again."""
 
 
 class HybridFlow:
@@ -95,12 +101,16 @@ class HybridFlow:
         self.config = dataclasses.replace(self.config, run=run)
         self.controller = make_controller(self.config)
         self.workers: list[Worker] = []
-        validate(self.config, roles_with_options=frozenset(self.registered)).raise_errors()
+        report = validate(self.config, roles_with_options=frozenset(self.registered))
+        report.raise_errors()
         self.ranks = ranks.initialize(self.config.parallel, run.timeout_s)
         self.log = RunLog(self.config, self.ranks)
         finished = False
         try:
-            self._start()
+            for warning in report.warnings:
+                self.log.say(f"warning: {warning}")
+            with ranks.patient(run.storage_timeout_s):
+                self._start()
             metrics = self._loop()
             finished = True
             return metrics
@@ -137,6 +147,7 @@ class HybridFlow:
     def _loop(self) -> dict[str, float]:
         run = self.config.run
         metrics: dict[str, float] = {}
+        lost: StorageError | None = None
         self._catch_signals()
         while self.step < run.num_rollout:
             if self._eval_due(first=0):
@@ -148,10 +159,9 @@ class HybridFlow:
             result = self.controller.step(self, items)
             metrics = self._finish_step(result)
             last = self.step == run.num_rollout
-            asked = self._stop_asked or signal.SIGUSR1 in signal.sigpending()
-            stop = any(ranks.all_gather_objects(asked)) and not last
+            stop = self._is_asked_to_stop() and not last
             if stop or (run.save_every and (last or self.step % run.save_every == 0)):
-                self._save()
+                lost = self._save(must=stop)
             if stop:
                 self.log.say(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
                 raise SystemExit(REQUEUE_EXIT_CODE)
@@ -160,8 +170,9 @@ class HybridFlow:
             self.log.metrics(self.step, evaluation)
             metrics |= evaluation
         if run.export:
-            trained = self.reward_model if hasattr(self, "reward_model") else self.actor
-            trained.export(self.log.run_dir / "export")
+            self._export()
+        if lost is not None:
+            raise lost  # of the last step: nothing can be written later, but the export was tried first
         return metrics
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
@@ -194,7 +205,10 @@ class HybridFlow:
     def _start(self) -> None:
         config, run = self.config, self.config.run
         self.clock = Clock(self.log.phase)
+        newest = self._find_checkpoint()
         self.hf_config = load_hf_config(config.model.path)
+        critic = config.critic.path or config.model.path if "critic" in self.controller.roles() else None
+        self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config)
         self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools))
         self.log.tokenizer = self.chat.tokenizer
         self.chat.check_vocabulary(self.hf_config["vocab_size"])
@@ -224,30 +238,79 @@ class HybridFlow:
             layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
             held = (*model.local_params().values(), *model.local_adapters().values())
             self.log.say(f"{role}: {layout}, {sum(map(torch.numel, held)):,} parameters on rank 0")
-        self.store = CheckpointStore(self.log.run_dir, run.keep_checkpoints)
-        if run.resume == "auto":
-            self._resume()
+        if newest is not None:
+            self._resume(newest)
         self.clock.lap()
 
     def _trained(self) -> dict[str, Any]:
         """The models that a checkpoint holds, by role."""
         return {role: getattr(self, role).model for role in ("actor", "critic", "reward_model") if hasattr(self, role)}
 
-    def _save(self) -> None:
+    def _save(self, must: bool) -> StorageError | None:
+        """Write a checkpoint. One that cannot be written is an error if it must be, else an alarm, and returned."""
         host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
 
-        def write_models(folder: Path) -> None:
+        def write_models(folder: Path) -> dict[Path, Entry]:
+            written: dict[Path, Entry] = {}
             for role, model in self._trained().items():
-                save_model(model, folder / role)
+                written |= save_model(model, folder / role)
+            return written
 
         with self.clock.phase("save"):
-            self.store.save(self.step, host, write_models)
+            try:
+                self.store.save(self.step, host, write_models, self.needs.checkpoint)
+            except StorageError as error:
+                if must:
+                    raise
+                self.log.alarm(f"{error}. Training goes on; make room")
+                return error
+        return None
 
-    def _resume(self) -> None:
+    def _export(self) -> None:
+        """Write the trained model. Where the disk does not take it, wait for room: it is all that the run was for."""
+        trained = self.reward_model if hasattr(self, "reward_model") else self.actor
+        folder, patience = self.log.run_dir / "export", self.config.run.storage_timeout_s
+        began, said = time.monotonic(), False
+        while True:
+            try:
+                with ranks.patient(patience):
+                    ranks.together(lambda: room.demand(folder, self.needs.export), lead=True)
+                    return trained.export(folder)
+            except OSError as error:
+                late = ranks.broadcast_object(time.monotonic() - began > patience)
+                if self._is_asked_to_stop() or late:
+                    kept = self.store.names()
+                    left = (
+                        f"{kept[-1]} has what was trained" if kept else "with run.save_every=0 there is no checkpoint"
+                    )
+                    raise ConfigError(
+                        f"could not export to {folder}: {error}; {left}: make room and start again with run.resume=auto"
+                    ) from None
+                if not said:
+                    self.log.alarm(f"cannot export to {folder}: {error}. Waiting for room, for up to {patience:g} s")
+                said = True
+                time.sleep(LOOK_FOR_ROOM_S)
+
+    def _find_checkpoint(self) -> Path | None:
+        """The one to go on from, before anything is loaded; what is said and recorded of the run goes on after it."""
+        run, layout = self.config.run, (self.ranks.world, *self.ranks.sizes)
+        self.store = CheckpointStore(
+            self.log.run_dir, run.keep_checkpoints, run.storage_timeout_s, layout, self.log.say
+        )
+        if run.resume != "auto":
+            return None
         folder = self.store.newest()
+        step = self.store.step_of(folder) if folder else 0
+        if step > run.num_rollout:
+            raise ConfigError(
+                f"run.num_rollout={run.num_rollout}, but {folder} is of step {step}; set it to that or more"
+            )
+        self.log.begin(step)
         if folder is None:
             self.log.say("no checkpoint in the run folder yet: starting afresh")
-            return
+        return folder
+
+    def _resume(self, folder: Path) -> None:
         host = self.store.load(folder)
         for role, model in self._trained().items():
             restore_model(model, folder / role)
@@ -259,6 +322,11 @@ class HybridFlow:
             self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache
             self.rollout.update_weights(self.actor)
         self.log.say(f"resumed from {folder} after step {self.step}")
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether any rank has got a signal that asks for it; the same on all."""
+        asked = self._stop_asked or signal.SIGUSR1 in signal.sigpending()
+        return any(ranks.all_gather_objects(asked))
 
     def _catch_signals(self) -> None:
         """A first SIGTERM or SIGUSR1 asks for a stop at the end of the step; a second SIGTERM ends the run at once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -43,8 +43,11 @@ class AdaptiveKL:
     coef: float
     target: float | None  # nats per token
     horizon: int  # rollouts
+    initial: float | None = field(default=None, compare=False)  # what `coef` began as
 
     def __post_init__(self) -> None:
+        if self.initial is None:
+            object.__setattr__(self, "initial", self.coef)
         if self.target is not None and (self.target <= 0 or self.horizon <= 0):
             raise ValueError(f"KL target and horizon must be positive, not {self.target} and {self.horizon}")
 
@@ -62,8 +65,12 @@ class AdaptiveKL:
         return replace(self, coef=self.coef * max(1.0 + error * rollouts / self.horizon, 0.0))
 
     def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
+        assert self.initial is not None
+        return {"coef": self.coef, "initial": self.initial}
 
     def restored(self, state: dict[str, float]) -> AdaptiveKL:
-        """This controller with a saved coefficient; target and horizon stay those of the configuration."""
+        """This controller with a saved coefficient; target and horizon stay those of the configuration, and so does the
+        coefficient where the saved one began from another: somebody has set it anew."""
+        if state.get("initial", self.initial) != self.initial:
+            return self
         return replace(self, coef=float(state["coef"]))

@@ -176,13 +176,15 @@ def save_hf(
     are held at a time. Everything is written to `<folder>.tmp`, which replaces `folder` when it is complete.
     `write=False` only drains the stream: for the ranks that take part in a gather but do not write. The writer drains
     it too before it raises, so that nobody is left waiting in a collective. Raises ConfigError for a tensor that is
-    missing, unknown, repeated or misshapen, and where `folder` holds something else.
+    missing, unknown, repeated or misshapen, and where `folder` holds something else; OSError where the disk does not
+    take it. Nothing is left of it then.
     """
     stream = iter(tensors)
     try:
         if write:
             _write(Path(folder), stream, Path(source_folder), dtype, max_shard_bytes, table, config)
     except Exception:
+        shutil.rmtree(_staging(Path(folder)), ignore_errors=True)
         _drain(stream)
         raise
     _drain(stream)
@@ -197,10 +199,7 @@ def _write(
     table: Sequence[Param] | None,
     config: Mapping[str, Any] | None,
 ) -> None:
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} exists and is not an HF folder; it is not overwritten")
-    if folder.resolve() == source.resolve():
-        raise ConfigError(f"{folder} is the folder that the weights came from; choose another")
+    check_target(folder, source)
     hf = load_hf_config(source)
     family = family_of(hf)
     rows = [(param, tensor) for param in table or family.params(hf, 1) for tensor in param.hf]
@@ -213,7 +212,7 @@ def _write(
             copies.setdefault(of, []).append(name)
     kept = {tensor.name for param, tensor in rows if param.dtype is not None}
 
-    staging = folder.with_name(folder.name + ".tmp")
+    staging = _staging(folder)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     files = _ShardWriter(staging, max_shard_bytes)
@@ -242,14 +241,43 @@ def _write(
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Write a folder as PEFT does: adapter_config.json, adapter_model.safetensors. It replaces one that is there."""
-    staging = folder.with_name(folder.name + ".tmp")
+    """Write a folder as PEFT does: adapter_config.json, adapter_model.safetensors. It replaces one that is there.
+    Raises OSError where the disk does not take it; nothing is left of it then."""
+    staging = _staging(folder)
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(held, staging / "adapter_model.safetensors", metadata={"format": "pt"})
-    (staging / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    try:
+        staging.mkdir(parents=True)
+        _save_file(held, staging / "adapter_model.safetensors")
+        (staging / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    except OSError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     _replace(folder, staging)
+
+
+def check_target(folder: Path, source: Path) -> None:
+    """Raise ConfigError where an export to `folder` would be in the way of something else."""
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} exists and is not an HF folder; it is not overwritten: move it away, or set run.dir to another "
+            "folder or run.export=false"
+        )
+    if folder.resolve() == source.resolve():
+        raise ConfigError(f"{folder} is the folder that the weights came from; set run.dir to another folder")
+
+
+def _staging(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".tmp")
+
+
+def _save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """safetensors' own, which makes files that nobody else may read, and calls a full disk an error of its own."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from None
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def _replace(folder: Path, staging: Path) -> None:
@@ -297,7 +325,7 @@ class _ShardWriter:
         return self.folder / f"part-{number}"
 
     def _flush(self) -> None:
-        save_file(self.pending, self._path(len(self.written)), metadata={"format": "pt"})
+        _save_file(self.pending, self._path(len(self.written)))
         self.written.append(list(self.pending))
         self.pending, self.bytes = {}, 0
 

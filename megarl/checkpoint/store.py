@@ -7,111 +7,231 @@
         manifest.json      every file with its size and SHA-256; written last
     <run>/checkpoints/latest   the name of the newest one
 
-A folder counts only once it has its final name, and it gets that after everything in it is on disk.
+A folder counts only once it has its final name, and it gets that after everything in it is on disk. Nobody hashes
+alone: a file is hashed by the rank that writes it, as it does, and on the way back each rank verifies its share.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from megarl.checkpoint import manifest, room
+from megarl.checkpoint.manifest import Entry
 from megarl.config import ConfigError
 from megarl.parallel import ranks
 
+STEP = re.compile(r"step_(\d{6,})")
+
+
+class StorageError(ConfigError):
+    """A checkpoint could not be written. The earlier ones are as they were, and training could go on."""
+
 
 class CheckpointStore:
-    """Checkpoints of one run folder. Every method is called by all ranks."""
+    """Checkpoints of one run folder. Every method is called by all ranks, which wait `storage_timeout_s` for the
+    slowest.
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
+    layout: numbers that say who has which part of the models; the random states of another layout mean nothing in
+    this one. say: where lines for people go.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        keep: int,
+        storage_timeout_s: float = 7200.0,
+        layout: Sequence[int] = (),
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self.folder = run_dir / "checkpoints"
         self.keep = max(1, keep)
+        self.storage_timeout_s = storage_timeout_s
+        self.layout = list(layout)
+        self._say = say or (lambda text: print(text, flush=True) if ranks.is_lead() else None)
 
-    def save(self, step: int, host: dict[str, Any], write_parts: Callable[[Path], None]) -> Path:
+    def save(
+        self,
+        step: int,
+        host: dict[str, Any],
+        write_parts: Callable[[Path], Mapping[Path, Entry] | None],
+        needed: int = 0,
+    ) -> Path:
         """Write step `step`; `write_parts(folder)` writes the models, on all ranks. Returns the final folder.
 
-        Raises ConfigError on all ranks when any rank could not write; the earlier checkpoints are untouched then.
+        What it returns, files that this rank wrote and synced, with their hashes, is not read again; others are hashed
+        by all ranks together. needed: bytes, for which there must be room. Raises StorageError on all ranks when any
+        rank could not write; the earlier checkpoints are untouched then, and nothing of this one is left.
         """
         final = self.folder / f"step_{step:06d}"
         partial = final.with_suffix(".tmp")
-        rank = torch.distributed.get_rank()
-        self._together(lambda: _fresh(partial) if rank == 0 else None)
-        self._together(lambda: write_parts(partial))
-
-        def own_files() -> None:
-            torch.save(_rng_state(), partial / f"rng_{rank:05d}.pt")
-            if rank == 0:
-                (partial / "host.json").write_text(json.dumps(host))
-
-        self._together(own_files)
-        if rank == 0:
-            error = None
+        with ranks.patient(self.storage_timeout_s):
             try:
-                manifest = {
-                    str(file.relative_to(partial)): {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-                    for file in sorted(partial.rglob("*"))
-                    if file.is_file()
-                }
-                content = {"step": step, "world_size": torch.distributed.get_world_size(), "files": manifest}
-                (partial / "manifest.json").write_text(json.dumps(content, indent=1))
-                _sync_tree(partial)
-                if final.exists():
-                    shutil.rmtree(final)
-                os.rename(partial, final)
-                _replace_text(self.folder / "latest", final.name)
-                for old in self._steps()[: -self.keep]:
-                    shutil.rmtree(old)
-            except OSError as failure:
-                error = str(failure)
-        else:
-            error = None
-        error = ranks.broadcast_object(error)
-        if error:
-            raise ConfigError(f"could not write checkpoint {final}: {error}; earlier checkpoints are intact")
+                ranks.together(lambda: room.demand(self.folder, needed), lead=True)
+                ranks.together(lambda: _fresh(partial), lead=True)
+                self._write(partial, host, write_parts)
+                ranks.together(lambda: self._commit(partial, final), lead=True)
+            except OSError as error:
+                if ranks.is_lead():
+                    shutil.rmtree(partial, ignore_errors=True)
+                ranks.barrier()
+                raise StorageError(
+                    f"could not write checkpoint {final}: {error}; earlier checkpoints are intact"
+                ) from None
         return final
 
     def newest(self) -> Path | None:
-        """The newest checkpoint whose files are all there and whole; names and skips those that are not."""
-        chosen = None
-        if torch.distributed.get_rank() == 0:
-            for folder in reversed(self._steps()):
-                fault = _fault_in(folder)
-                if fault is None:
-                    chosen = str(folder)
-                    break
-                print(f"skipping checkpoint {folder}: {fault}", flush=True)
-        chosen = ranks.broadcast_object(chosen)
-        return Path(chosen) if chosen else None
+        """The newest checkpoint whose files are all there and whole; names and skips those that are not.
 
-    @staticmethod
-    def load(folder: Path) -> dict[str, Any]:
-        """Restore this rank's random states and return the host state."""
-        rank = torch.distributed.get_rank()
-        world = json.loads((folder / "manifest.json").read_text())["world_size"]
-        if world == torch.distributed.get_world_size():
-            _restore_rng(torch.load(folder / f"rng_{rank:05d}.pt", weights_only=True))
-        return json.loads((folder / "host.json").read_text())
+        Raises ConfigError where there are checkpoints, but none that is whole.
+        """
+        faults = []
+        with ranks.patient(self.storage_timeout_s):
+            (steps, *_) = ranks.together(self._steps, lead=True)
+            for folder in reversed(steps or ()):
+                fault = self._fault_in(folder)
+                if fault is None:
+                    return folder
+                faults.append(f"{folder.name}: {fault}")
+                self._say(f"skipping checkpoint {folder}: {fault}")
+        if faults:
+            raise ConfigError(
+                f"none of the checkpoints in {self.folder} is whole ({'; '.join(faults)}): put a copy of one there, "
+                "or set run.dir to another folder to start at step 1"
+            )
+        return None
+
+    def names(self) -> list[str]:
+        """The checkpoints that are there, the oldest first; whether they are whole is not looked at."""
+        return [str(folder) for folder in ranks.together(self._steps, lead=True)[0] or ()]
+
+    def step_of(self, folder: Path) -> int:
+        """Which step a checkpoint is of, on all ranks."""
+        return int(ranks.together(lambda: _host(folder)["step"], lead=True)[0] or 0)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore this rank's random states and return the host state of a folder that `newest` found.
+
+        In another layout than the checkpoint's the random states are drawn anew, from its step.
+        """
+        found, host, name = manifest.read(folder), _host(folder), _rng_name()
+        if isinstance(found, str):
+            raise ConfigError(f"checkpoint {folder} has changed meanwhile: {found}")
+        tree, files = found
+        world = torch.distributed.get_world_size()
+        if (tree.get("world_size"), tree.get("layout")) == (world, self.layout) and name in files:
+            _restore_rng(torch.load(folder / name, weights_only=True))
+        else:
+            _fresh_rng(host["step"])
+            self._say(f"{folder.name} was written in another layout: random states are drawn anew, from its step")
+        return host
+
+    def _write(
+        self, partial: Path, host: dict[str, Any], write_parts: Callable[[Path], Mapping[Path, Entry] | None]
+    ) -> None:
+        def own_files() -> dict[str, Entry]:
+            written = {str(file.relative_to(partial)): entry for file, entry in (write_parts(partial) or {}).items()}
+            random_states = partial / _rng_name()
+            _, written[random_states.name] = manifest.write_hashed(
+                random_states,
+                lambda stream: torch.save(_rng_state(), stream),  # type: ignore[arg-type]
+            )
+            if ranks.is_lead():
+                (partial / "host.json").write_text(json.dumps(host))
+            return written
+
+        reported = _union(ranks.together(own_files))
+        rest = ranks.together(lambda: _unreported(partial, reported), lead=True)[0]
+        assert rest is not None
+        mine = manifest.shares(rest, torch.distributed.get_world_size())[torch.distributed.get_rank()]
+        hashed = ranks.together(lambda: {name: manifest.hash_file(partial / name) for name in mine})
+        files = reported | _union(hashed)
+
+        def finish() -> None:
+            for name in rest:
+                _sync(partial / name)
+            content = {
+                "step": host.get("step"),
+                "world_size": torch.distributed.get_world_size(),
+                "layout": self.layout,
+                "files": {name: files[name]._asdict() for name in sorted(files)},
+            }
+            (partial / manifest.NAME).write_text(json.dumps(content, indent=1))
+            for path in (partial / manifest.NAME, *(item for item in partial.rglob("*") if item.is_dir()), partial):
+                _sync(path)
+
+        ranks.together(finish, lead=True)
+
+    def _commit(self, partial: Path, final: Path) -> None:
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        _sync(self.folder)
+        # The checkpoint is there: what fails from here on must not make it one that could not be written.
+        try:
+            latest = self.folder / "latest.tmp"
+            latest.write_text(final.name)
+            os.replace(latest, self.folder / "latest")
+            for old in self._steps()[: -self.keep]:
+                gone = old.with_suffix(".tmp")
+                os.rename(old, gone)  # half of one is not to be taken for damaged
+                shutil.rmtree(gone)
+        except OSError as error:
+            self._say(f"checkpoint {final} is written, but tidying up in {self.folder} failed: {error}")
 
     def _steps(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step_*") if path.suffix != ".tmp")
-
-    def _together(self, work: Callable[[], None]) -> None:
-        error = None
+        """Folders of checkpoints, the oldest first; whatever else lies there is none."""
         try:
-            work()
-        except OSError as failure:
-            error = str(failure)
-        errors = [text for text in ranks.all_gather_objects(error) if text]
-        if errors:
-            raise ConfigError(f"could not write a checkpoint in {self.folder}: {errors[0]}; earlier ones are intact")
+            found = [(STEP.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            return []
+        return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
+    def _fault_in(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint, on all ranks: sizes first, then contents, each rank its share of bytes."""
+        found = ranks.together(lambda: manifest.read(folder), lead=True)[0]
+        if found is None or isinstance(found, str):
+            return found
+        _, files = found
+        sizes = {name: entry.bytes for name, entry in files.items()}
+        mine = manifest.shares(sizes, torch.distributed.get_world_size())[torch.distributed.get_rank()]
+        for fault in (manifest.size_fault, manifest.content_fault):
+            faults = ranks.together(lambda fault=fault: fault(folder, files, mine))  # type: ignore[misc]
+            if worst := next((text for text in faults if text), None):
+                return worst
+        host = ranks.together(lambda: manifest.host_state(folder), lead=True)[0]
+        return host if isinstance(host, str) else None
+
+
+def _host(folder: Path) -> dict[str, Any]:
+    host = manifest.host_state(folder)
+    if isinstance(host, str):
+        raise ConfigError(f"checkpoint {folder} has changed meanwhile: {host}")
+    return host
+
+
+def _union(parts: Sequence[Mapping[str, Entry] | None]) -> dict[str, Entry]:
+    return {name: entry for part in parts for name, entry in (part or {}).items()}
+
+
+def _unreported(folder: Path, reported: Mapping[str, Entry]) -> dict[str, int]:
+    """Sizes of the files that nobody has hashed. Raises OSError where rank 0 does not see what others wrote."""
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    for name, entry in reported.items():
+        if name not in sizes:
+            sizes[name] = (folder / name).stat().st_size  # a listing of a network's file system may be old
+        if sizes[name] != entry.bytes:
+            raise OSError(f"{name} has {sizes[name]} bytes on rank 0's disk, and {entry.bytes} were written")
+    return {name: size for name, size in sizes.items() if name not in reported}
 
 
 def _fresh(folder: Path) -> None:
@@ -120,38 +240,16 @@ def _fresh(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _fault_in(folder: Path) -> str | None:
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())["files"]
-    except (OSError, ValueError, KeyError):
-        return "manifest.json is missing or broken"
-    for name, entry in manifest.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != entry["bytes"]:
-            return f"{name} is missing or truncated"
-        if _sha256(file) != entry["sha256"]:
-            return f"{name} differs from its checksum"
-    return None
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _replace_text(file: Path, text: str) -> None:
-    partial = file.with_suffix(".tmp")
-    partial.write_text(text)
-    os.replace(partial, file)
+def _rng_name() -> str:
+    return f"rng_{torch.distributed.get_rank():05d}.pt"
 
 
 def _rng_state() -> dict[str, Any]:
@@ -174,3 +272,13 @@ def _restore_rng(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _fresh_rng(step: int) -> None:
+    """As the start of a run, but from `step`: equal on all ranks, but for Megatron's, which knows what must differ."""
+    from megatron.core import tensor_parallel
+
+    random.seed(step)
+    np.random.seed(step % 2**32)
+    torch.manual_seed(step)
+    tensor_parallel.model_parallel_cuda_manual_seed(step + 1)

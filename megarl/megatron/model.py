@@ -343,8 +343,9 @@ class MegatronModel:
         with self._at_work():
             for i, chunk in enumerate(self.chunks):
                 unwrap(chunk).load_state_dict(state["model"][f"chunk{i}"])
-            self.scheduler.load_state_dict(state["scheduler"])
-            optimizer.load_state(self.optimizer, state.get("optimizer", {}), self.scheduler.num_steps)
+            updates = int(state["scheduler"]["num_steps"])
+            optimizer.load_state(self.optimizer, state.get("optimizer", {}), updates)
+            optimizer.go_to(self.scheduler, updates)
 
 
 def _to_floats(done: list[dict[str, torch.Tensor]]) -> dict[str, float]:

@@ -124,6 +124,13 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int)
     )
 
 
+def go_to(scheduler: OptimizerParamScheduler, updates: int) -> None:
+    """Set the schedule to where it is after so many updates. It is the configuration's, whichever a checkpoint was
+    written under: Megatron's own `load_state_dict` would go on with the peak, the length and the end of the old one."""
+    scheduler.num_steps = updates
+    scheduler.step(0)
+
+
 def take_step(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[float, bool]:
     """One update from the finished gradients. Returns the gradient's norm before clipping, and whether it was taken.
 

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import json
 import os
 import socket
+import time
 import warnings
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import yaml
 
-from megarl.config import Config, ConfigError, to_dict
+from megarl.config import Config, ConfigError, load_config, to_dict
 
-MAY_DIFFER = (
-    "run.resume",
-    "run.dir",
-    "run.timeout_s",
-    "run.keep_checkpoints",
-    "track.",
-    "rollout.start_timeout",
-    "rollout.replay",
+IDENTITY = (
+    "algorithm",
+    "run.seed",
+    "model.path",
+    "model.dtype",
+    "data.train",
+    "data.prompt_key",
+    "data.label_key",
+    "data.prompts_per_step",
+    "data.shuffle",
+    "lora.",
+    "critic.path",
+    "train.mtp",
 )
-"""Keys, and beginnings of keys, that a resumed run may change: they do not touch what is computed."""
+"""Keys, and beginnings of keys, that make a run the run that it is: what is trained, on which data in which order. Of
+`train.mtp` only whether it is 0. Others may change when it is resumed, and hold from there on."""
+
+WITHOUT_EFFECT = ("run.resume", "run.dir", "track.")
+"""Those whose change is not worth a line."""
 
 RESULTS = ("metrics.jsonl", "rollouts", "checkpoints", "export")
 
@@ -31,6 +43,10 @@ README = """\
 This folder is one run of MegaRL. What is in it:
 
 config.yaml      every key of the configuration as it ran; `python -m megarl.train config.yaml run.dir=...` repeats it
+changes.jsonl    keys that were changed when the run was resumed, each with the first step that it held for
+                 ({"step": 21, "key": "actor_optimizer.lr", "old": 1e-06, "new": 5e-07, "time": ...}); config.yaml has
+                 the last values. What a run is cannot change: algorithm, run.seed, model.path, model.dtype, data.train
+                 and how it is dealt out, lora, critic.path, and whether train.mtp is 0
 log.txt          what the run said, with the time
 logs/            what each SGLang engine said
 metrics.jsonl    one line of metrics per step and per evaluation: {"step": 12, "time": ..., "rollout/reward_mean": ...}
@@ -46,77 +62,161 @@ A table and a plot of it all: python tools/report.py <this folder>
 """
 
 
-class RunFolder:
-    """A claimed run folder; the claim ends with `release` or with the process, however it dies."""
+class Change(NamedTuple):
+    """A key that is not what it was when the run was started last."""
 
-    def __init__(self, path: Path, lock: IO[str] | None) -> None:
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} -> {self.new!r}"
+
+
+class RunFolder:
+    """A claimed run folder; the claim ends with `release` or with the process, however it dies.
+
+    Until `begin` nothing of it has changed, and a `release` before that leaves it as it was found.
+    """
+
+    def __init__(self, path: Path, config: Config, resumes: bool, lock: IO[str], made: list[Path]) -> None:
         self.path = path
-        self._lock = lock
+        self.resumes = resumes
+        self._config = config
+        self._lock: IO[str] | None = lock
+        self._made = made
+        """What was made for the claim, the innermost first."""
+
+    def begin(self, step: int = 0) -> list[Change]:
+        """Write config.yaml and README.txt; the run goes on after step `step`, from which on the changes hold that are
+        returned. Raises ConfigError where that cannot be written."""
+        changes = earlier_run(self.path, self._config, self.resumes)
+        text = yaml.safe_dump(to_dict(self._config), sort_keys=False, allow_unicode=True)
+        try:
+            for change in changes:
+                record = {"step": step + 1, **change._asdict(), "time": time.time()}
+                with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record, default=str) + "\n")
+            _write(self.path / "config.yaml", text)
+            _write(self.path / "README.txt", README)
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+        self._made = []
+        return changes
 
     def release(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            _close(self._lock)
             self._lock = None
+            _remove(self._made)
+
+
+def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
+    """Make the folder and lock it. Called by one process of the job.
+
+    Raises ConfigError where it cannot be written, where another job holds it, where it has results and `resume` is
+    False, or where it has results of another run (see IDENTITY); nothing is changed then.
+    """
+    path = Path(run_dir)
+    made: list[Path] = []
+    lock = None
+    try:
+        earlier_run(path, config, resume)
+        _make(path, made)
+        lock_file = path / ".lock"
+        if not lock_file.exists():
+            made.insert(0, lock_file)
+        lock = _lock(lock_file)
+        earlier_run(path, config, resume)  # another job may just have ended
+        probe = path / ".probe"
+        probe.write_text("")
+        probe.unlink()
+        return RunFolder(path, config, resume and _has_results(path), lock, made)
+    except (OSError, ConfigError) as error:
+        if lock is not None:
+            _close(lock)
+        _remove(made)
+        raise (_unusable(path, error) if isinstance(error, OSError) else error) from None
 
 
 def prepare(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
-    """Make the folder, lock it, write config.yaml and README.txt. Called by one process of the job.
-
-    Raises ConfigError where it cannot be written, where another job holds it, where it has results and `resume` is
-    False, or where it has results of a configuration that differs in a key that matters; nothing is changed then.
-    """
-    path = Path(run_dir)
+    """`claim` and `begin` in one, where no checkpoint decides between them from which step on the run goes."""
+    folder = claim(run_dir, config, resume)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path / ".lock")
-    except OSError as error:
-        raise _unusable(path, error) from None
-    try:
-        _check_earlier_run(path, config, resume)
-        text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
-        _write(path / "config.yaml", text)
-        _write(path / "README.txt", README)
-    except OSError as error:
-        _close(lock)
-        raise _unusable(path, error) from None
+        folder.begin()
     except ConfigError:
-        _close(lock)
+        folder.release()
         raise
-    return RunFolder(path, lock)
+    return folder
 
 
-def differing_keys(old: Config | dict[str, Any], new: Config | dict[str, Any]) -> list[str]:
-    """`key: old -> new` for every leaf that differs and matters (see MAY_DIFFER)."""
-    before, after = (_leaves(tree if isinstance(tree, dict) else to_dict(tree)) for tree in (old, new))
+def differing_keys(old: Config, new: Config) -> list[Change]:
+    """Every leaf that differs, in order."""
+    before, after = _leaves(to_dict(old)), _leaves(to_dict(new))
     return [
-        f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
+        Change(key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not key.startswith(MAY_DIFFER)
+        if before.get(key) != after.get(key) and not key.startswith(WITHOUT_EFFECT)
     ]
 
 
-def _check_earlier_run(path: Path, config: Config, resume: bool) -> None:
-    if not any((path / name).exists() for name in RESULTS):
-        return  # new, or a start that came to nothing
+def _is_identity(change: Change) -> bool:
+    if change.key == "train.mtp":
+        return bool(change.old) != bool(change.new)
+    return change.key.startswith(IDENTITY)
+
+
+def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
+    """What has changed since the run in this folder was started last; nothing where there is none. Raises ConfigError
+    where the folder belongs to another run, or where `config` does not ask to go on. Only looks."""
+    if not _has_results(path):
+        return []  # new, or a start that came to nothing
     file = path / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"run folder {path} has results but no config.yaml; set run.dir to another folder")
     try:
-        old = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML ({error}); set run.dir to another folder") from None
-    differences = differing_keys(old if isinstance(old, dict) else {}, config)
-    if differences:
-        shown = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
+        changes = differing_keys(load_config(file), config)
+    except (OSError, ValueError, RecursionError) as error:
+        what = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(
-            f"run folder {path} belongs to a run of another configuration ({shown}); "
-            "set run.dir to another folder, or set these keys back"
+            f"run folder {path} has results, but {file} cannot be read as their configuration ({what}); set run.dir to "
+            "another folder"
+        ) from None
+    if others := [change for change in changes if _is_identity(change)]:
+        shown = "; ".join(map(str, others[:8])) + (f"; and {len(others) - 8} more" if len(others) > 8 else "")
+        raise ConfigError(
+            f"run folder {path} belongs to another run ({shown}); set run.dir to another folder, or set these keys back"
         )
     if not resume:
         raise ConfigError(
-            f"run folder {path} already holds a run of this configuration; set run.resume=auto to continue it, "
-            "or run.dir to another folder"
+            f"run folder {path} holds this run already; set run.resume=auto to continue it, or run.dir to another one"
         )
+    return changes
+
+
+def _has_results(path: Path) -> bool:
+    return any((path / name).exists() for name in RESULTS)
+
+
+def _make(path: Path, made: list[Path]) -> None:
+    """As `mkdir -p`; what it makes is put in front of `made`."""
+    missing = []
+    while not path.exists():
+        if path.is_symlink():
+            raise OSError(errno.ENOENT, f"{path} is a link to {os.readlink(path)}, which is not there")
+        missing.append(path)
+        path = path.parent
+    if not path.is_dir():
+        raise OSError(errno.ENOTDIR, f"{path} is not a folder")
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        made.insert(0, folder)
+
+
+def _remove(made: list[Path]) -> None:
+    for path in made:
+        with contextlib.suppress(OSError):  # another job has put something there
+            path.unlink() if path.name == ".lock" else path.rmdir()
 
 
 def _lock(path: Path) -> IO[str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError
 from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import rollout_file, write_rollouts
-from megarl.observe.run_folder import RunFolder, prepare
+from megarl.observe.run_folder import Change, RunFolder, claim
 from megarl.observe.tracker import Tracker
 from megarl.parallel import ranks
 from megarl.types import Rollout, TrainBatch
@@ -20,7 +20,8 @@ from megarl.types import Rollout, TrainBatch
 class RunLog:
     """Made on every rank, by all of them together; rank 0 writes and prints, on the others every method is idle.
 
-    Raises ConfigError on all ranks where the run folder cannot be had. Later failures to write are warned of once.
+    Raises ConfigError on all ranks where the run folder cannot be had. Where it holds a run to go on with, nothing in
+    it changes before `begin`. Later failures to write are warned of once.
     Set `tokenizer` to have the texts of the turns recorded beside their ids.
     """
 
@@ -31,15 +32,15 @@ class RunLog:
         self._record_rollouts = config.track.rollouts
         self._warned: set[str] = set()
         self._folder: RunFolder | None = None
-        error = None
-        if self.writes:
-            try:
-                self._folder = prepare(self.run_dir, config, resume=config.run.resume == "auto")
-            except ConfigError as failure:
-                error = str(failure)
-        error = ranks.broadcast_object(error)
-        if error:
-            raise ConfigError(error)
+        self._early: list[str] | None = []
+        """Lines said before `begin`."""
+
+        def prepare() -> None:
+            self._folder = claim(self.run_dir, config, resume=config.run.resume == "auto")
+            if not self._folder.resumes:
+                self._folder.begin()
+
+        self._on_lead(prepare)
         self._progress = Progress(
             config.algorithm.upper(),
             config.run.num_rollout,
@@ -47,7 +48,42 @@ class RunLog:
             live=None if config.track.progress else False,
         )
         self._tracker = Tracker(self.run_dir, config.track.tensorboard) if self.writes else None
+        if self._folder is None or not self._folder.resumes:
+            self._early = None
         self.say(f"run folder {self.run_dir}")
+
+    def begin(self, step: int) -> None:
+        """The run goes on after step `step`, with what has changed in its configuration, which is said and recorded."""
+        changes: list[Change] = []
+
+        def begin() -> None:
+            if self._folder is not None and self._folder.resumes:
+                changes.extend(self._folder.begin(step))
+
+        self._on_lead(begin)
+        early, self._early = self._early or [], None
+        for text in early:
+            self._note(text)
+        for change in changes:
+            self.say(f"changed, from step {step + 1} on: {change}")
+
+    def alarm(self, text: str) -> None:
+        """What must not be overlooked."""
+        self.say(f"ALARM: {text}")
+
+    def _on_lead(self, work: Callable[[], None]) -> None:
+        """Do it on rank 0; its ConfigError is raised on all ranks."""
+        error = None
+        if self.writes:
+            try:
+                work()
+            except ConfigError as failure:
+                error = str(failure)
+        error = ranks.broadcast_object(error)
+        if error:
+            if self._folder is not None:
+                self._folder.release()
+            raise ConfigError(error)
 
     def say(self, text: str) -> None:
         """A line for the terminal and for log.txt."""
@@ -96,6 +132,9 @@ class RunLog:
             self._folder.release()
 
     def _note(self, text: str) -> None:
+        if self._early is not None:
+            self._early.append(text)
+            return
         try:
             with (self.run_dir / "log.txt").open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")

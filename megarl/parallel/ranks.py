@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megarl import strict
 from megarl.config import ConfigError, ParallelConfig
 from megarl.parallel import device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -184,14 +186,17 @@ def patient(seconds: float) -> Iterator[None]:
     """Within the block collectives of all groups wait for their peers for so long, instead of `run.timeout_s`.
 
     For work on the host that some ranks do while others wait: generating, loading, saving. A peer that dies is noticed
-    at once all the same, because its connections close; one that hangs is after `seconds`. Entered by all ranks alike.
+    at once all the same, because its connections close; one that hangs is after `seconds`. Entered by all ranks alike;
+    a block within another ends with the other's patience.
     """
-    groups = list(dist.distributed_c10d._world.pg_map)
+    global _timeout_s
+    before, _timeout_s = _timeout_s, seconds
     try:
-        _set_timeouts(groups, seconds)
+        _set_timeouts(list(dist.distributed_c10d._world.pg_map), seconds)
         yield
     finally:
-        _set_timeouts(groups, _timeout_s)
+        _timeout_s = before
+        _set_timeouts(list(dist.distributed_c10d._world.pg_map), before)
 
 
 def _set_timeouts(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
@@ -240,6 +245,28 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=source, group=host_group())
     return values[0]
+
+
+def together(work: Callable[[], T], lead: bool = False) -> list[T | None]:
+    """What `work` returns on each rank, by rank, on every rank; with `lead` it is done on rank 0 alone.
+
+    An OSError or ConfigError on one rank is raised on all of them, as one of its kind: nobody is left waiting.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    if is_lead() or not lead:
+        try:
+            result = work()
+        except OSError as failure:
+            what = failure.strerror or str(failure)
+            error = OSError(f"{what}: {failure.filename}" if failure.filename else what)
+        except ConfigError as failure:
+            error = ConfigError(str(failure))
+    outcomes = all_gather_objects((result, error))
+    for _, failed in outcomes:
+        if failed is not None:
+            raise failed
+    return [value for value, _ in outcomes]
 
 
 def is_lead() -> bool:

@@ -11,6 +11,7 @@ from megarl.checkpoint.gather import gather_hf
 from megarl.checkpoint.hf import save_adapter, save_hf
 from megarl.megatron.model import MegatronModel
 from megarl.models.adapters import adapted_weights, peft_config, peft_tensors
+from megarl.parallel.ranks import together
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 from megarl.workers.context import Worker
 
@@ -51,17 +52,21 @@ class ActorWorker(Worker):
 
     def export(self, folder: Path) -> None:
         """Write the policy as an HF folder, with LoRA also its adapters, in PEFT's format, into the folder `adapter`
-        beside it; rank 0 writes, all ranks take part."""
+        beside it; rank 0 writes, all ranks take part. Raises OSError on all of them where the disk does not take it."""
         with self.clock.phase("export"):
-            tensors = self.hf_tensors()
-            if self.ranks.rank == 0:
-                dtype = getattr(torch, self.config.model.dtype)
-                save_hf(folder, tensors, self.config.model.path, dtype, table=self.model.params())
-            else:
-                for _ in tensors:
-                    pass
+            together(lambda: self._export_model(folder))
             if self.config.lora.rank:
-                self._export_adapter(folder.with_name("adapter"))
+                together(lambda: self._export_adapter(folder.with_name("adapter")))
+
+    def _export_model(self, folder: Path) -> None:
+        save_hf(
+            folder,
+            self.hf_tensors(),
+            self.config.model.path,
+            getattr(torch, self.config.model.dtype),
+            write=self.ranks.rank == 0,
+            table=self.model.params(),
+        )
 
     def _export_adapter(self, folder: Path) -> None:
         lora, table = self.config.lora, self.model.params()

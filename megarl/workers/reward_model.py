@@ -11,6 +11,7 @@ from megarl.checkpoint.hf import save_hf
 from megarl.megatron.model import MegatronModel
 from megarl.models.classifier import classifier_config
 from megarl.models.registry import family_of
+from megarl.parallel.ranks import together
 from megarl.types import TrainBatch
 from megarl.workers.actor import LossFn
 from megarl.workers.context import Worker
@@ -41,18 +42,22 @@ class RewardModelWorker(Worker):
             return self.model.train_step(batch, loss_fn)
 
     def export(self, folder: Path) -> None:
-        """Write an HF folder of a sequence classifier with one label; rank 0 writes, all ranks take part."""
+        """Write an HF folder of a sequence classifier with one label; rank 0 writes, all ranks take part. Raises
+        OSError on all of them where the disk does not take it."""
         with self.clock.phase("export"):
-            table, hf = self.model.params(), self.context.hf_config
-            save_hf(
-                folder,
-                gather_hf(self.model.merged(), table, self.ranks),
-                self.config.model.path,
-                dtype=getattr(torch, self.config.model.dtype),
-                write=self.ranks.rank == 0,
-                table=table,
-                config=classifier_config(hf, family_of(hf).architecture, self._padding()),
-            )
+            together(lambda: self._export_model(folder))
+
+    def _export_model(self, folder: Path) -> None:
+        table, hf = self.model.params(), self.context.hf_config
+        save_hf(
+            folder,
+            gather_hf(self.model.merged(), table, self.ranks),
+            self.config.model.path,
+            dtype=getattr(torch, self.config.model.dtype),
+            write=self.ranks.rank == 0,
+            table=table,
+            config=classifier_config(hf, family_of(hf).architecture, self._padding()),
+        )
 
     def _padding(self) -> int | None:
         """A token to pad batches with that no conversation ends with; None where the tokenizer and config.json have

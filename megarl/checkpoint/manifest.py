@@ -1,0 +1,135 @@
+"""What a checkpoint's folder must hold, by its `manifest.json`: every file with size and SHA-256; and what is wrong.
+
+Hashing is a core's work for each 1.5 GB/s: files are hashed as they are written, and by all ranks together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+NAME = "manifest.json"
+
+
+class Entry(NamedTuple):
+    bytes: int
+    sha256: str
+
+
+class HashingFile:
+    """A new file that is hashed as it is written, front to back. `failure`: what the file system said no with, since
+    torch makes a RuntimeError of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._digest.update(data)
+        return written
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def finish(self) -> Entry:
+        """Everything is on the disk from here on."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return Entry(self._file.tell(), self._digest.hexdigest())
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk, which has been said
+            self._file.close()
+
+
+def write_hashed(path: Path, write: Callable[[HashingFile], T]) -> tuple[T, Entry]:
+    """A file of what `write` writes, and its entry. Raises OSError where the file system does not take it."""
+    stream = HashingFile(path)
+    try:
+        return write(stream), stream.finish()
+    except Exception as error:
+        raise stream.failure or error from None
+    finally:
+        stream.close()
+
+
+def hash_file(path: Path) -> Entry:
+    with path.open("rb") as stream:
+        return Entry(os.fstat(stream.fileno()).st_size, hashlib.file_digest(stream, "sha256").hexdigest())
+
+
+def shares(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """The files in `parts` shares of about equal bytes; the same whoever asks."""
+    result: list[list[str]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        result[least].append(name)
+        loads[least] += sizes[name] + 1  # so that empty files are shared, too
+    return result
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]] | str:
+    """The manifest and its files, or what is wrong with it."""
+    try:
+        tree = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        files = {name: Entry(entry["bytes"], entry["sha256"]) for name, entry in tree["files"].items()}
+    except FileNotFoundError:
+        return f"{NAME} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{NAME} is broken ({type(error).__name__})"
+    for name, entry in files.items():
+        inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+        if not inside or type(entry.bytes) is not int or not isinstance(entry.sha256, str):
+            return f"{NAME} is broken (its entry {name!r})"
+    if missing := next((name for name in ("host.json",) if name not in files), None):
+        return f"{NAME} does not list {missing}"
+    return tree, files
+
+
+def size_fault(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> str | None:
+    for name in names:
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if not (folder / name).is_file() or size != files[name].bytes:
+            return f"{name} is truncated or of another size"
+    return None
+
+
+def content_fault(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> str | None:
+    for name in names:
+        try:
+            found = hash_file(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found.sha256 != files[name].sha256:
+            return f"{name} differs from its checksum"
+    return None
+
+
+def host_state(folder: Path) -> dict[str, Any] | str:
+    """host.json, or what is wrong with it."""
+    try:
+        tree = json.loads((folder / "host.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return f"host.json is broken ({type(error).__name__})"
+    if not isinstance(tree, dict) or type(tree.get("step")) is not int:
+        return "host.json does not say which step it is of"
+    return tree

@@ -1,0 +1,70 @@
+"""Room on a disk, before something large is written there."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megarl.config import Config
+from megarl.models.adapters import adapter_params
+from megarl.models.family import HFConfig
+from megarl.models.layout import Param
+from megarl.models.memory import critic_params
+from megarl.models.registry import family_of, trained_mtp
+
+STATES = 12
+"""Bytes for each trained element beside the weight itself: an fp32 master and Adam's two moments."""
+
+
+class Needs(NamedTuple):
+    """Bytes of one checkpoint, and of the exported folder; a little more than they will have."""
+
+    checkpoint: int
+    export: int
+
+
+def needs(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> Needs:
+    """critic_hf: of PPO's critic, None where there is none."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    policy = family_of(hf).params(hf, 1, mtp=bool(trained_mtp(hf, config)))
+    if config.algorithm == "reward_model":
+        policy = critic_params(policy, int(hf["hidden_size"]))
+    tables = [policy]
+    if critic_hf is not None:
+        tables.append(critic_params(family_of(critic_hf).params(critic_hf, 1), int(critic_hf["hidden_size"])))
+    total = 0
+    for table in tables:
+        adapters = adapter_params(table, config.lora) if config.lora.rank else []
+        total += _weights([*table, *adapters], dtype) + STATES * sum(param.size for param in adapters or table)
+    return Needs(_and_more(total), _and_more(_weights(policy, dtype)))
+
+
+def free(folder: Path) -> int:
+    """Bytes that can be written at this place, which need not be there yet. Raises OSError."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def demand(folder: Path, needed: int) -> None:
+    """Raise OSError, with both numbers, where `folder` has no room for so many bytes."""
+    if needed and (there := free(folder)) < needed:
+        raise OSError(errno.ENOSPC, f"about {gigabytes(needed)} are needed, and {gigabytes(there)} are free")
+
+
+def gigabytes(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
+
+
+def _weights(table: Iterable[Param], dtype: torch.dtype) -> int:
+    return sum(param.size * (param.dtype or dtype).itemsize for param in table)
+
+
+def _and_more(number: int) -> int:
+    """Headers, what a padded vocabulary adds, tokenizer, random states."""
+    return number + number // 50 + (4 << 20)
