@@ -183,7 +183,7 @@ class HybridFlow:
             tokens = len(result.batch.tokens)
             metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.ranks.world
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
-        self.log.step(self.step, metrics, result.rollouts, result.batch)
+        self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)
         return metrics
 
     def _for_step(self) -> None:

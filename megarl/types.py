@@ -106,6 +106,8 @@ class Rollout:
     """Tokens that were drafted for the policy (rollout.draft_tokens); 0 for recorded rollouts."""
     accepted: int = 0
     """Those of them that it accepted."""
+    failure: str = ""
+    """Of an aborted rollout, what cut it off."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -23,6 +23,8 @@ class StepResult:
     metrics: dict[str, float]
     rollouts: list[Rollout] = field(default_factory=list)
     batch: TrainBatch | None = None
+    trained: list[Rollout] | None = None
+    """Those of the rollouts that the batch holds, in its order; None for all."""
 
 
 class Controller(ABC):
@@ -62,11 +64,13 @@ class Controller(ABC):
 def mini_batches(batch: TrainBatch, num_update: int, epochs: int, seed: int) -> Iterator[TrainBatch]:
     """Cut a batch into `num_update` mini-batches over `epochs` passes, each pass in its own order of sequences.
 
-    Every mini-batch carries its `loss_weights`: a token's share in the token mean of this mini-batch.
+    Every mini-batch carries its `loss_weights`: a token's share in the token mean of this mini-batch. One in which
+    nothing is trained on is left out: there may be fewer sequences than mini-batches, or their losses masked.
     """
     for part in parts_of(batch.num_sequences, num_update, epochs, seed):
         mini = batch.select(part) if len(part) < batch.num_sequences else batch
-        yield mini.with_(loss_weights=token_mean_weights(mini.loss_mask))
+        if mini.loss_mask.any():
+            yield mini.with_(loss_weights=token_mean_weights(mini.loss_mask))
 
 
 def parts_of(count: int, num_update: int, epochs: int, seed: int) -> Iterator[list[int]]:

@@ -10,7 +10,14 @@ import torch
 from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
-from megarl.controllers.policy import PolicyController, policy_loss, sampling_metrics, unreplayed_metrics
+from megarl.controllers.policy import (
+    PolicyController,
+    masked,
+    policy_loss,
+    sampling_metrics,
+    trained,
+    unreplayed_metrics,
+)
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
@@ -33,7 +40,8 @@ class GRPOController(PolicyController):
         # 1. Experience.
         rollouts = flow.reward.score(flow.rollout.generate(items, config.rollout.samples_per_prompt))
         flow.rollout.sleep()
-        batch = TrainBatch.from_rollouts(rollouts)
+        taken = trained(rollouts, config)
+        batch = TrainBatch.from_rollouts(taken)
         policy = flow.actor.forward(batch)
         assert policy.logprobs is not None
         batch = batch.with_(old_logprobs=policy.logprobs)
@@ -57,17 +65,17 @@ class GRPOController(PolicyController):
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, self.kl.coef)
 
-        means = MeanOf()
-        for mini in mini_batches(batch, config.run.num_update, config.run.epochs, seed=self.steps):
+        means, learned = MeanOf(), masked(batch, taken, config)
+        for mini in mini_batches(learned, config.run.num_update, config.run.epochs, seed=self.steps):
             means.add(flow.actor.update(mini, actor_loss))
 
         # 4. The engine gets the new weights.
         flow.rollout.update_weights(flow.actor)
         metrics |= means.result()
         metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
-        self.kl = self.kl.updated(kl_mean, len(rollouts))
+        self.kl = self.kl.updated(kl_mean, len(taken))
         self.steps += 1
-        return StepResult(metrics, rollouts, batch)
+        return StepResult(metrics, rollouts, batch, taken)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl": self.kl.state_dict(), "steps": self.steps}

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ppo_policy_loss
 from megarl.config import Config
 from megarl.controllers.base import Controller
 from megarl.observe.metrics import rollout_metrics
-from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
+from megarl.types import ModelOutput, Prompt, Rollout, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
+
+CUT_OFF = ("length", "max_turns")
+"""Status of a rollout that a length or the number of turns ended."""
 
 
 class PolicyController(Controller):
@@ -33,9 +38,25 @@ class PolicyController(Controller):
             rollouts = flow.reward.score(flow.rollout.generate(items, 1, greedy=greedy))
             for metric, value in rollout_metrics(rollouts).items():
                 short = metric.removeprefix("rollout/").replace("reward_mean", "reward")
-                if short in ("reward", "turns_mean", "response_length_mean"):
+                if short in ("reward", "turns_mean", "response_length_mean", "aborted_frac"):
                     metrics[f"eval/{short}_{name}"] = value
         return metrics
+
+
+def trained(rollouts: Sequence[Rollout], config: Config) -> list[Rollout]:
+    """Those that losses and statistics of groups are about: no aborted one, and none that was cut off where
+    `loss.truncated` says `drop`."""
+    dropped = ("aborted", *(CUT_OFF if config.loss.truncated == "drop" else ()))
+    return [rollout for rollout in rollouts if rollout.status not in dropped]
+
+
+def masked(batch: TrainBatch, rollouts: Sequence[Rollout], config: Config) -> TrainBatch:
+    """The batch of these rollouts as its losses see it: without the tokens of those that were cut off, where
+    `loss.truncated` says `mask`. What was computed of them before, such as the mean of their group, stays."""
+    if config.loss.truncated != "mask":
+        return batch
+    keeps = torch.tensor([rollout.status not in CUT_OFF for rollout in rollouts], dtype=torch.bool)
+    return batch.with_(loss_mask=batch.loss_mask & keeps[batch.sequence_ids])
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:

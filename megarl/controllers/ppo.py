@@ -10,7 +10,14 @@ from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.rewards import token_rewards
 from megarl.algorithms.value_loss import explained_variance, value_loss
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
-from megarl.controllers.policy import PolicyController, policy_loss, sampling_metrics, unreplayed_metrics
+from megarl.controllers.policy import (
+    PolicyController,
+    masked,
+    policy_loss,
+    sampling_metrics,
+    trained,
+    unreplayed_metrics,
+)
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
@@ -33,7 +40,8 @@ class PPOController(PolicyController):
         # 1. Experience: rollouts by the engine, scored; then everything that the update needs to know about them.
         rollouts = flow.reward.score(flow.rollout.generate(items, config.rollout.samples_per_prompt))
         flow.rollout.sleep()
-        batch = TrainBatch.from_rollouts(rollouts)
+        taken = trained(rollouts, config)
+        batch = TrainBatch.from_rollouts(taken)
         policy = flow.actor.forward(batch)
         assert policy.logprobs is not None
         values, mask = flow.critic.values(batch), batch.loss_mask
@@ -64,8 +72,8 @@ class PPOController(PolicyController):
             assert output.values is not None and part.values is not None and part.returns is not None
             return value_loss(output.values, part.values, part.returns, part.loss_mask, config.loss.value_clip)
 
-        means = MeanOf()
-        for mini in mini_batches(batch, config.run.num_update, config.run.epochs, seed=self.steps):
+        means, learned = MeanOf(), masked(batch, taken, config)
+        for mini in mini_batches(learned, config.run.num_update, config.run.epochs, seed=self.steps):
             means.add(flow.critic.update(mini, critic_loss))
             if self.steps >= config.critic.warmup_rollouts:
                 means.add(flow.actor.update(mini, actor_loss))
@@ -75,9 +83,9 @@ class PPOController(PolicyController):
         metrics |= means.result()
         metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
         metrics["critic/explained_variance"] = explained_variance(values, returns, mask)
-        self.kl = self.kl.updated(kl_mean, len(rollouts))
+        self.kl = self.kl.updated(kl_mean, len(taken))
         self.steps += 1
-        return StepResult(metrics, rollouts, batch)
+        return StepResult(metrics, rollouts, batch, taken)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl": self.kl.state_dict(), "steps": self.steps}

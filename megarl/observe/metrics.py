@@ -15,9 +15,17 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     `tool_errors` is a total. `zero_spread_frac` is the share of prompts whose samples all have the same reward, from
     which group-relative methods learn nothing; there is none where every prompt was sampled once. `draft_accepted` is
     the share of drafted tokens that the policy accepted, where there were drafts.
+
+    `aborted_frac` is the share of aborted ones, which nothing else here contains: it stands alone where all are.
     """
     if not rollouts:
         return {}
+    whole = [rollout for rollout in rollouts if rollout.status != "aborted"]
+    aborted = {"rollout/aborted_frac": 1 - len(whole) / len(rollouts)}
+    return aborted | (_of_whole(whole) if whole else {})
+
+
+def _of_whole(rollouts: Sequence[Rollout]) -> dict[str, float]:
     count = len(rollouts)
     rewards = [rollout.reward for rollout in rollouts]
     lengths = [rollout.num_actions for rollout in rollouts]
@@ -36,7 +44,6 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/no_tool_frac": sum(rollout.tool_calls == 0 for rollout in rollouts) / count,
         "rollout/truncated_frac": sum(rollout.status == "length" for rollout in rollouts) / count,
         "rollout/max_turns_frac": sum(rollout.status == "max_turns" for rollout in rollouts) / count,
-        "rollout/aborted_frac": sum(rollout.status == "aborted" for rollout in rollouts) / count,
     }
     groups: dict[int, list[float]] = {}
     for rollout in rollouts:

@@ -26,19 +26,27 @@ def rollout_file(run_dir: str | Path, step: int) -> Path:
 
 
 def write_rollouts(
-    path: Path, rollouts: Sequence[Rollout], batch: TrainBatch | None = None, decode: Decode | None = None
+    path: Path,
+    rollouts: Sequence[Rollout],
+    batch: TrainBatch | None = None,
+    decode: Decode | None = None,
+    trained: Sequence[Rollout] | None = None,
 ) -> None:
-    """Write one line per rollout; `batch` must hold the same rollouts in the same order. Raises OSError.
+    """Write one line per rollout; `batch` must hold those of them that are `trained`, in their order; all by default.
+    Raises OSError.
 
     The file appears under its name when it is whole.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     advantages = None if batch is None or batch.advantages is None else batch.advantages.tolist()
-    starts = [0] * len(rollouts) if batch is None else batch.cu_seqlens.tolist()
+    in_batch = rollouts if trained is None else trained
+    starts = {} if batch is None else dict(zip(map(id, in_batch), batch.cu_seqlens.tolist(), strict=False))
     partial = path.with_suffix(".tmp")
     with partial.open("w", encoding="utf-8") as file:
-        for rollout, start in zip(rollouts, starts, strict=False):
-            own = None if advantages is None else advantages[start : start + len(rollout.token_ids)]
+        for rollout in rollouts:
+            start, own = starts.get(id(rollout)), None
+            if advantages is not None and start is not None:
+                own = advantages[start : start + len(rollout.token_ids)]
             file.write(exact_json.dumps(to_record(rollout, own, decode)) + "\n")
     partial.replace(path)
 
@@ -96,6 +104,7 @@ def to_record(
         "messages": list(rollout.messages),
         "turns": turns,
         "prompt": prompt,
+        **({"failure": rollout.failure} if rollout.failure else {}),
     }
 
 
@@ -119,6 +128,7 @@ def from_record(record: dict[str, Any]) -> Rollout:
             prompt=Prompt(**fields),
             turns=turns,
             messages=tuple(record["messages"]),
+            failure=record.get("failure", ""),
             **{
                 name: record[name]
                 for name in ("status", "reward", "reward_parts", "seed", "group", "tool_calls", "tool_errors")

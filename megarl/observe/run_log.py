@@ -14,6 +14,7 @@ from megarl.observe.rollout_log import rollout_file, write_rollouts
 from megarl.observe.run_folder import Change, RunFolder, claim
 from megarl.observe.tracker import Tracker
 from megarl.parallel import ranks
+from megarl.rollout.aborted import abort_reasons
 from megarl.types import Rollout, TrainBatch
 
 
@@ -100,9 +101,15 @@ class RunLog:
         self._progress.begin_step(step)
 
     def step(
-        self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout] = (), batch: TrainBatch | None = None
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        rollouts: Sequence[Rollout] = (),
+        batch: TrainBatch | None = None,
+        trained: Sequence[Rollout] | None = None,
     ) -> None:
-        """A step is done: its metrics, and its rollouts with the batch that was made of them in the same order."""
+        """A step is done: its metrics, and its rollouts with the batch that was made of the `trained` ones in their
+        order; of all by default."""
         if not self.writes:
             return
         assert self._tracker is not None
@@ -110,9 +117,11 @@ class RunLog:
         if self._record_rollouts and rollouts:
             decode = None if self.tokenizer is None else self.tokenizer.decode
             try:
-                write_rollouts(rollout_file(self.run_dir, step), rollouts, batch, decode)
+                write_rollouts(rollout_file(self.run_dir, step), rollouts, batch, decode, trained)
             except OSError as error:
                 self._warn(f"could not record rollouts: {error}; training goes on without them")
+        if reasons := abort_reasons(rollouts):
+            self.say(f"step {step}: aborted rollouts, which nothing is trained on: {reasons}")
         self._progress.step(step, metrics)
         self._note(self._progress.line(step, metrics))
 

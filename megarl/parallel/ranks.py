@@ -204,6 +204,16 @@ def _set_timeouts(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def raise_alarm(name: str) -> None:
+    """Tell ranks that are busy, and in no collective meanwhile; they hear of it where they look, see `alarm_raised`."""
+    dist.distributed_c10d._get_default_store().set(name, "raised")
+
+
+def alarm_raised(name: str) -> bool:
+    """Whether some rank has raised the alarm of this name."""
+    return bool(dist.distributed_c10d._get_default_store().check([name]))
+
+
 def host_group() -> dist.ProcessGroup:
     """A gloo group of all ranks, for host values; raises where `initialize` has not run."""
     if _host_group is None:
@@ -213,7 +223,7 @@ def host_group() -> dist.ProcessGroup:
 
 def new_host_group(members: Iterable[int]) -> dist.ProcessGroup:
     """A gloo group of some ranks; collective over all ranks."""
-    return dist.new_group(list(members), backend="gloo")
+    return dist.new_group(list(members), backend="gloo", timeout=timedelta(seconds=_timeout_s))
 
 
 def own_address() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,11 +20,17 @@ _TRIES = 3
 _PAUSE_S = 0.5
 
 
+class RequestFailed(RuntimeError):
+    """One request was refused, cut off, or answered with what cannot be an answer. Its conversation is aborted; other
+    requests go on, for the engine is there."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """What the policy wrote in one turn, with the log-prob of each token as sampled and the version of the weights.
 
-    finish: `stop` after an end token, which is the last id; `length` after max_new_tokens; `abort` when cut off.
+    finish: `stop` after an end token, which is the last id; `length` after max_new_tokens; `abort` when cut off, for
+    the `reason`; then there may be no tokens.
     routing: [tokens, MoE layers, topk] int16, the experts of the tokens that were asked for, see `Policy`.
     drafted, accepted: tokens that were drafted for it (rollout.draft_tokens), and those of them that it accepted.
     """
@@ -35,6 +42,7 @@ class Generation:
     routing: torch.Tensor | None = None
     drafted: int = 0
     accepted: int = 0
+    reason: str = ""
 
 
 class Policy(Protocol):
@@ -44,7 +52,7 @@ class Policy(Protocol):
         """Continue `ids` under SGLang's sampling `params`.
 
         Where routing is recorded, that of the first `routed` tokens is known from before; what comes back is of the
-        others, but for the last one written, which the engine has not run.
+        others, but for the last one written, which the engine has not run. Raises RequestFailed.
         """
         ...
 
@@ -52,22 +60,25 @@ class Policy(Protocol):
 class Client:
     """HTTP client of one engine; use it with `async with` inside one event loop.
 
-    routing: ask for the engine's record of it, which has this shape.
+    timeout: seconds that any answer may take, with the engine's own queue. routing: ask for the engine's record of it,
+    which has this shape. version: of the weights that every answer must come from; None for any.
     """
 
     def __init__(
         self,
         url: str,
         api_key: str,
-        request_timeout: float,
+        timeout: float,
         concurrency: int,
         routing: RoutingShape | None = None,
+        version: int | None = None,
     ) -> None:
         self._url = url
         self._headers = {"Authorization": f"Bearer {api_key}"}
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout)
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._limit = concurrency
         self._routing = routing
+        self._version = version
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
@@ -84,41 +95,87 @@ class Client:
     async def generate(self, ids: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         """Continue `ids` by at most `params["max_new_tokens"]` tokens.
 
-        Raises RuntimeError when the engine refuses, answers too late or is gone; only a lost connection is retried.
+        Raises RequestFailed where this request has no good answer. Any other RuntimeError is of the engine: it cannot
+        be reached, for a lost connection is tried again, or it has other weights than it should have.
         """
         body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": params, "return_logprob": True}
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
         status, answer = await self._post("/generate", body)
+        if status == 503 and "timeout reached" in str(answer):
+            raise RequestFailed("the engine did not end the answer within rollout.request_timeout")
         if status != 200:
-            raise RuntimeError(f"the engine refused to generate: {str(answer)[:500]}")
+            raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
+        try:
+            self._check_version(answer["meta_info"])
+            return self._read(answer, len(ids), routed)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
+
+    def _read(self, answer: dict[str, Any], asked: int, routed: int) -> Generation:
+        """The answer to `asked` tokens. What was written before it was cut off is kept where it is whole: as many
+        log-probs as tokens, of those tokens, all finite; else a cut-off answer has no tokens, and another fails."""
         meta = answer["meta_info"]
-        pairs = meta["output_token_logprobs"]
-        token_ids = tuple(answer["output_ids"])
+        finish = meta["finish_reason"] or {}
+        kind = finish.get("type", "abort")
+        cut = kind not in ("stop", "length")
+        token_ids = tuple(int(token) for token in answer["output_ids"])
+        pairs = meta.get("output_token_logprobs", ()) if cut else meta["output_token_logprobs"]
+        logprobs = tuple(math.nan if pair[0] is None else float(pair[0]) for pair in pairs)  # JSON has no NaN
+        problem = ""
         if tuple(pair[1] for pair in pairs) != token_ids:
-            raise RuntimeError(f"the engine wrote {len(token_ids)} tokens and gave {len(pairs)} log-probs of others")
-        kind = (meta["finish_reason"] or {}).get("type", "abort")
+            problem = f"the engine wrote {len(token_ids)} tokens and gave {len(pairs)} log-probs of others"
+        elif not all(map(math.isfinite, logprobs)):
+            problem = "the engine gave a log-prob that is not finite"
+        elif not cut and not token_ids:
+            problem = "the engine answered without a token"
+        if problem and not cut:
+            raise RequestFailed(problem)
+        if problem:
+            token_ids, logprobs = (), ()
         routing = None
-        if self._routing is not None and not (kind == "abort" and meta.get("routed_experts") is None):
-            rows = len(ids) + len(token_ids) - 1 - routed
-            routing = decode_routing(meta.get("routed_experts"), rows, self._routing)
+        if self._routing is not None and not (cut and (problem or meta.get("routed_experts") is None)):
+            routing = decode_routing(meta.get("routed_experts"), asked + len(token_ids) - 1 - routed, self._routing)
         return Generation(
             token_ids=token_ids,
-            logprobs=tuple(pair[0] for pair in pairs),
-            finish=kind if kind in ("stop", "length") else "abort",
+            logprobs=logprobs,
+            finish="abort" if cut else kind,
             weight_version=int(meta["weight_version"]),
             routing=routing,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),
+            reason=f"the engine cut the answer off: {finish.get('message', 'it does not say why')}" if cut else "",
         )
+
+    def _check_version(self, meta: dict[str, Any]) -> None:
+        """SGLang says by which weights the last token was chosen, and by which each, where they changed meanwhile."""
+        if self._version is None:
+            return
+        for span in meta.get("weight_versions") or [{"version": meta["weight_version"]}]:
+            if str(span["version"]) != str(self._version):
+                raise RuntimeError(
+                    f"the engine answered by weights of version {span['version']}, but those that it was given last "
+                    f"are version {self._version}: something else than this run has changed it"
+                )
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
     ) -> tuple[str, list[Any]] | None:
-        """SGLang's own parser: (text outside the calls, calls with `name` and `parameters`), or None if it choked."""
+        """SGLang's own parser: (text outside the calls, calls with `name` and `parameters`), or None if it choked.
+
+        Raises as `generate` does.
+        """
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         status, answer = await self._post("/parse_function_call", body)
-        return (answer["normal_text"], answer["calls"]) if status == 200 else None
+        if status in (400, 500):  # what it says where the parser raises
+            return None
+        try:
+            if status != 200:
+                raise ValueError(f"status {status}")
+            calls = [{**call, "name": str(call["name"]), "parameters": call["parameters"]} for call in answer["calls"]]
+            return str(answer["normal_text"]), calls
+        except (LookupError, TypeError, ValueError) as error:
+            raise RequestFailed(f"the engine's answer to /parse_function_call cannot be one: {error!r}") from None
 
     async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         assert self._session is not None, "the client is used outside `async with`"
@@ -129,11 +186,13 @@ class Client:
                         return answer.status, await answer.json()
                     return answer.status, await answer.text()
             except TimeoutError:
-                raise RuntimeError(f"the engine did not answer {path} within {self._timeout.total:g} s") from None
+                raise RequestFailed(f"the engine did not answer {path} within {self._timeout.total:g} s") from None
             except aiohttp.ClientConnectionError as error:
                 if attempt == _TRIES:
                     raise RuntimeError(f"the engine cannot be reached: {error}") from None
                 await asyncio.sleep(_PAUSE_S * attempt)
+            except (aiohttp.ClientError, ValueError) as error:
+                raise RequestFailed(f"the engine's answer to {path} cannot be read: {error!r}") from None
         raise AssertionError("unreachable")
 
 
@@ -141,13 +200,13 @@ def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.
     """What SGLang sends of `tokens` tokens, base64 of int32 [tokens, layers, topk] -> int16 [tokens, MoE layers, topk].
 
     It keeps the record beside the KV cache: of a token whose keys and values another request left there, it is what
-    they were computed with. Raises RuntimeError where there is none, or one of another size.
+    they were computed with. Raises RequestFailed where there is none, or one of another size.
     """
     if text is None:
-        raise RuntimeError("the engine did not record which experts it chose; set train.replay_routing=false")
+        raise RequestFailed("the engine did not record which experts it chose; set train.replay_routing=false")
     found = np.frombuffer(base64.b64decode(text), dtype=np.int32)
     if found.size != tokens * shape.layers * shape.topk:
-        raise RuntimeError(
+        raise RequestFailed(
             f"the engine's record of routing has {found.size} numbers, not those of {tokens} tokens in {shape.layers} "
             f"layers with {shape.topk} experts each: engine and trainer must load the same config.json"
         )

@@ -50,6 +50,8 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
     here = min(config.parallel.world_size, config.parallel.ranks_per_node)
     return {
         "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
+        # From when the engine begins to work on a request, so without the time that it waits in its queue.
+        "SGLANG_REQ_RUNNING_TIMEOUT": str(config.rollout.request_timeout),
         "PYTHONWARNINGS": "ignore",  # dozens at each start, which would hide a failure's last lines
         **_platform().environment(config.rollout.tp, max(1, here // config.rollout.tp), threads),
     }
@@ -98,6 +100,8 @@ class Engine:
         self.port = 0
         self.usable = False
         """Whether it may generate: it is ready, and no push has failed since the last whole one."""
+        self.version = 0
+        """Of the weights that it was given last; 0 are those that it has loaded itself."""
         self.tool_call_marker = ""
         """Text by which SGLang's parser knows a tool call; empty where the parser has none."""
         node = f"_node_{node_rank}" if nnodes > 1 else ""
@@ -108,6 +112,10 @@ class Engine:
         self._asleep: set[str] = set()  # of _PARTS
         # Loopback must not go through a proxy that the environment names.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    @property
+    def _order_timeout(self) -> float:
+        return self.config.rollout.start_timeout
 
     @property
     def url(self) -> str:
@@ -138,7 +146,7 @@ class Engine:
             "api_key": self.api_key,
             "nnodes": self.nnodes,
             "node_rank": self.node_rank,
-            "weight_version": "0",
+            "weight_version": str(self.version),
             "custom_weight_loader": [loader.NAME],
             "skip_server_warmup": True,
             "log_level": "warning",
@@ -229,7 +237,12 @@ class Engine:
             return
         self._call("/flush_cache")  # it is of the old weights
         self._call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self.usable = True
+        self.version, self.usable = version, True
+
+    def drop_requests(self) -> None:
+        """Have it let go of every request, also of those whose client has given up; return when it is idle."""
+        self._call("/abort_request", {"abort_all": True})
+        self._call(f"/flush_cache?timeout={self._order_timeout / 2:g}")  # it answers when nothing runs any more
 
     def sleep(self) -> None:
         """Give the device to training: free what is awake where there is a GPU, else drop the KV cache."""
@@ -276,7 +289,7 @@ class Engine:
         data = json.dumps(body or {}).encode() if post else None
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with self._http.open(request, timeout=timeout or self.config.rollout.request_timeout) as answer:
+            with self._http.open(request, timeout=timeout or self._order_timeout) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             text = error.read()[:500].decode(errors="replace")

@@ -1,4 +1,6 @@
-"""Stands between a machine's ranks and its SGLang servers: `python -m megarl.rollout.engine_host FD PARENT [preload]`.
+"""Stands between a machine's ranks and its SGLang servers.
+
+    python -m megarl.rollout.engine_host FD PARENT FOLDER [preload]
 
 Importing SGLang takes ten seconds of a core. With `preload` the host does it once and all processes of all engines are
 forked from it; without, as a process that has used CUDA cannot be forked, each server is a program of its own.
@@ -10,6 +12,10 @@ starts the server and ends it when the connection closes, which the kernel does 
 subreaper it inherits whatever the server leaves behind, so nothing escapes. The host ends, and all of them with it, at
 SIGTERM, which the kernel sends when the process that started it dies.
 
+Each supervisor has a folder for what its engine leaves lying about, named by its pid, in the host's. It is removed with
+what SGLang has put in shared memory besides, by the supervisor, or by the host where that was killed. The last to end
+removes the host's folder.
+
 A connection carries one line of JSON {"log": path, "environment": {...}, "settings": {...}} and, when the server has
 ended, its exit status as a line.
 """
@@ -19,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import hashlib
 import json
 import os
 import select
@@ -30,6 +37,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1
@@ -64,10 +72,13 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def _reap() -> None:
+def _reap() -> bool:
+    """Whether there was a child that had ended."""
+    found = False
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+            found = True
+    return found
 
 
 def _end_all(spared: Callable[[int], bool], grace: float) -> None:
@@ -102,11 +113,27 @@ def _fork(work: Callable[[], None]) -> int:
         os._exit(status)
 
 
-class EngineHost:
-    """listener: where ranks connect; its starter has bound it. preload: import SGLang here, for all engines."""
+def _instance(folder: Path) -> str:
+    """By what SGLang shall call the engine with this folder."""
+    return hashlib.blake2s(bytes(folder), digest_size=6).hexdigest()
 
-    def __init__(self, listener: socket.socket, preload: bool) -> None:
+
+def _clear(folder: Path) -> None:
+    """Remove what an engine whose processes are gone has left: its folder, and the file in shared memory by which they
+    tell each other their load. SGLang never removes it; its name is as in `sglang.srt.managers.load_snapshot`."""
+    name = _instance(folder)
+    digest = hashlib.blake2s(name.encode(), digest_size=4).hexdigest()
+    Path(f"/dev/shm/sglang_loads_{name}_{digest}.shm").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class EngineHost:
+    """listener: where ranks connect; its starter has bound it. folder: its own, with the listener's socket in it.
+    preload: import SGLang here, for all engines."""
+
+    def __init__(self, listener: socket.socket, folder: Path, preload: bool) -> None:
         self._listener = listener
+        self._folder = folder
         self._preload = preload
         self._pid = os.getpid()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  what the import prints belongs to each engine's log
@@ -117,19 +144,38 @@ class EngineHost:
         _inherit_orphans()
         if self._preload:
             self._import()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until here there was nothing to end
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until here there was nothing to end but this
         try:
             while True:
                 if select.select([self._listener], [], [], _LOOK_S)[0]:
                     connection, _ = self._listener.accept()
                     with connection:
                         _fork(lambda: self._supervise(connection))  # noqa: B023  the child uses it at once
-                _reap()
+                if _reap():
+                    self._clear_after_the_killed()
         finally:
             for pid in _children():
                 os.kill(pid, signal.SIGTERM)
             _end_all(lambda pid: True, grace=10.0)
+            self._leave()
             os._exit(0)  # taking SGLang's modules apart would take two seconds
+
+    def _clear_after_the_killed(self) -> None:
+        """A supervisor that was killed has left its folder, and may have left processes, which come here and are of
+        no use to anybody."""
+        alive = set(_children())
+        for folder in self._folder.iterdir():
+            if folder.is_dir() and int(folder.name) not in alive:
+                _clear(folder)
+
+    def _leave(self) -> None:
+        """Remove the host's folder, but for what others still need."""
+        for folder in self._folder.iterdir():
+            if folder.is_dir() and not Path(f"/proc/{folder.name}").exists():
+                _clear(folder)
+        with contextlib.suppress(OSError):
+            if not any(path.is_dir() for path in self._folder.iterdir()):
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _import(self) -> None:
         _print_to(self._said)
@@ -157,11 +203,13 @@ class EngineHost:
             connection.sendall(b"1\n")
             return
         _inherit_orphans()
-        scratch = tempfile.mkdtemp(prefix="engine-")  # SGLang leaves its sockets behind when it is killed
-        os.environ.update(order["environment"], TMPDIR=scratch)
+        scratch = self._folder / str(os.getpid())
+        scratch.mkdir(mode=0o700)
+        os.environ.update(order["environment"], TMPDIR=str(scratch))
         tempfile.tempdir = None
+        settings = {**order["settings"], "instance": _instance(scratch)}
         try:
-            server = _fork(lambda: self._serve(connection, order["settings"], os.getppid()))
+            server = _fork(lambda: self._serve(connection, settings, os.getppid()))
             while not (ended := os.waitpid(server, os.WNOHANG))[0]:
                 closed, _, _ = select.select([connection], [], [], _LOOK_S)
                 if closed or os.getppid() != self._pid:
@@ -172,7 +220,9 @@ class EngineHost:
             # Python's resource trackers end by themselves after the others, and only they remove the semaphores that
             # the others leave in shared memory.
             _end_all(_is_tracker, grace=5.0)
-            shutil.rmtree(scratch, ignore_errors=True)
+            _clear(scratch)
+            if os.getppid() != self._pid:
+                self._leave()
 
     def _serve(self, connection: socket.socket, settings: dict[str, Any], supervisor: int) -> None:
         connection.close()
@@ -195,6 +245,12 @@ def _print_to(file: IO[bytes]) -> None:
     os.dup2(file.fileno(), 2)
 
 
+def _leave_at_once(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: _leave_at_once(sys.argv[3]))
     die_with_parent(int(sys.argv[2]), signal.SIGTERM)
-    EngineHost(socket.socket(fileno=int(sys.argv[1])), preload="preload" in sys.argv[3:]).run()
+    EngineHost(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[3]), preload="preload" in sys.argv[4:]).run()

@@ -1,6 +1,6 @@
 """SGLang's HTTP server: in a process forked from `engine_host.py`, or as a program with its settings on stdin.
 
-Settings: {"server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or ""}.
+Settings: {"server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or "", "instance": name}.
 Writes to `facts` what the rank must know of SGLang's tool-call parser, so that a rank never has to import SGLang.
 """
 
@@ -30,6 +30,20 @@ def _start_processes_by(method: str) -> None:
     multiprocessing.set_start_method = lambda *_, **__: ask(method, force=True)
 
 
+def _call_instance(name: str) -> None:
+    """By this name, and no random one, SGLang calls what it keeps in shared memory, so that others can remove it."""
+    from sglang.srt.server_args import PortArgs
+
+    make = PortArgs.init_new
+
+    def named(*args: Any, **kwargs: Any) -> PortArgs:
+        ports = make(*args, **kwargs)
+        ports.instance_id = name
+        return ports
+
+    PortArgs.init_new = staticmethod(named)
+
+
 def load() -> None:
     """Import all that an engine's processes will need, but for what depends on its model."""
     from sglang.srt.plugins import load_plugins
@@ -50,6 +64,7 @@ def main(settings: dict[str, Any]) -> None:
 
     if method := settings["start_method"]:
         _start_processes_by(method)
+    _call_instance(settings["instance"])
     facts = {"tool_call_marker": tool_call_marker(settings["tool_call_parser"])}
     Path(settings["facts"]).write_text(json.dumps(facts))
     try:

@@ -32,8 +32,9 @@ class Host:
 
     def __init__(self, environment: Mapping[str, str], preload: bool) -> None:
         # A folder that only this user may enter. The name of a socket has at most 107 bytes, and TMPDIR may be long.
+        # The host removes it, also when this process has been killed; and this process, also when the host has been.
         place = tempfile.gettempdir()
-        self._folder = tempfile.mkdtemp(prefix="megarl-engines-", dir=place if len(place) < 70 else "/tmp")
+        self._folder = tempfile.mkdtemp(prefix="megarl-engines-", dir=place if len(place) < 50 else "/tmp")
         self.path = str(Path(self._folder, "socket"))
         inherited = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
         with socket.socket(socket.AF_UNIX) as listener:
@@ -42,7 +43,7 @@ class Host:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "megarl.rollout.engine_host"),
-                    *(str(listener.fileno()), str(os.getpid()), "preload" if preload else ""),
+                    *(str(listener.fileno()), str(os.getpid()), self._folder, "preload" if preload else ""),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,13 @@ import torch
 from megarl.config import RolloutConfig
 from megarl.models.routing import RoutingShape
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client, Policy
+from megarl.rollout.client import Client, Policy, RequestFailed
 from megarl.rollout.engine import Engine
 from megarl.rollout.tool_calls import Parse, Reply, parser
 from megarl.rollout.tools import ToolPool, ToolResult
 from megarl.types import Message, Prompt, Rollout, Status, Turn
+
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -30,34 +32,81 @@ class Surroundings:
     config: RolloutConfig
 
 
+@dataclass
+class _Talk:
+    """A conversation as far as it has come, which is what is kept of it where it is cut off."""
+
+    turns: list[Turn]
+    messages: list[Message]
+    routing: list[torch.Tensor] = field(default_factory=list)
+    calls: int = 0
+    errors: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    failure: str = ""
+
+
 async def run_conversation(
-    prompt: Prompt, policy: Policy, around: Surroundings, params: dict[str, Any], group: int = 0, seed: int = 0
+    prompt: Prompt,
+    policy: Policy,
+    around: Surroundings,
+    params: dict[str, Any],
+    group: int = 0,
+    seed: int = 0,
+    deadline: float | None = None,
 ) -> Rollout:
     """One conversation. params: SGLang's sampling parameters but for max_new_tokens, which follows from the budget.
 
     The whole conversation stays within `max_context` tokens and the policy within `max_turns` turns. Status: `stop`
     when the policy ended a turn without a call, or with an end token that leaves no room for an answer; `length` when
-    a turn or the context was full; `max_turns`; `aborted` when the engine cut it off.
+    a turn or the context was full; `max_turns`; `aborted` when the engine cut it off, a request of it failed, or it was
+    not done by `deadline`, in the event loop's time: then `failure` says which, and the turns are those it had.
+    """
+    talk = _Talk([Turn(prompt.token_ids or tuple(around.chat.render(prompt)))], list(prompt.messages))
+    status: Status = "aborted"
+    try:
+        async with asyncio.timeout_at(deadline):
+            status = await _converse(prompt, policy, around, params, talk)
+    except TimeoutError:
+        talk.failure = "it was not done within rollout.step_timeout"
+    except RequestFailed as error:
+        talk.failure = str(error)
+    return Rollout(
+        prompt=prompt,
+        turns=tuple(talk.turns),
+        status=status,
+        seed=seed,
+        group=group,
+        messages=tuple(talk.messages),
+        tool_calls=talk.calls,
+        tool_errors=talk.errors,
+        routing=_completed(talk.routing, sum(len(turn.token_ids) for turn in talk.turns)),
+        drafted=talk.drafted,
+        accepted=talk.accepted,
+        failure=talk.failure,
+    )
+
+
+async def _converse(
+    prompt: Prompt, policy: Policy, around: Surroundings, params: dict[str, Any], talk: _Talk
+) -> Status:
+    """Carry the talk on to its end.
 
     A token's routing is taken from the first request that ran it, which is the one that sampled what follows it.
     """
     chat, config = around.chat, around.config
     schemas = chat.schemas(prompt)
-    turns = [Turn(prompt.token_ids or tuple(chat.render(prompt)))]
-    messages: list[Message] = list(prompt.messages)
+    turns, messages = talk.turns, talk.messages
     context = list(turns[0].token_ids)
-    routing: list[torch.Tensor] = []
-    routed = calls = errors = drafted = accepted = 0
-    status: Status = "max_turns"
+    routed = 0
     for number in range(1, config.max_turns + 1):
         budget = min(config.max_new_tokens, config.max_context - len(context))
         if budget <= 0:
-            status = "length"
-            break
+            return "length"
         out = await policy.generate(context, {**params, "max_new_tokens": budget}, routed)
-        drafted, accepted = drafted + out.drafted, accepted + out.accepted
+        talk.drafted, talk.accepted = talk.drafted + out.drafted, talk.accepted + out.accepted
         if out.routing is not None:
-            routing.append(out.routing)
+            talk.routing.append(out.routing)
             routed += len(out.routing)
         if out.token_ids:
             turns.append(Turn(out.token_ids, out.logprobs, is_action=True, weight_version=out.weight_version))
@@ -65,19 +114,18 @@ async def run_conversation(
         ended = bool(out.token_ids) and out.token_ids[-1] == chat.end_of_turn
         if not ended:
             messages.append({"role": "assistant", "content": chat.text(out.token_ids)})
-            status = "aborted" if out.finish == "abort" else out.finish
-            break
+            talk.failure = out.reason
+            return "aborted" if out.finish == "abort" else out.finish
         reply = await around.parse(chat.text(out.token_ids[:-1]), schemas)
         messages.append(_assistant(reply))
         if not reply.calls and not reply.error:
-            status = "stop"
-            break
+            return "stop"
         if number == config.max_turns:
             break
         allowed = {schema["function"]["name"] for schema in schemas}
         results = await asyncio.gather(*(_run(around.tools, allowed, call) for call in reply.calls))
-        calls += len(results)
-        errors += sum(not result.ok for result in results) + bool(reply.error)
+        talk.calls += len(results)
+        talk.errors += sum(not result.ok for result in results) + bool(reply.error)
         answers: list[Message] = [
             {"role": "tool", "name": call.name, "content": result.text}
             for call, result in zip(reply.calls, results, strict=True)
@@ -86,24 +134,11 @@ async def run_conversation(
             answers.append({"role": "tool", "name": "error", "content": f"Error: {reply.error}"})
         observed = chat.observation(answers, schemas)
         if len(context) + len(observed) >= config.max_context:
-            status = "length"
-            break
+            return "length"
         turns.append(Turn(tuple(observed)))
         context += observed
         messages += answers
-    return Rollout(
-        prompt=prompt,
-        turns=tuple(turns),
-        status=status,
-        seed=seed,
-        group=group,
-        messages=tuple(messages),
-        tool_calls=calls,
-        tool_errors=errors,
-        routing=_completed(routing, len(context)),
-        drafted=drafted,
-        accepted=accepted,
-    )
+    return "max_turns"
 
 
 def _completed(parts: list[torch.Tensor], tokens: int) -> torch.Tensor | None:
@@ -151,15 +186,19 @@ async def gather_rollouts(
     greedy: bool,
     seed: int,
     first_group: int = 0,
+    deadline: float | None = None,
 ) -> list[Rollout]:
-    """`samples` conversations of each prompt, `config.concurrency` at once; ordered by prompt, then by sample."""
+    """`samples` conversations of each prompt, `config.concurrency` at once; ordered by prompt, then by sample.
+
+    What is not done at `deadline`, in the event loop's time, is aborted, also if its turn has not come by then.
+    """
     slots = asyncio.Semaphore(around.config.concurrency)
 
     async def one(prompt: Prompt, group: int, sample: int) -> Rollout:
         own = sample_seed(seed, group, sample)
         async with slots:
             params = sampling_params(around.config, around.chat, greedy, own)
-            return await run_conversation(prompt, policy, around, params, group, own)
+            return await run_conversation(prompt, policy, around, params, group, own, deadline)
 
     tasks: list[asyncio.Task[Rollout]] = []
     try:
@@ -171,6 +210,18 @@ async def gather_rollouts(
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def _watched(work: Coroutine[Any, Any, list[Rollout]], look: Callable[[], None]) -> list[Rollout]:
+    """The result, or what `look` raises, which is called again and again meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
+            look()
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 class Conversations:
@@ -192,23 +243,32 @@ class Conversations:
         greedy: bool = False,
         seed: int = 0,
         first_group: int = 0,
+        look: Callable[[], None] = lambda: None,
     ) -> list[Rollout]:
         """Rollouts of the prompts, ordered by prompt, then by sample; the engine must be ready.
 
         samples: per prompt, `config.samples_per_prompt` by default. Prompt i gets the group `first_group + i`, so that
         engines that share a batch do not give a number twice. seed: of the step; each sample's own is recorded in it.
-        Raises RuntimeError where the engine fails, with its last log lines if it died.
+        look: called every second; what it raises ends this.
+
+        Returns within `config.step_timeout`; what fails or is late by itself is an aborted rollout, of which the engine
+        has then let go, too. Raises RuntimeError where the engine fails, with its last log lines if it died.
         """
         engine, chat, config = self._engine, self._chat, self._config
         engine.check_alive()
 
+        def watch() -> None:
+            engine.check_alive()
+            look()
+
         async def run() -> list[Rollout]:
             if self._tools is None:
                 self._tools = ToolPool(chat.tools, config.tool_timeout)
-            limits = config.request_timeout, config.concurrency
-            async with Client(engine.url, engine.api_key, *limits, self._routing) as client:
+            deadline = asyncio.get_running_loop().time() + config.step_timeout
+            limits = config.step_timeout, config.concurrency
+            async with Client(engine.url, engine.api_key, *limits, self._routing, engine.version) as client:
                 parse = parser(client, config.tool_call_parser, engine.tool_call_marker)
-                return await gather_rollouts(
+                talks = gather_rollouts(
                     prompts,
                     client,
                     Surroundings(chat, self._tools, parse, config),
@@ -216,10 +276,15 @@ class Conversations:
                     greedy=greedy,
                     seed=seed,
                     first_group=first_group,
+                    deadline=deadline,
                 )
+                return await _watched(talks, watch)
 
         try:
-            return self._runner.run(run())
+            rollouts = self._runner.run(run())
+            if any(rollout.status == "aborted" for rollout in rollouts):
+                engine.drop_requests()
+            return rollouts
         except RuntimeError:
             engine.check_alive()
             raise

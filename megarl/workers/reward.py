@@ -45,9 +45,17 @@ class RewardWorker(Worker):
                 self.context.models.append(self.model)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts with `reward` and `reward_parts`; an error of a function on one rank is raised on all."""
+        """The rollouts with `reward` and `reward_parts`; an error of a function on one rank is raised on all.
+
+        Aborted ones are shown to nobody and stay without.
+        """
+        whole = [rollout for rollout in rollouts if rollout.status != "aborted"]
+        scored = iter(self._score(whole) if whole else [])
+        return [rollout if rollout.status == "aborted" else next(scored) for rollout in rollouts]
+
+    def _score(self, rollouts: list[Rollout]) -> list[Rollout]:
         with self.clock.phase("reward"):
-            share = list(rollouts)[self.ranks.rank :: self.ranks.world]
+            share = rollouts[self.ranks.rank :: self.ranks.world]
             result: list[Rollout] | str
             try:
                 result = score(share, self.functions)

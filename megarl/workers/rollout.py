@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import read_rollouts, rollout_file
 from megarl.parallel import device, ranks
+from megarl.rollout.aborted import check_aborted
 from megarl.rollout.engine import Engine
 from megarl.rollout.multi_turn import Conversations
 from megarl.types import Prompt, Rollout
@@ -40,6 +42,7 @@ class RolloutWorker(Worker):
         self.lead_rank = self.engine_index * tp
         self.groups = [ranks.new_host_group(range(e * tp, (e + 1) * tp)) for e in range(self.engines)]
         self.engine: Engine | None = None
+        self._generations = 0
         self._talks: Conversations | None = None
         if self.config.rollout.replay:
             return
@@ -70,11 +73,15 @@ class RolloutWorker(Worker):
             self.engine.start()
 
     def ready(self) -> None:
-        with self.clock.phase("engine_start"):
+        with self.clock.phase("engine_start"), self._patient(self.config.rollout.start_timeout):
             _on_any(self.engine, Engine.wait_ready)
 
     def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> list[Rollout]:
-        """`samples` conversations of each prompt, next to each other; the same list on every rank."""
+        """`samples` conversations of each prompt, next to each other; the same list on every rank.
+
+        Those that a failure or a time-out cut off are aborted ones. Raises ConfigError on all ranks where they are more
+        than `rollout.max_aborted`, and as soon as an engine is gone.
+        """
         config = self.config
         self._make_room()
         with self.clock.phase("generate"):
@@ -83,17 +90,25 @@ class RolloutWorker(Worker):
             self._wake(Engine.wake)
             first = len(prompts) * self.engine_index // self.engines
             end = len(prompts) * (self.engine_index + 1) // self.engines
-            mine = _on_any(
-                self._talks,
-                lambda talks: talks.generate(
-                    prompts[first:end],
-                    samples=samples,
-                    greedy=greedy,
-                    seed=config.run.seed * 1_000_003 + self.step,
-                    first_group=first,
-                ),
-            )
-            return [rollout for share in ranks.all_gather_objects(mine or []) for rollout in share]
+            self._generations += 1
+            alarm = f"megarl/generation/{self._generations}"
+            # The last part is for an engine to let go of what is aborted.
+            with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
+                mine = _on_any(
+                    self._talks,
+                    lambda talks: talks.generate(
+                        prompts[first:end],
+                        samples=samples,
+                        greedy=greedy,
+                        seed=config.run.seed * 1_000_003 + self.step,
+                        first_group=first,
+                        look=lambda: _stop_at(alarm),
+                    ),
+                    alarm,
+                )
+            rollouts = [rollout for share in ranks.all_gather_objects(mine or []) for rollout in share]
+            check_aborted(rollouts, config)
+            return rollouts
 
     def update_weights(self, actor: ActorWorker) -> None:
         """Give every engine the actor's weights under the next version number; all ranks take part.
@@ -106,7 +121,8 @@ class RolloutWorker(Worker):
             if self.config.rollout.replay:
                 return
             self._wake(Engine.wake_weights)
-            self._push.push(actor.model.merged(), self.version)
+            with self._patient(self.config.rollout.start_timeout):
+                self._push.push(actor.model.merged(), self.version)
 
     def _wake(self, how: Callable[[Engine], None]) -> None:
         """Once every rank has given back what it has freed: an engine's lead wakes it on the devices of others, too."""
@@ -144,20 +160,41 @@ class RolloutWorker(Worker):
             self.engine.shutdown()
 
     def _on_leads(self, work: Callable[[Engine], Result]) -> Result | None:
-        return _on_any(self.engine if self.leads else None, work)
+        with self._patient(self.config.rollout.start_timeout):
+            return _on_any(self.engine if self.leads else None, work)
+
+    def _patient(self, seconds: float) -> AbstractContextManager[None]:
+        """While some ranks wait for their engine, which may take so long, the others wait for them."""
+        return ranks.patient(seconds + self.config.run.timeout_s)
 
     def _replayed(self) -> list[Rollout]:
         return read_rollouts(rollout_file(self.config.rollout.replay, self.step))
 
 
-def _on_any(party: Party | None, work: Callable[[Party], Result]) -> Result | None:
-    """Do it on the ranks that have a party. A failure is raised on every rank, so that none waits for the others."""
+class _Stopped(RuntimeError):
+    """This engine is all right, another has failed."""
+
+
+def _stop_at(alarm: str) -> None:
+    if ranks.alarm_raised(alarm):
+        raise _Stopped
+
+
+def _on_any(party: Party | None, work: Callable[[Party], Result], alarm: str = "") -> Result | None:
+    """Do it on the ranks that have a party. A failure is raised on every rank, so that none waits for the others.
+
+    alarm: raised where it fails, for those that are still at it.
+    """
     error, result = "", None
     if party is not None:
         try:
             result = work(party)
+        except _Stopped:
+            pass
         except RuntimeError as failure:
             error = str(failure)
+            if alarm:
+                ranks.raise_alarm(alarm)
     errors = [text for text in ranks.all_gather_objects(error) if text]
     if errors:
         raise ConfigError(errors[0])

@@ -49,6 +49,20 @@ def test_by_hand() -> None:
     assert metrics == pytest.approx(expected)
 
 
+def test_aborted_ones_count_as_that_and_nothing_else() -> None:
+    """The group of the aborted one has no spread without it."""
+    whole = [
+        rollout(0, 1.0, (2,), 0, 0, "stop"),
+        rollout(1, 0.0, (2,), 0, 0, "stop"),
+        rollout(1, 1.0, (4,), 1, 0, "stop"),
+    ]
+    aborted = rollout(0, 0.0, (100,), 9, 9, "aborted")
+    found = rollout_metrics([*whole, aborted])
+    assert found == rollout_metrics(whole) | {"rollout/aborted_frac": 0.25}
+    assert found["rollout/reward_mean"] == pytest.approx(2 / 3) and found["rollout/zero_spread_frac"] == 0.5
+    assert rollout_metrics([aborted]) == {"rollout/aborted_frac": 1.0}
+
+
 def test_share_of_drafts_that_were_accepted() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
     assert "rollout/draft_accepted" not in rollout_metrics([plain])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -47,6 +48,7 @@ def example(group: int = 0) -> Rollout:
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     rollouts = [example(), example(group=3), Rollout(Prompt(id="empty", messages=()), turns=(Turn((1,)),))]
+    rollouts.append(dataclasses.replace(example(), status="aborted", failure="it was late"))
     file = rollout_file(tmp_path, 12)
     write_rollouts(file, rollouts)
     assert file == tmp_path / "rollouts/step_000012.jsonl"
@@ -98,3 +100,19 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(ConfigError, match="not a recorded rollout"):
         read_rollouts(tmp_path / "other.jsonl")
+
+
+def test_advantages_stand_beside_the_rollouts_that_were_trained_on(tmp_path: Path) -> None:
+    """An aborted one between two others, equal to the first but for that, is on record without an advantage."""
+    first, last = example(), example(group=1)
+    aborted = dataclasses.replace(first, status="aborted")
+    taken = [first, last]
+    batch = TrainBatch.from_rollouts(taken)
+    batch = batch.with_(advantages=torch.arange(float(len(batch.tokens))))
+    write_rollouts(tmp_path / "r.jsonl", [first, aborted, last], batch, trained=taken)
+    records = read_records(tmp_path / "r.jsonl")
+    assert [record["status"] for record in records] == ["length", "aborted", "length"]
+    found = [[turn.get("advantages") for turn in record["turns"]] for record in records]
+    assert found[0] == [None, [3.0, 4.0], None, [7.0]]
+    assert found[1] == [None] * 4 and records[1]["advantage"] is None
+    assert found[2] == [None, [11.0, 12.0], None, [15.0]]

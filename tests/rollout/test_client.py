@@ -1,12 +1,18 @@
-"""What an engine sends of its routing, read and refused; the rest of the client is tested with engines."""
+"""What an engine may answer, by a server that answers that; engines are in `test_engine.py`."""
 
+from __future__ import annotations
+
+import asyncio
 import base64
+from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from megarl.models.routing import RoutingShape
-from megarl.rollout.client import decode_routing
+from megarl.rollout import client as module
+from megarl.rollout.client import Client, Generation, RequestFailed, decode_routing
 
 SHAPE = RoutingShape(layers=3, moe_layers=(1, 2), topk=2, experts=400)
 
@@ -25,3 +31,121 @@ def test_a_record_of_another_size_is_one_error() -> None:
         decode_routing(sent(2, 4, 2), 2, SHAPE)
     with pytest.raises(RuntimeError, match="did not record which experts it chose"):
         decode_routing(None, 2, SHAPE)
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "3", "output_token_logprobs": [[-0.5, 8, None]]}
+    ids = changes.pop("output_ids", [8])
+    meta |= changes
+    return {"output_ids": ids, "meta_info": {name: value for name, value in meta.items() if value is not ...}}
+
+
+def ask(said: Any, status: int = 200, timeout: float = 30.0) -> Generation:
+    """What a client whose engine holds version 3 makes of this answer; `said` None for none at all."""
+
+    kind = "application/json" if status == 200 else "text/plain"
+
+    async def run() -> Generation:
+        async def respond(request: web.Request) -> web.StreamResponse:
+            if said is None:
+                await asyncio.sleep(3600)
+            if isinstance(said, str):
+                return web.Response(text=said, status=status, content_type=kind)
+            return web.json_response(said, status=status)
+
+        async def broken(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Length": "100", "Content-Type": kind})
+            await response.prepare(request)
+            await response.write(b"{")
+            assert request.transport is not None
+            request.transport.close()
+            return response
+
+        app = web.Application()
+        app.router.add_post("/generate", broken if said == "broken off" else respond)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        try:
+            async with Client(f"http://127.0.0.1:{port}", "key", timeout, 1, version=3) as client:
+                return await client.generate([5, 6], {})
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_a_good_answer() -> None:
+    out = ask(answer())
+    assert (out.token_ids, out.logprobs, out.finish, out.weight_version) == ((8,), (-0.5,), "stop", 3)
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "complaint"),
+    [
+        ({"detail": "Request running timeout reached."}, 503, "did not end the answer within rollout.request_timeout"),
+        ({"error": {"message": "too long"}}, 400, "refused to generate: .*too long"),
+        ("Internal Server Error", 500, "refused to generate: Internal Server Error"),
+        ("{not json", 200, "cannot be read"),
+        ("broken off", 200, "cannot be read"),
+        ([1], 200, "cannot be one: TypeError"),
+        ({}, 200, "cannot be one: KeyError.'meta_info'"),
+        ({"output_ids": [8], "meta_info": None}, 200, "cannot be one"),
+        (answer(output_token_logprobs=...), 200, "cannot be one: KeyError.'output_token_logprobs'"),
+        (answer(weight_version=...), 200, "cannot be one: KeyError.'weight_version'"),
+        (answer(output_token_logprobs=[]), 200, "wrote 1 tokens and gave 0 log-probs"),
+        (answer(output_token_logprobs=[[-0.5, 9, None]]), 200, "wrote 1 tokens and gave 1 log-probs of others"),
+        (answer(output_token_logprobs=[[None, 8, None]]), 200, "a log-prob that is not finite"),
+        (answer(output_token_logprobs=[[float("-inf"), 8, None]]), 200, "a log-prob that is not finite"),
+        (answer(output_token_logprobs=[8]), 200, "cannot be one: TypeError"),
+        (answer(output_ids=["x"]), 200, "cannot be one: ValueError"),
+        (answer(output_ids=[], output_token_logprobs=[]), 200, "answered without a token"),
+    ],
+)
+def test_what_can_be_no_answer_fails_this_request_only(said: Any, status: int, complaint: str) -> None:
+    with pytest.raises(RequestFailed, match=complaint):
+        ask(said, status)
+
+
+def test_no_answer_at_all() -> None:
+    with pytest.raises(RequestFailed, match="did not answer /generate within 0.2 s"):
+        ask(None, timeout=0.2)
+
+
+def test_of_an_answer_that_was_cut_off_only_what_is_whole_is_kept() -> None:
+    cut = {"type": "abort", "message": "Aborted"}
+    out = ask(answer(finish_reason=cut))
+    assert (out.token_ids, out.finish, out.reason) == ((8,), "abort", "the engine cut the answer off: Aborted")
+    for odd in ({"output_token_logprobs": ...}, {"output_token_logprobs": [[None, 8, None]]}):
+        out = ask(answer(finish_reason=cut, **odd))
+        assert (out.token_ids, out.logprobs, out.finish) == ((), (), "abort")
+    assert ask(answer(finish_reason=None)).reason.endswith("it does not say why")
+
+
+@pytest.mark.parametrize("changes", [{"weight_version": "2"}, {"weight_version": "default"}], ids=str)
+def test_another_version_of_the_weights_is_not_an_answers_fault(changes: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="version (2|default), but .* are version 3") as failure:
+        ask(answer(**changes))
+    assert not isinstance(failure.value, RequestFailed)
+
+
+def test_a_version_that_changed_within_an_answer_is_seen() -> None:
+    spans = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
+    with pytest.raises(RuntimeError, match="version 2, but"):
+        ask(answer(weight_versions=spans))
+    assert ask(answer(weight_versions=spans[1:])).weight_version == 3
+
+
+def test_an_engine_that_is_gone_is_not_an_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAUSE_S", 0.01)
+
+    async def run() -> None:
+        async with Client("http://127.0.0.1:9", "key", 30.0, 1) as client:
+            await client.generate([5], {})
+
+    with pytest.raises(RuntimeError, match="cannot be reached") as failure:
+        asyncio.run(run())
+    assert not isinstance(failure.value, RequestFailed)

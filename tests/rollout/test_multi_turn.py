@@ -14,7 +14,7 @@ import torch
 from megarl.config import RolloutConfig
 from megarl.rollout import multi_turn
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Generation
+from megarl.rollout.client import Generation, RequestFailed
 from megarl.rollout.multi_turn import (
     Conversations,
     Surroundings,
@@ -25,7 +25,7 @@ from megarl.rollout.multi_turn import (
 )
 from megarl.rollout.tool_calls import Call, Reply
 from megarl.rollout.tools import ToolPool, load_tools
-from megarl.types import Prompt, Rollout, TrainBatch
+from megarl.types import Prompt, Rollout, Status, TrainBatch
 
 TOKENIZER = tiny_models.tokenizer()
 CHAT = Chat(TOKENIZER, load_tools(["megarl.rollout.tools:calculator"]))
@@ -231,17 +231,26 @@ def test_a_prompt_without_tools_has_no_calls() -> None:
     assert rollout.status == "stop" and rollout.tool_calls == 0
 
 
-def gather(script: Script, prompts: list[Prompt], samples: int, seed: int = 1, first_group: int = 0) -> list[Rollout]:
+def gather(
+    script: Script,
+    prompts: list[Prompt],
+    samples: int,
+    seed: int = 1,
+    first_group: int = 0,
+    deadline_in: float | None = None,
+    **config: Any,
+) -> list[Rollout]:
     async def run() -> list[Rollout]:
         async with aclosing(ToolPool(CHAT.tools, 60.0)) as pool:
             return await gather_rollouts(
                 prompts,
                 script,
-                Surroundings(CHAT, pool, parse, CONFIG),
+                Surroundings(CHAT, pool, parse, replace(CONFIG, **config)),
                 samples=samples,
                 greedy=False,
                 seed=seed,
                 first_group=first_group,
+                deadline=None if deadline_in is None else asyncio.get_running_loop().time() + deadline_in,
             )
 
     return asyncio.run(run())
@@ -265,6 +274,62 @@ def test_each_sample_has_a_seed_of_its_own_that_does_not_depend_on_the_others() 
     assert sample_seed(5, 0, 0) != seeds[0]
 
 
+class Fails(Script):
+    """Says its lines; those that are exceptions it raises, and at `None` it is never done."""
+
+    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        line: Any = self.lines[len(self.asked)]
+        self.asked.append((list(context), params))
+        if line is None:
+            await asyncio.sleep(3600)
+        if isinstance(line, Exception):
+            raise line
+        return said(line)
+
+
+def test_a_request_that_fails_aborts_its_conversation_which_keeps_whole_turns() -> None:
+    first, observed = said(call("1+2")), "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>"
+    rollout, _ = converse(script=Fails(call("1+2"), RequestFailed("odd")))
+    assert (rollout.status, rollout.failure, rollout.tool_calls) == ("aborted", "odd", 1)
+    assert [turn.is_action for turn in rollout.turns] == [False, True, False]
+    assert rollout.turns[1].token_ids == first.token_ids and CHAT.text(rollout.turns[2].token_ids).startswith(observed)
+    assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool"]
+
+
+def test_only_the_failing_conversation_is_aborted() -> None:
+    rollouts = gather(Fails("1", RequestFailed("late"), "3", "4"), [PROMPT], 4)
+    assert sorted(rollout.status for rollout in rollouts) == ["aborted", "stop", "stop", "stop"]
+    assert [rollout.failure for rollout in rollouts if rollout.failure] == ["late"]
+
+
+def test_what_is_not_done_at_the_deadline_is_aborted_also_what_has_not_begun() -> None:
+    script = Fails("1", None, "3", call("4"), *[None] * 6)
+    rollouts = gather(script, [PROMPT], 7, deadline_in=0.3, concurrency=2)
+    assert [rollout.status for rollout in rollouts] == ["stop", "aborted", "stop", *["aborted"] * 4]
+    assert {rollout.failure for rollout in rollouts} == {"", "it was not done within rollout.step_timeout"}
+    assert rollouts[3].num_actions == len(said(call("4")).token_ids) and rollouts[3].tool_calls == 1
+    assert rollouts[6].num_actions == 0
+
+
+def test_a_slow_tool_does_not_outlast_the_deadline() -> None:
+    chat = Chat(TOKENIZER, load_tools(["odd_tools:slow"]))
+    line = '<tool_call>\n{"name": "slow", "arguments": {"seconds": 600}}\n</tool_call>'
+
+    async def run() -> Rollout:
+        async with aclosing(ToolPool(chat.tools, 600.0)) as pool:
+            around = Surroundings(chat, pool, parse, CONFIG)
+            deadline = asyncio.get_running_loop().time() + 0.5
+            return await run_conversation(PROMPT, Script(line), around, {}, deadline=deadline)
+
+    rollout = asyncio.run(run())
+    assert rollout.status == "aborted" and rollout.num_actions == len(said(line).token_ids)
+
+
+def test_an_answer_that_was_cut_off_says_why() -> None:
+    rollout, _ = converse(Generation((), (), "abort", 1, reason="the engine cut the answer off: Aborted"))
+    assert rollout.failure == "the engine cut the answer off: Aborted"
+
+
 def test_a_failing_engine_is_one_error() -> None:
     class Gone(Script):
         async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
@@ -280,11 +345,50 @@ def test_sampling_params() -> None:
     assert (warm["temperature"], warm["top_p"], warm["sampling_seed"], warm["stop_token_ids"]) == (0.7, 0.9, 3, [END])
 
 
-def test_the_tools_processes_are_kept_from_one_generation_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SimpleNamespace(url="", api_key="", tool_call_marker="", check_alive=lambda: None)
+def test_the_engine_lets_go_of_what_was_aborted_and_is_watched_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    said_to: list[str] = []
+    engine: Any = SimpleNamespace(url="", api_key="", tool_call_marker="", version=0)
+    engine.check_alive = lambda: None
+    engine.drop_requests = lambda: said_to.append("drop")
+    endings: list[Status] = ["stop", "aborted"]
 
-    async def only_call(prompts: Any, policy: Any, around: Surroundings, **_: Any) -> list[str]:
-        return [(await around.tools.call("pid", {})).text]
+    async def gathered(*_: Any, **__: Any) -> list[Rollout]:
+        if not endings:
+            await asyncio.sleep(3600)
+        return [Rollout(PROMPT, (), endings.pop(0))]
+
+    monkeypatch.setattr(multi_turn, "gather_rollouts", gathered)
+    monkeypatch.setattr(multi_turn, "_LOOK_S", 0.01)
+    talks = Conversations(engine, CHAT, CONFIG)
+    talks.generate([])
+    assert said_to == []
+    talks.generate([])
+    assert said_to == ["drop"]
+
+    def look() -> None:
+        raise RuntimeError("another engine is gone")
+
+    with pytest.raises(RuntimeError, match="another engine is gone"):
+        talks.generate([], look=look)
+    looks: list[int] = []
+
+    def check_alive() -> None:
+        looks.append(1)
+        if len(looks) > 2:
+            raise RuntimeError("engine 0 is not running")
+
+    engine.check_alive = check_alive
+    with pytest.raises(RuntimeError, match="engine 0 is not running"):
+        talks.generate([])
+    talks.close()
+
+
+def test_the_tools_processes_are_kept_from_one_generation_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimpleNamespace(url="", api_key="", tool_call_marker="", version=0, check_alive=lambda: None)
+
+    async def only_call(prompts: Any, policy: Any, around: Surroundings, **_: Any) -> list[Rollout]:
+        text = (await around.tools.call("pid", {})).text
+        return [Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))]
 
     monkeypatch.setattr(multi_turn, "gather_rollouts", only_call)
     talks = Conversations(engine, Chat(TOKENIZER, load_tools(["odd_tools:pid"])), CONFIG)  # type: ignore[arg-type]
@@ -292,4 +396,4 @@ def test_the_tools_processes_are_kept_from_one_generation_to_the_next(monkeypatc
     assert first == second
     talks.close()
     talks.close()
-    assert not Path(f"/proc/{first[0]}").exists()
+    assert not Path(f"/proc/{first[0].answer}").exists()

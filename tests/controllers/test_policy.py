@@ -1,0 +1,153 @@
+"""Which rollouts losses and statistics are about: aborted ones never, cut-off ones as `loss.truncated` says."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config import Config, from_dict
+from megarl.controllers.base import StepResult, mini_batches
+from megarl.controllers.policy import masked, trained
+from megarl.controllers.registry import make_controller
+from megarl.types import Prompt, Rollout, Status, TrainBatch, Turn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_learning import TableFlow  # noqa: E402
+
+FIRST = 0.5**0.5  # of rewards 1 and 0: (1 - 1/2) / sqrt(1/2)
+
+
+def rollout(group: int, reward: float, status: Status, tokens: int = 2) -> Rollout:
+    turns = (Turn((9,)), Turn((1, 4)[:tokens], (-1.8, -1.8)[:tokens], True, 0)) if tokens else (Turn((9,)),)
+    return Rollout(Prompt(str(group), ()), turns, status, reward, group=group)
+
+
+ROLLOUTS = [
+    rollout(0, 1.0, "stop"),
+    rollout(0, 7.0, "aborted", tokens=1),
+    rollout(0, 0.0, "stop"),
+    rollout(1, 1.0, "stop"),
+    rollout(1, 0.0, "length"),
+    rollout(1, 0.0, "max_turns"),
+    rollout(2, 5.0, "aborted", tokens=0),
+    rollout(2, 5.0, "aborted", tokens=0),
+]
+
+
+class Given(TableFlow):
+    """These rollouts, and what each role was asked to learn from."""
+
+    def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
+        super().__init__(config)
+        self.rollouts = rollouts
+        self.actor_saw: list[TrainBatch] = []
+        self.critic_saw: list[TrainBatch] = []
+        update = self.policy.update
+        self.policy.update = lambda batch, loss: (self.actor_saw.append(batch), update(batch, loss))[1]  # type: ignore
+
+    def generate(self, items: Any, samples: int, greedy: bool = False) -> list[Rollout]:
+        return self.rollouts
+
+    def score(self, rollouts: list[Rollout]) -> list[Rollout]:
+        return rollouts
+
+    def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
+        self.critic_saw.append(batch)
+        return super().update(batch, loss_fn)
+
+
+def step(
+    algorithm: str, rollouts: list[Rollout], truncated: str = "train", updates: int = 1
+) -> tuple[Given, StepResult]:
+    tree = {"algorithm": algorithm, "loss": {"truncated": truncated}, "run": {"num_update": updates}}
+    advantage = {"whiten": False, "gamma": 1.0, "lam": 1.0}
+    config = from_dict(tree | {"kl": {"place": "reward", "coef": 0.0, "target": None}, "advantage": advantage})
+    flow: Any = Given(config, rollouts)
+    controller = make_controller(config)
+    return flow, controller.step(flow, [])
+
+
+def learned(batches: list[TrainBatch]) -> list[float]:
+    """The advantage of each token that was in a loss, by sequence."""
+    found = []
+    for batch in batches:
+        assert batch.advantages is not None and batch.loss_weights is not None
+        assert torch.equal(batch.loss_weights > 0, batch.loss_mask)
+        found += batch.advantages[batch.loss_mask].tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("truncated", "groups", "advantages"),
+    [
+        # Group 1 of rewards 1, 0, 0: mean 1/3, sample standard deviation sqrt(1/3).
+        ("train", [0, 0, 1, 1, 1], [FIRST, -FIRST, *(x * 3**0.5 for x in (2 / 3, -1 / 3, -1 / 3))]),
+        ("mask", [0, 0, 1, 1, 1], [FIRST, -FIRST, 2 / 3 * 3**0.5]),
+        ("drop", [0, 0, 1], [FIRST, -FIRST, 0.0]),
+    ],
+)
+def test_groups_by_hand(truncated: str, groups: list[int], advantages: list[float]) -> None:
+    flow, result = step("grpo", ROLLOUTS, truncated)
+    assert result.batch is not None and result.batch.group.tolist() == groups
+    expected = [value for value in advantages for _ in range(2)]
+    assert learned(flow.actor_saw) == pytest.approx(expected, abs=1e-5)
+    assert result.rollouts == ROLLOUTS and result.trained is not None
+    assert [r.status for r in result.trained].count("aborted") == 0 and len(result.trained) == len(groups)
+
+
+@pytest.mark.parametrize(
+    ("truncated", "rewards"), [("train", [1, 0, 1, 0, 0]), ("mask", [1, 0, 1]), ("drop", [1, 0, 1])]
+)
+def test_ppo_by_hand(truncated: str, rewards: list[float]) -> None:
+    """The critic says 0 everywhere, gamma and lambda are 1: each action has its rollout's reward."""
+    flow, result = step("ppo", ROLLOUTS, truncated)
+    expected = [float(reward) for reward in rewards for _ in range(2)]
+    assert learned(flow.actor_saw) == pytest.approx(expected)
+    assert learned(flow.critic_saw) == pytest.approx(expected)
+    assert all(math.isfinite(value) for value in result.metrics.values())
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize(
+    ("rollouts", "truncated", "updates"),
+    [
+        ([], "train", 0),
+        (ROLLOUTS[-2:], "train", 0),
+        (ROLLOUTS[4:], "drop", 0),
+        (ROLLOUTS[4:6], "mask", 0),
+        ([rollout(0, 1.0, "length", tokens=0)], "train", 0),  # no room for an answer
+        (ROLLOUTS[:3], "train", 2),  # fewer sequences than mini-batches
+    ],
+    ids=["nothing", "all aborted", "all dropped", "all masked", "no action", "two for three updates"],
+)
+def test_what_is_left_is_little(algorithm: str, rollouts: list[Rollout], truncated: str, updates: int) -> None:
+    flow, result = step(algorithm, rollouts, truncated, updates=3)
+    assert len(flow.actor_saw) == updates
+    assert len(flow.critic_saw) == (updates if algorithm == "ppo" else 0)
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    assert flow.calls == ["sleep", "push"]
+    assert not flow.policy.table.detach().isnan().any()
+
+
+def test_the_mask_is_of_its_own_sequences() -> None:
+    config = from_dict({"loss": {"truncated": "mask"}})
+    taken = trained(ROLLOUTS, config)
+    batch = masked(TrainBatch.from_rollouts(taken), taken, config)
+    assert batch.loss_mask.view(5, 3).tolist() == [[False, True, True]] * 3 + [[False] * 3] * 2
+    parts = list(mini_batches(batch, num_update=5, epochs=1, seed=1))
+    assert len(parts) == 3
+    assert all(float(part.loss_weights.sum()) == pytest.approx(1.0) for part in parts if part.loss_weights is not None)
+
+
+def test_evaluation_is_of_what_was_not_aborted() -> None:
+    config = from_dict({"algorithm": "grpo"})
+    flow: Any = Given(config, ROLLOUTS[:3])
+    found = make_controller(config).evaluate(flow, [])
+    assert found["eval/reward_greedy"] == found["eval/reward_sampled"] == 0.5
+    assert found["eval/aborted_frac_greedy"] == pytest.approx(1 / 3)

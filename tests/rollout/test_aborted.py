@@ -1,0 +1,36 @@
+"""How many rollouts may be aborted, and what is said of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config import Config, ConfigError, from_dict
+from megarl.rollout.aborted import abort_reasons, check_aborted
+from megarl.types import Prompt, Rollout
+
+WHOLE = Rollout(Prompt("p", ()), ())
+
+
+def aborted(failure: str) -> Rollout:
+    return Rollout(Prompt("p", ()), (), status="aborted", failure=failure)
+
+
+def config(share: float) -> Config:
+    return from_dict({"run": {"dir": "runs/x"}, "rollout": {"max_aborted": share}})
+
+
+def test_the_most_frequent_reasons_come_first() -> None:
+    assert abort_reasons([WHOLE]) == ""
+    found = [aborted(text) for text in ("late", "odd\nanswer", "late", "d", "", "e")]
+    assert abort_reasons(found) == "2 x late, 1 x odd answer, 1 x d, and 2 other reasons"
+
+
+def test_the_share_is_the_last_that_is_allowed() -> None:
+    check_aborted([], config(0.0))
+    check_aborted([WHOLE] * 9 + [aborted("late")], config(0.1))
+    check_aborted([aborted("late")] * 3, config(1.0))
+    with pytest.raises(ConfigError) as failure:
+        check_aborted([WHOLE] * 7 + [aborted("late")] * 2, config(0.1))
+    text = str(failure.value)
+    assert text.startswith("2 of 9 rollouts were aborted, more than rollout.max_aborted=0.1 allows: 2 x late. ")
+    assert "runs/x/logs" in text and "raise rollout.request_timeout" in text and "\n" not in text
