@@ -281,7 +281,7 @@ def test_sampling_params() -> None:
 
 
 def test_the_tools_processes_are_kept_from_one_generation_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SimpleNamespace(url="", api_key="", tool_call_marker="", check_alive=lambda: None)
+    engine = SimpleNamespace(url="", api_key="", tool_call_parser="", tool_call_marker="", check_alive=lambda: None)
 
     async def only_call(prompts: Any, policy: Any, around: Surroundings, **_: Any) -> list[str]:
         return [(await around.tools.call("pid", {})).text]
