@@ -21,7 +21,7 @@ from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.parallel.ranks import check_layout
 from megarl.rewards.functions import load_functions
-from megarl.rollout import server_args
+from megarl.rollout import server_args, tool_calls
 from megarl.rollout.tools import load_tools
 
 
@@ -104,6 +104,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     """What SGLang needs of its own layout."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
     server_args.check(config.rollout.sglang)
+    tool_calls.parser_name(config.rollout.tool_call_parser, hf)
     check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])
     groups = int(settings.get("num_query_groups") or heads)

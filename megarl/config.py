@@ -109,8 +109,8 @@ class RolloutConfig:
     """Tools as `module:name`; a prompt may call those that it lists, or all where it lists none."""
     tool_timeout: Seconds = 30.0
     """Seconds that a tool may take before it is killed; the policy then sees the time-out as its observation."""
-    tool_call_parser: str = "qwen25"
-    """SGLang's parser for this model's tool calls."""
+    tool_call_parser: str = ""
+    """SGLang's parser for this model's tool calls; empty for that of the model's family."""
     draft_tokens: Annotated[int, Range(0, 1024)] = 0
     """Tokens that the model's own layer of multi-token prediction drafts at a time, and that the policy then accepts or
     replaces (speculative decoding): the same distribution in fewer steps. 0 is off."""

@@ -103,6 +103,7 @@ class HybridFlow:
         self.workers: list[Worker] = []
         report = validate(self.config, roles_with_options=frozenset(self.registered))
         report.raise_errors()
+        self._read_chat()
         self.ranks = ranks.initialize(self.config.parallel, run.timeout_s)
         self.log = RunLog(self.config, self.ranks)
         finished = False
@@ -202,16 +203,21 @@ class HybridFlow:
 
     # --- start, checkpoint ------------------------------------------------------------------------------------
 
+    def _read_chat(self) -> None:
+        """Tokenizer, template and tools, before anything is started or written."""
+        config = self.config
+        self.hf_config = load_hf_config(config.model.path)
+        self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools) if config.generates else {})
+        self.chat.check_vocabulary(self.hf_config["vocab_size"])
+        self.chat.check_tools()
+
     def _start(self) -> None:
         config, run = self.config, self.config.run
         self.clock = Clock(self.log.phase)
         newest = self._find_checkpoint()
-        self.hf_config = load_hf_config(config.model.path)
         critic = config.critic.path or config.model.path if "critic" in self.controller.roles() else None
         self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config)
-        self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools))
         self.log.tokenizer = self.chat.tokenizer
-        self.chat.check_vocabulary(self.hf_config["vocab_size"])
         context = Context(
             config=config,
             ranks=self.ranks,

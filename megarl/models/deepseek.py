@@ -326,6 +326,7 @@ V3 = Family(
     _layer_v3,
     num_experts,
     tool_call_parser="deepseekv3",
+    parsers_by_type={"kimi_k2": "kimi_k2"},
     untrained=untrained,
     mtp_layers=mtp_layers,
 )

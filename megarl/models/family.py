@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.models import blocks
@@ -53,12 +53,18 @@ class Family:
     """Routed experts of a layer that has any; 0 for a dense model."""
     tool_call_parser: str
     """SGLang's parser for the calls that these models write."""
+    parsers_by_type: Mapping[str, str] = field(default_factory=dict)
+    """The same for models of this architecture that others have published, by their `model_type`."""
     extras: Callable[[HFConfig], Extras] = lambda hf: PLAIN
     """What `megatron_config` cannot say."""
     untrained: Callable[[HFConfig], tuple[str, ...]] = lambda hf: ()
     """Prefixes of HF tensors that are not trained, or only if asked for: of layers of multi-token prediction."""
     mtp_layers: Callable[[HFConfig], int] = lambda hf: 0
     """How many layers of multi-token prediction follow the decoder's, and are in the table."""
+
+    def parser(self, hf: HFConfig) -> str:
+        """SGLang's parser for the calls that the model of this config.json writes."""
+        return self.parsers_by_type.get(str(hf.get("model_type")), self.tool_call_parser)
 
     def params(self, hf: HFConfig, tp: int, etp: int = 1, mtp: bool = False) -> list[Param]:
         """Every trained parameter of the model, layer by layer, checked to divide by these tensor parallel sizes, of

@@ -22,10 +22,12 @@ from types import ModuleType
 from typing import Any
 
 from megarl.config import Config
+from megarl.models.registry import load_hf_config
 from megarl.parallel import device
 from megarl.rollout import engine_cpu, engine_cuda, loader, server_args
 from megarl.rollout.engine_cpu import NamedTensors
 from megarl.rollout.hosting import SHARED, Host, Hosted
+from megarl.rollout.tool_calls import parser_name
 
 _LOG_LINES = 20
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.I)
@@ -102,6 +104,8 @@ class Engine:
         """Whether it may generate: it is ready, and no push has failed since the last whole one."""
         self.version = 0
         """Of the weights that it was given last; 0 are those that it has loaded itself."""
+        self.tool_call_parser = ""
+        """SGLang's parser for the policy's tool calls."""
         self.tool_call_marker = ""
         """Text by which SGLang's parser knows a tool call; empty where the parser has none."""
         node = f"_node_{node_rank}" if nnodes > 1 else ""
@@ -131,6 +135,7 @@ class Engine:
 
     def _launch(self) -> None:
         rollout = self.config.rollout
+        self.tool_call_parser = parser_name(rollout.tool_call_parser, load_hf_config(self.config.model.path))
         self._begins = self.log.stat().st_size  # of the log, which earlier tries have written to
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -161,7 +166,7 @@ class Engine:
         settings = {
             "server_args": arguments,
             "facts": str(self._facts.resolve()),
-            "tool_call_parser": rollout.tool_call_parser,
+            "tool_call_parser": self.tool_call_parser,
             "start_method": self._platform.START_METHOD,
         }
         path = os.environ.get(SHARED, "")

@@ -12,7 +12,7 @@ import torch
 
 from megarl.config import RolloutConfig
 from megarl.models.routing import RoutingShape
-from megarl.rollout.chat import Chat
+from megarl.rollout.chat import Chat, call_id
 from megarl.rollout.client import Client, Policy, RequestFailed
 from megarl.rollout.engine import Engine
 from megarl.rollout.tool_calls import Parse, Reply, parser
@@ -111,27 +111,29 @@ async def _converse(
         if out.token_ids:
             turns.append(Turn(out.token_ids, out.logprobs, is_action=True, weight_version=out.weight_version))
             context += out.token_ids
-        ended = bool(out.token_ids) and out.token_ids[-1] == chat.end_of_turn
-        if not ended:
-            messages.append({"role": "assistant", "content": chat.text(out.token_ids)})
+        last = out.token_ids[-1] if out.token_ids else None
+        said = chat.text(out.token_ids[:-1] if last in chat.ends else out.token_ids)
+        if last is None or last != chat.end_of_call:
+            messages.append({"role": "assistant", "content": said})
             talk.failure = out.reason
-            return "aborted" if out.finish == "abort" else out.finish
-        reply = await around.parse(chat.text(out.token_ids[:-1]), schemas)
-        messages.append(_assistant(reply))
+            return "aborted" if out.finish == "abort" else "stop" if last in chat.ends else out.finish
+        reply = await around.parse(said, schemas)
+        allowed = {schema["function"]["name"] for schema in schemas}
+        names = [call.name if call.name in allowed else "error" for call in reply.calls]
+        ids = [call_id(name, number) for number, name in enumerate([*names, "error"], talk.calls)]
+        messages.append(_assistant(reply, ids))
         if not reply.calls and not reply.error:
             return "stop"
         if number == config.max_turns:
             break
-        allowed = {schema["function"]["name"] for schema in schemas}
         results = await asyncio.gather(*(_run(around.tools, allowed, call) for call in reply.calls))
-        talk.calls += len(results)
         talk.errors += sum(not result.ok for result in results) + bool(reply.error)
-        answers: list[Message] = [
-            {"role": "tool", "name": call.name, "content": result.text}
-            for call, result in zip(reply.calls, results, strict=True)
+        talk.calls += len(results)
+        texts = [*(result.text for result in results), *([f"Error: {reply.error}"] if reply.error else ())]
+        answers: list[Message] = [  # what the policy calls a tool that does not exist reaches no template
+            {"role": "tool", "name": name, "tool_call_id": own, "content": text}
+            for name, own, text in zip([*names, "error"], ids, texts, strict=False)
         ]
-        if reply.error:
-            answers.append({"role": "tool", "name": "error", "content": f"Error: {reply.error}"})
         observed = chat.observation(answers, schemas)
         if len(context) + len(observed) >= config.max_context:
             return "length"
@@ -155,18 +157,19 @@ async def _run(tools: ToolPool, allowed: set[str], call: Any) -> ToolResult:
     return await tools.call(call.name, call.arguments)
 
 
-def _assistant(reply: Reply) -> Message:
+def _assistant(reply: Reply, ids: Sequence[str]) -> Message:
     message: Message = {"role": "assistant", "content": reply.text}
     if reply.calls:
         message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in reply.calls
+            {"id": own, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call, own in zip(reply.calls, ids, strict=False)
         ]
     return message
 
 
 def sampling_params(config: RolloutConfig, chat: Chat, greedy: bool, seed: int) -> dict[str, Any]:
     """SGLang's sampling parameters of one conversation, without max_new_tokens."""
-    params: dict[str, Any] = {"stop_token_ids": [chat.end_of_turn], "skip_special_tokens": False}
+    params: dict[str, Any] = {"stop_token_ids": sorted(chat.ends), "skip_special_tokens": False}
     if greedy or config.temperature == 0:
         return {**params, "temperature": 0.0}
     return {**params, "temperature": config.temperature, "top_p": config.top_p, "sampling_seed": seed}
@@ -267,7 +270,7 @@ class Conversations:
             deadline = asyncio.get_running_loop().time() + config.step_timeout
             limits = config.step_timeout, config.concurrency
             async with Client(engine.url, engine.api_key, *limits, self._routing, engine.version) as client:
-                parse = parser(client, config.tool_call_parser, engine.tool_call_marker)
+                parse = parser(client, engine.tool_call_parser, engine.tool_call_marker)
                 talks = gather_rollouts(
                     prompts,
                     client,

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import difflib
+import functools
+import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from megarl.config import ConfigError
+from megarl.data.text import encodable
+from megarl.models.family import HFConfig
+from megarl.models.registry import family_of
+from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
 
 
@@ -53,9 +64,71 @@ def judge(text: str, marker: str, answer: tuple[str, Sequence[dict[str, Any]]] |
         return malformed
     rest, found = answer
     try:
-        calls = tuple(Call(str(call["name"]), json.loads(call["parameters"] or "{}")) for call in found)
-    except ValueError:
+        calls = tuple(_call(call["name"], call["parameters"]) for call in found)
+    except (ValueError, RecursionError):  # broken, or nested too deeply
         return malformed
     if marker and text.count(marker) > len(calls):
         return Reply(malformed.text, calls, malformed.error)
     return Reply(rest if calls else text, calls)
+
+
+def _call(name: Any, parameters: str) -> Call:
+    return Call(encodable(str(name)), encodable(json.loads(parameters or "{}")))
+
+
+@functools.cache
+def known_parsers() -> tuple[str, ...]:
+    """Names of SGLang's parsers, read from its source: importing it takes a rank ten seconds. Raises ConfigError where
+    it is not installed."""
+    spec = importlib.util.find_spec("sglang")  # finds the package without running it
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("SGLang is not installed; run `bash launch/install.sh`")
+    source = Path(spec.submodule_search_locations[0], "srt", "function_call", "parser_names.py")
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "TOOL_CALL_PARSER_NAMES":
+            return tuple(ast.literal_eval(node.value))
+    raise ConfigError(f"{source} does not list SGLang's parsers; MegaRL needs SGLang 0.5.23")
+
+
+def parser_name(setting: str, hf: HFConfig) -> str:
+    """The parser that `rollout.tool_call_parser` names, or the family's where it is empty. Raises ConfigError for one
+    that SGLang does not have."""
+    if setting and setting not in known_parsers():
+        near = difflib.get_close_matches(setting, known_parsers(), n=1)
+        hint = f"did you mean {near[0]}? Leave it empty" if near else "leave it empty"
+        raise ConfigError(
+            f"rollout.tool_call_parser={setting} is no parser of SGLang's; {hint} for that of the model's family"
+        )
+    return setting or family_of(hf).parser(hf)
+
+
+def rehearse(chat: Chat, url: str, api_key: str, name: str, marker: str, timeout: float) -> str:
+    """What is wrong with calls of the tools between this model's template and the engine's parser `name`, in one line;
+    empty if nothing is. Each tool is called once as the template writes it: the parser must read the same call."""
+
+    async def reads(client: Client, parser: str, tool: str) -> bool:
+        for text, arguments in chat.calls(tool):
+            schemas = [chat.tools[tool].schema]
+            found = judge(text, "", await client.parse_tool_calls(text, schemas, parser))
+            marked = parser != name or not marker or marker in text
+            if found.calls == (Call(tool, arguments),) and marked:
+                return True
+        return False
+
+    async def complaint() -> str:
+        async with Client(url, api_key, timeout, 1) as client:
+            for tool in chat.tools:
+                if await reads(client, name, tool):
+                    continue
+                others = [parser for parser in known_parsers() if await reads(client, parser, tool)]
+                advice = f"set it to {' or '.join(others)}" if others else "no other of SGLang's parsers does either"
+                return (
+                    f"rollout.tool_call_parser={name} does not read how the chat template of model.path calls the tool "
+                    f"{tool}, {chat.calls(tool)[0][0][:200]!r}; {advice}"
+                )
+        return ""
+
+    try:
+        return asyncio.run(complaint())
+    except (ConfigError, RuntimeError) as error:
+        return str(error)

@@ -15,6 +15,7 @@ from megarl.parallel import device, ranks
 from megarl.rollout.aborted import check_aborted
 from megarl.rollout.engine import Engine
 from megarl.rollout.multi_turn import Conversations
+from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
@@ -75,6 +76,21 @@ class RolloutWorker(Worker):
     def ready(self) -> None:
         with self.clock.phase("engine_start"), self._patient(self.config.rollout.start_timeout):
             _on_any(self.engine, Engine.wait_ready)
+            self._rehearse_calls()
+
+    def _rehearse_calls(self) -> None:
+        """See to it that the engine's parser reads the tool calls that the model's template writes."""
+        chat, limit = self.context.chat, self.config.rollout.request_timeout
+        if not chat.tools or self.config.rollout.replay:
+            return
+        complaint = self._on_leads(
+            lambda engine: rehearse(
+                chat, engine.url, engine.api_key, engine.tool_call_parser, engine.tool_call_marker, limit
+            )
+        )
+        for text in ranks.all_gather_objects(complaint):
+            if text:
+                raise ConfigError(text)
 
     def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> list[Rollout]:
         """`samples` conversations of each prompt, next to each other; the same list on every rank.

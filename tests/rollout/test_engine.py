@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import templates
 import tiny_models
 import torch
 from compare import generate, recorded
@@ -28,6 +29,7 @@ from megarl.rollout.client import Client
 from megarl.rollout.engine import Engine, EngineError, start_host
 from megarl.rollout.hosting import SHARED, Hosted
 from megarl.rollout.multi_turn import Conversations
+from megarl.rollout.tool_calls import rehearse
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, TrainBatch
 
@@ -139,6 +141,21 @@ def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) ->
     assert other == ("", [{"tool_index": -1, "name": "weather", "parameters": "{}"}])
     assert asyncio.run(parse("<tool_call>\n{oops\n</tool_call>")) == ("", [])
     assert asyncio.run(parse("<tool_call>\n[1]\n</tool_call>")) is None  # SGLang's parser raises
+
+
+def test_a_call_of_each_family_is_written_by_its_template_and_read_by_its_parser(qwen3_moe: Running) -> None:
+    """Templates in miniature, SGLang's own parsers: what a rollout worker rehearses before anything is trained."""
+    engine, tools = qwen3_moe.engine, load_tools(["megarl.rollout.tools:calculator"])
+    access = engine.url, engine.api_key
+    for name, family in templates.PUBLISHED.items():
+        chat = Chat(family.tokenizer(), tools)
+        assert rehearse(chat, *access, family.parser, "", 60.0) == "", name
+        wrong = rehearse(chat, *access, "qwen25" if family.parser != "qwen25" else "glm45", "", 60.0)
+        assert "does not read how the chat template" in wrong and "\n" not in wrong
+        assert family.parser in wrong.partition("set it to ")[2], wrong
+    chat = Chat(templates.PUBLISHED["qwen"].tokenizer(), tools)
+    assert rehearse(chat, *access, "qwen25", "<another>", 60.0)
+    assert "no place for calls" in rehearse(Chat(tiny_models.tokenizer(), tools), *access, "qwen25", "", 60.0)
 
 
 def test_a_request_without_the_key_is_refused(qwen3_moe: Running) -> None:

@@ -345,10 +345,16 @@ def test_sampling_params() -> None:
     assert (warm["temperature"], warm["top_p"], warm["sampling_seed"], warm["stop_token_ids"]) == (0.7, 0.9, 3, [END])
 
 
-def test_the_engine_lets_go_of_what_was_aborted_and_is_watched_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def some_engine(folder: Path) -> Any:
+    names = dict(url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, version=0)
+    return SimpleNamespace(**names, log=folder / "logs/engine_0.log", check_alive=lambda: None)
+
+
+def test_the_engine_lets_go_of_what_was_aborted_and_is_watched_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     said_to: list[str] = []
-    engine: Any = SimpleNamespace(url="", api_key="", tool_call_marker="", version=0)
-    engine.check_alive = lambda: None
+    engine = some_engine(tmp_path)
     engine.drop_requests = lambda: said_to.append("drop")
     endings: list[Status] = ["stop", "aborted"]
 
@@ -383,8 +389,10 @@ def test_the_engine_lets_go_of_what_was_aborted_and_is_watched_meanwhile(monkeyp
     talks.close()
 
 
-def test_the_tools_processes_are_kept_from_one_generation_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SimpleNamespace(url="", api_key="", tool_call_marker="", version=0, check_alive=lambda: None)
+def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = some_engine(tmp_path)
 
     async def only_call(prompts: Any, policy: Any, around: Surroundings, **_: Any) -> list[Rollout]:
         text = (await around.tools.call("pid", {})).text

@@ -3,7 +3,9 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.tool_calls import Call, judge
+from megarl.config import ConfigError
+from megarl.models.registry import FAMILIES
+from megarl.rollout.tool_calls import Call, judge, known_parsers, parser_name
 
 MARKER = "<tool_call>"
 
@@ -39,3 +41,33 @@ def test_one_marker_may_open_several_calls() -> None:
 
 def test_a_parser_without_a_marker_trusts_sglang() -> None:
     assert not judge("[f(", "", ("[f(", [])).error
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    ["[" * 900 + "]" * 900, "[" * 100_000, '{"x": ' * 200 + "1" + "}" * 200, "1" * 5000],
+    ids=["deep", "too deep for JSON", "deep objects", "a long number"],
+)
+def test_arguments_that_nobody_could_hold_are_malformed(parameters: str) -> None:
+    reply = judge(MARKER, MARKER, ("", [{"name": "f", "parameters": parameters}]))
+    assert "malformed" in reply.error and not reply.calls
+
+
+def test_half_a_character_in_a_call_becomes_a_replacement() -> None:
+    reply = judge(MARKER, MARKER, ("", [{"name": "f\udc00", "parameters": '{"\\ud83d": ["\\udfff", 1]}'}]))
+    assert reply.calls == (Call("f\ufffd", {"\ufffd": ["\ufffd", 1]}),)
+
+
+def test_every_family_has_a_parser_that_sglang_has() -> None:
+    assert {"qwen25", "glm45", "deepseekv3", "llama3", "kimi_k2", "pythonic"} <= set(known_parsers())
+    for architecture, family in FAMILIES.items():
+        assert parser_name("", {"architectures": [architecture]}) == family.tool_call_parser in known_parsers()
+        assert set(family.parsers_by_type.values()) <= set(known_parsers())
+    assert parser_name("", {"architectures": ["Glm4MoeForCausalLM"]}) == "glm45"
+    assert parser_name("", {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}) == "kimi_k2"
+    assert parser_name("hermes", {"architectures": ["Qwen2ForCausalLM"]}) == "hermes"
+
+
+def test_a_parser_that_sglang_does_not_have() -> None:
+    with pytest.raises(ConfigError, match="tool_call_parser=qwen26 is no parser of SGLang's; did you mean qwen25"):
+        parser_name("qwen26", {"architectures": ["Qwen2ForCausalLM"]})

@@ -1,0 +1,31 @@
+"""Text that can be encoded: what comes from a file, a tool or a policy's JSON may hold halves of a character."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MOST_LEVELS = 100
+"""Of lists and objects inside of each other. Python's own JSON stops near a thousand, depending on who asks."""
+
+
+def encodable(value: Any, levels: int = MOST_LEVELS) -> Any:
+    """The value, as of JSON, with U+FFFD for every lone surrogate in its texts, such as of an emoji cut in half, which
+    neither a tokenizer nor a file can take. Surrogates that make a pair become the character that they mean.
+
+    Raises ValueError for what is nested more than `levels` deep.
+    """
+    if isinstance(value, str):
+        if value.isascii():
+            return value
+        try:
+            value.encode()
+            return value
+        except UnicodeEncodeError:
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if levels == 0:
+        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+    if isinstance(value, dict):
+        return {encodable(key, levels - 1): encodable(item, levels - 1) for key, item in value.items()}
+    return type(value)([encodable(item, levels - 1) for item in value])
