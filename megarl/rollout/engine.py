@@ -23,6 +23,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.parallel import device
+from megarl.reshard import engine_settings
 from megarl.rollout import engine_cpu, engine_cuda, loader, server_args
 from megarl.rollout.engine_cpu import NamedTensors
 from megarl.rollout.hosting import SHARED, Host, Hosted
@@ -51,6 +52,7 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
     return {
         "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
         "PYTHONWARNINGS": "ignore",  # dozens at each start, which would hide a failure's last lines
+        **engine_settings.ENVIRONMENT,
         **_platform().environment(config.rollout.tp, max(1, here // config.rollout.tp), threads),
     }
 

@@ -72,6 +72,8 @@ class RolloutWorker(Worker):
     def ready(self) -> None:
         with self.clock.phase("engine_start"):
             _on_any(self.engine, Engine.wait_ready)
+            if not self.config.rollout.replay:
+                self._push.compare()  # a mistake costs the start then, and no step
 
     def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> list[Rollout]:
         """`samples` conversations of each prompt, next to each other; the same list on every rank."""
