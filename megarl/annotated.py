@@ -164,8 +164,7 @@ def _words(annotation: ast.expr) -> str:
     if base in plain:
         return plain[base]
     if base == "Union":
-        words = list(filter(None, map(_words, arguments)))
-        return " or ".join(words) if words != ["null"] else ""
+        return " or ".join(filter(None, (_words(item) for item in arguments if _parts(item)[0] != "None")))
     if base == "Literal":
         return "one of " + ", ".join(map(str, arguments))
     if base in ("list", "set", "tuple"):

@@ -61,6 +61,11 @@ def _platform() -> ModuleType:
     return engine_cuda if device.has_cuda() else engine_cpu
 
 
+def check_here(config: Config) -> None:
+    """Raise ConfigError for a setting of `rollout.sglang` that an engine on this machine cannot have."""
+    _platform().check(config.rollout.sglang)
+
+
 def packed(tensors: NamedTensors) -> str:
     """A payload for the engine's rank beside this one: it says where the data are, which must stay there meanwhile."""
     return base64.b64encode(_platform().pack(tensors)).decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from megarl.rollout.engine_cpu import NamedTensors
 
 START_METHOD = ""
 """As SGLang does it: a process that has used CUDA cannot be forked."""
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """All that `server_args.check` lets pass may be set."""
 
 
 def server_args(config: Config, first_device: int) -> dict[str, Any]:
