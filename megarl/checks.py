@@ -105,6 +105,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
     server_args.check(config.rollout.sglang)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)
+    check_room(config)
     check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])
     groups = int(settings.get("num_query_groups") or heads)
@@ -125,6 +126,20 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     for name, (width, parts) in widths.items():
         if width % parts:
             raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
+
+
+def check_room(config: Config) -> None:
+    """A conversation must fit into an engine whole."""
+    sglang, longest = config.rollout.sglang, config.rollout.max_context
+    for name in ("max_total_tokens", "context_length"):
+        if sglang.get(name) is not None and sglang[name] < longest:
+            raise ConfigError(
+                f"rollout.sglang.{name}={sglang[name]} is less than one conversation of rollout.max_context={longest} "
+                "tokens; raise the first or lower the second"
+            )
+    chunk, page = sglang.get("chunked_prefill_size") or -1, sglang.get("page_size") or 1
+    if chunk > 0 and chunk % page:
+        raise ConfigError(f"rollout.sglang.chunked_prefill_size={chunk} is not a multiple of page_size={page}")
 
 
 def check_drafts(hf: HFConfig, config: Config) -> None:

@@ -33,7 +33,7 @@ from megarl.reshard.planner import Plan
 FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
 MODELS = {file.stem.replace("_", "-"): file for file in sorted(FOLDER.glob("*.json"))}
 TRAIN = {"world": 0, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "cp": 1}
-ENGINE = {"tp": 0, "ep": 1, "dp": 1, "mlp_tp": 0, "head_tp": 0}
+ENGINE = {"tp": 0, "ep": 1, "dp": 1, "mlp_tp": 0, "head_tp": 0, "shared_tp": 0}
 LEAST_GAIN = 0.002  # of another split, to be worth a line
 
 
@@ -62,9 +62,9 @@ def layouts(options: argparse.Namespace, hf: HFConfig) -> tuple[TrainLayout, Eng
     except ValueError:
         raise ConfigError(f"--pp-layers must be numbers such as 4,4,3, not {options.pp_layers!r}") from None
     stages = even_stages(int(hf["num_hidden_layers"]), train.pop("pp"), counts)
-    tp, ep, dp, mlp_tp, head_tp = (engine[name] for name in ENGINE)
+    tp, ep, dp, mlp_tp, head_tp, shared_tp = (engine[name] for name in ENGINE)
     draft = family.mtp_layers(hf) > 0
-    return TrainLayout(stages=stages, **train), EngineLayout(tp, ep, dp, mlp_tp, head_tp, draft=draft)
+    return TrainLayout(stages=stages, **train), EngineLayout(tp, ep, dp, mlp_tp, head_tp, shared_tp, draft=draft)
 
 
 def title(options: argparse.Namespace, train: TrainLayout, engine: EngineLayout) -> str:
@@ -112,7 +112,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder")
     parser.add_argument("--train", required=True, metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,etp=,cp=]")
-    parser.add_argument("--engine", required=True, metavar="SIZES", help="tp=32,ep=32[,dp=,mlp_tp=,head_tp=]")
+    parser.add_argument("--engine", required=True, metavar="SIZES", help="tp=32,ep=32[,dp=,mlp_tp=,head_tp=...]")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--wire", choices=("bf16", "fp8", "fp32"), default="bf16")
     parser.add_argument("--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: even)")

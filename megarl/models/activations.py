@@ -100,6 +100,7 @@ _MADE_BY = {
     "shared_experts": ("shared expert",),
 }
 """What each of Megatron's `recompute_modules` computes anew."""
+RECOMPUTE_MODULES = tuple(_MADE_BY)
 
 
 def _dropped(settings: Mapping[str, Any], layer: Mapping[str, int]) -> int:

@@ -143,13 +143,16 @@ def grouped_attention(
     return rows
 
 
-def gated_mlp(megatron: str, hf: str, hidden: int, ffn: int, of: str, expert: int | None = None) -> list[Param]:
-    """Gate and up fused into fc1, and down. `of` is the config key that gives the width, for error messages."""
+def gated_mlp(
+    megatron: str, hf: str, hidden: int, ffn: int, of: str, expert: int | None = None, grid: EngineGrid = "mlp"
+) -> list[Param]:
+    """Gate and up fused into fc1, and down. `of` is the config key that gives the width, for error messages; `grid` how
+    the engine divides one that is no routed expert."""
     gate_up = tuple(HFTensor(f"{hf}.{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up"))
     down = (HFTensor(f"{hf}.down_proj.weight", (hidden, ffn)),)
     both, back = GateUp(ffn, of), Columns(ffn, of)
     if expert is None:
-        slots = [Slot(f"{hf}.gate_up_proj.weight", both, "mlp"), Slot(f"{hf}.down_proj.weight", back, "mlp")]
+        slots = [Slot(f"{hf}.gate_up_proj.weight", both, grid), Slot(f"{hf}.down_proj.weight", back, grid)]
     else:
         stack = hf.rpartition(".")[0]  # without the expert's number
         slots = [Slot(f"{stack}.w13_weight", both, "expert"), Slot(f"{stack}.w2_weight", back, "expert")]

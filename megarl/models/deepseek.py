@@ -140,6 +140,7 @@ def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Pa
             hidden,
             shared * moe_ffn,
             "moe_intermediate_size x n_shared_experts",
+            grid="shared",
         )
     return rows
 

@@ -147,7 +147,7 @@ class EngineVocab(Cut):
         return _padded(rows, -(-rows // multiple) * multiple // tp, rank)
 
 
-EngineGrid = Literal["attention", "mlp", "expert", "embedding", "head"]
+EngineGrid = Literal["attention", "mlp", "shared", "expert", "embedding", "head"]
 """By which of its groups of ranks an engine divides a tensor; `reshard.layout.EngineLayout` has their sizes."""
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl import annotated
 from megarl.config import ConfigError
+from megarl.models.activations import RECOMPUTE_MODULES
 from megarl.models.family import PLAIN, Extras
 
 OURS = {
@@ -54,6 +55,7 @@ DDP_FIXED = {
 }
 """Fields of DistributedDataParallelConfig that cannot be set at all, and why."""
 
+_NEVER_NEGATIVE = ("_coeff", "_rate", "_std", "_eps", "epsilon", "_factor")
 _DDP = ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
 _CLASSES = (
     ("model_parallel_config.py", "ModelParallelConfig"),
@@ -67,18 +69,22 @@ def known_fields(mla: bool) -> frozenset[str]:
     return _fields(*_CLASSES, *([_MLA] if mla else []))
 
 
-@functools.cache
 def _fields(*classes: tuple[str, str]) -> frozenset[str]:
+    return frozenset(_described(*classes))
+
+
+@functools.cache
+def _described(*classes: tuple[str, str]) -> dict[str, annotated.Field]:
+    """The fields of dataclasses, by name; of those that two have, the later one's."""
     spec = importlib.util.find_spec("megatron.core")  # finds the package without running it
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("Megatron-Core is not installed; run `bash launch/install.sh`")
-    names: set[str] = set()
+    found: dict[str, annotated.Field] = {}
     for file, name in classes:
         source = Path(spec.submodule_search_locations[0], file).read_text()
         body = next(n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
-        annotated = (node.target for node in body if isinstance(node, ast.AnnAssign))
-        names |= {target.id for target in annotated if isinstance(target, ast.Name)}
-    return frozenset(names)
+        found |= annotated.fields_of(body)
+    return found
 
 
 def check(settings: Mapping[str, Any], mla: bool, extras: Extras = PLAIN) -> None:
@@ -92,10 +98,42 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = PLAIN) -> Non
         if name not in known_fields(mla):
             kind = "MLATransformerConfig" if mla else "TransformerConfig"
             raise ConfigError(_unknown("model.megatron", name, kind, known_fields(mla)))
+    check_types("model.megatron", settings, _described(*_CLASSES, *([_MLA] if mla else [])))
+    _check_recompute(settings)
     if extras.groups_by_best and settings.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
     if extras.attention_cap and settings.get("attention_dropout"):
         raise ConfigError("model.megatron.attention_dropout is not implemented for attention with a soft cap")
+
+
+def _check_recompute(settings: Mapping[str, Any]) -> None:
+    """What Megatron asserts of these fields together, when it has started."""
+    section, way = "model.megatron.", settings.get("recompute_granularity")
+    for name in settings.get("recompute_modules") or ():
+        if name not in RECOMPUTE_MODULES:
+            hint = annotated.near(name, RECOMPUTE_MODULES)
+            raise ConfigError(f"{section}recompute_modules: {name} is none of {', '.join(RECOMPUTE_MODULES)}{hint}")
+    given = [name for name in ("recompute_method", "recompute_num_layers") if settings.get(name) is not None]
+    if way == "full" and len(given) < 2:
+        raise ConfigError(f"{section}recompute_granularity=full needs recompute_method and recompute_num_layers, too")
+    if way == "selective" and given:
+        raise ConfigError(f"{section}{given[0]} is for recompute_granularity=full; leave it out")
+    if way == "full" and settings["recompute_num_layers"] < 1:
+        raise ConfigError(f"{section}recompute_num_layers must be at least 1, not {settings['recompute_num_layers']}")
+
+
+def check_types(section: str, settings: Mapping[str, Any], fields: Mapping[str, annotated.Field]) -> None:
+    """Raise ConfigError for a value that does not fit its field, or that no model could have."""
+    for name, value in settings.items():
+        where = f"{section}.{name}"
+        annotated.check(where, value, fields[name])
+        numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int | float)]
+        if name.endswith("dropout") and any(not 0 <= number < 1 for number in numbers):
+            raise ConfigError(f"{where} is a share: it must be at least 0 and below 1, not {value}")
+        if name.endswith(_NEVER_NEGATIVE) and any(number < 0 for number in numbers):
+            raise ConfigError(f"{where} must not be negative, but is {value}")
+        if name == "bucket_size" and value == 0:
+            raise ConfigError(f"{where} must be above 0, or null for one bucket, not 0")
 
 
 def check_ddp(settings: Mapping[str, Any]) -> None:
@@ -105,9 +143,8 @@ def check_ddp(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"train.ddp.{name} cannot be set: {DDP_FIXED[name]}")
         if name not in _fields(_DDP):
             raise ConfigError(_unknown("train.ddp", name, _DDP[1], _fields(_DDP)))
+    check_types("train.ddp", settings, _described(_DDP))
 
 
 def _unknown(section: str, name: str, kind: str, known: frozenset[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{section}.{name} is not a field of Megatron's {kind}{hint}"
+    return f"{section}.{name} is not a field of Megatron's {kind}{annotated.near(name, known)}"

@@ -78,6 +78,12 @@ def engine_problems(
     return found
 
 
+def layout_problems(odd: Iterable[str]) -> list[str]:
+    """What an engine says of its layers (see `rollout.loader.oddities`) that a push could not serve; one line each."""
+    remedy = "leave moe_runner_backend, fp8_gemm_runner_backend and the like out of rollout.sglang"
+    return [f"in the engine, {line}: weights would be pushed to the wrong places; {remedy}" for line in odd]
+
+
 def digest(*values: Any) -> str:
     """Of all that a plan is computed from: the only thing that ranks tell each other about it."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=repr).encode()).hexdigest()[:16]

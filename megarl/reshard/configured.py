@@ -6,9 +6,11 @@ from megarl.config import Config, ConfigError
 from megarl.models.fp8 import is_fp8
 from megarl.models.layout import HFConfig
 from megarl.models.stages import stage_layers
+from megarl.reshard import engine_settings
 from megarl.reshard.flows import Wire
 from megarl.reshard.layout import EngineLayout, TrainLayout
 from megarl.reshard.planner import Plan
+from megarl.rollout import server_args
 
 WIRES: dict[str, Wire] = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -22,28 +24,44 @@ def train_layout(hf: HFConfig, config: Config) -> TrainLayout:
 
 def engine_layout(config: Config) -> EngineLayout:
     """Of the engines that a configuration describes. Raises ConfigError for what the reshard cannot serve."""
-    settings = config.rollout.sglang
-    if settings.get("pp_size", 1) != 1:
-        raise ConfigError("rollout.sglang.pp_size: weights can be pushed to engines without pipeline parallelism only")
-    if settings.get("ep_num_redundant_experts", 0) or settings.get("enable_eplb"):
-        raise ConfigError("rollout.sglang: redundant experts move while the engine runs; turn enable_eplb off")
-    if settings.get("quantization"):
-        raise ConfigError(
-            f"rollout.sglang.quantization={settings['quantization']}: an engine that quantises what it is given by "
-            "itself cannot be pushed to; take an FP8 checkpoint, whose config.json has quantization_config"
-        )
+    settings, tp = config.rollout.sglang, config.rollout.tp
+    server_args.check(settings)
+    engine_settings.check(settings)
     attention = int(settings.get("attn_dp_size") or settings.get("dp_size") or 1)
     if attention > 1 and not (settings.get("attn_dp_size") or settings.get("enable_dp_attention")):
         raise ConfigError("rollout.sglang.dp_size: more engines come by themselves; set rollout.tp, or attn_dp_size")
-    tp = config.rollout.tp
+    dense = settings.get("moe_dense_tp_size")
+    if dense not in (None, 1, tp):
+        raise ConfigError(f"rollout.sglang.moe_dense_tp_size={dense}: SGLang knows 1 and rollout.tp={tp} only")
+    sends_tokens = settings.get("moe_a2a_backend", "none") != "none"
+    if sends_tokens:
+        _check_a2a(config)
     return EngineLayout(
         tp,
         config.rollout.ep,
         attention,
-        mlp_tp=int(settings.get("moe_dense_tp_size") or 0),
+        mlp_tp=int(dense or 0),
+        shared_tp=1 if sends_tokens else 0,  # SGLang has them whole on each rank then
         head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
         draft=bool(config.rollout.draft_tokens and config.train.mtp),  # else it stays what it was loaded as
     )
+
+
+def _check_a2a(config: Config) -> None:
+    """What goes with experts to which tokens are sent."""
+    settings, rollout = config.rollout.sglang, config.rollout
+    where = f"rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']}"
+    if rollout.ep != rollout.tp:
+        raise ConfigError(
+            f"{where} divides the experts among all ranks of an engine: set rollout.ep to rollout.tp={rollout.tp}"
+        )
+    if rollout.draft_tokens:
+        raise ConfigError(
+            f"{where} with rollout.draft_tokens={rollout.draft_tokens}: how a draft model has its shared experts "
+            "then nobody has looked; set one of them only"
+        )
+    if settings.get("enforce_shared_experts_fusion"):
+        raise ConfigError(f"{where} with enforce_shared_experts_fusion: never tried; leave the second out")
 
 
 def push_plan(hf: HFConfig, config: Config, engine: EngineLayout) -> Plan:

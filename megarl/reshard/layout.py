@@ -101,8 +101,8 @@ class EngineLayout:
 
     tp: ranks of an engine. ep: expert parallel size; the experts' own tensor parallel size is tp / ep.
     dp: replicas of attention within an engine (DP attention); attention's tensor parallel size is tp / dp.
-    mlp_tp, head_tp: tensor parallel sizes of the dense and shared MLPs and of the output layer where they differ from
-    tp (0: they do not), as with DP attention.
+    mlp_tp, head_tp, shared_tp: tensor parallel sizes of dense MLPs, of the output layer and of the shared experts where
+    they differ from tp (0: they do not), as with DP attention. SGLang has a switch for each.
     experts: for a layer, which logical expert each of its physical slots has (EPLB); as they come where not given.
     fuse_shared: the shared expert is one more slot at the end of the experts' tensors.
     draft: the engine has the layers of multi-token prediction, in a draft model.
@@ -113,12 +113,13 @@ class EngineLayout:
     dp: int = 1
     mlp_tp: int = 0
     head_tp: int = 0
+    shared_tp: int = 0
     experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     fuse_shared: bool = False
     draft: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ep", "dp", "mlp_tp", "head_tp"):
+        for name in ("ep", "dp", "mlp_tp", "head_tp", "shared_tp"):
             if self.tp % (getattr(self, name) or self.tp):
                 raise ConfigError(f"engine {name}={getattr(self, name)} does not divide the engine's tp={self.tp}")
 
@@ -127,6 +128,7 @@ class EngineLayout:
         sizes = {
             "attention": self.tp // self.dp,
             "mlp": self.mlp_tp or self.tp,
+            "shared": self.shared_tp or self.tp,
             "expert": self.tp // self.ep,
             "embedding": self.tp // self.dp,
             "head": self.head_tp or self.tp,

@@ -24,6 +24,7 @@ from typing import Any
 from megarl.config import Config
 from megarl.models.registry import load_hf_config
 from megarl.parallel import device
+from megarl.reshard import engine_settings
 from megarl.rollout import engine_cpu, engine_cuda, loader, server_args
 from megarl.rollout.engine_cpu import NamedTensors
 from megarl.rollout.hosting import SHARED, Host, Hosted
@@ -55,12 +56,18 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
         # From when the engine begins to work on a request, so without the time that it waits in its queue.
         "SGLANG_REQ_RUNNING_TIMEOUT": str(config.rollout.request_timeout),
         "PYTHONWARNINGS": "ignore",  # dozens at each start, which would hide a failure's last lines
+        **engine_settings.ENVIRONMENT,
         **_platform().environment(config.rollout.tp, max(1, here // config.rollout.tp), threads),
     }
 
 
 def _platform() -> ModuleType:
     return engine_cuda if device.has_cuda() else engine_cpu
+
+
+def check_here(config: Config) -> None:
+    """Raise ConfigError for a setting of `rollout.sglang` that an engine on this machine cannot have."""
+    _platform().check(config.rollout.sglang)
 
 
 def packed(tensors: NamedTensors) -> str:

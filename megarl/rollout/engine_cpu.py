@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.config import Config
+from megarl.config import Config, ConfigError
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -19,6 +19,36 @@ START_METHOD = "fork"
 _STUBS = Path(__file__).with_name("cpu_stubs")
 MOST_TOKENS = 131072
 """Cap of the KV cache where `rollout.sglang.max_total_tokens` gives none; memory is only taken as it is used."""
+
+
+_ONLY = {
+    "attention_backend": ("torch_native",),
+    "prefill_attention_backend": (),
+    "decode_attention_backend": (),
+    "sampling_backend": ("pytorch",),
+    "disable_overlap_schedule": (True,),
+    "disable_cuda_graph": (True,),
+    "enable_torch_compile": (False,),
+    "enable_deterministic_inference": (False,),
+    "enable_weights_cpu_backup": (False,),
+    "enable_hierarchical_cache": (False,),
+    "moe_a2a_backend": ("none",),
+    "kv_cache_dtype": ("auto", "bf16", "bfloat16"),
+    "attn_dp_size": (1,),
+    "enable_dp_attention": (False,),
+}
+"""What SGLang can do without a GPU, where it has a choice."""
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting with which an engine would not start or not generate on this kind of machine."""
+    for name, able in _ONLY.items():
+        value = settings.get(name)
+        if value is not None and value not in able:
+            raise ConfigError(
+                f"rollout.sglang.{name}={value} needs a GPU, and this machine has none: leave it out"
+                + (f", or take {', '.join(map(str, able))}" if able else "")
+            )
 
 
 def server_args(config: Config, first_device: int) -> dict[str, Any]:

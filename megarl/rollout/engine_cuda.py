@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from megarl.config import Config
+from megarl.reshard.engine_settings import safe_runner
 from megarl.rollout.engine_cpu import NamedTensors
 
 START_METHOD = ""
 """As SGLang does it: a process that has used CUDA cannot be forked."""
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """All that `server_args.check` lets pass may be set."""
 
 
 def server_args(config: Config, first_device: int) -> dict[str, Any]:
@@ -20,6 +28,7 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
         "enable_memory_saver": True,
         "enable_draft_weights_cpu_backup": config.rollout.draft_tokens > 0,
         "max_running_requests": config.rollout.concurrency,
+        **safe_runner(config.rollout.sglang, blackwell=torch.cuda.get_device_capability()[0] >= 10),
     }
 
 

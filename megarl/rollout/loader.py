@@ -7,7 +7,8 @@ engine only checks and copies.
 
 Orders, and what answers them; an order that does not fit is answered by {"error": text} before anything is written:
 
-{"do": "describe"} -> {"tensors": {name: [dtype, shape]}}: what may be written.
+{"do": "describe"} -> {"tensors": {name: [dtype, shape]}, "odd": [text]}: what may be written, and which layers keep
+their weights otherwise than their shapes show, in words, see `oddities`.
 {"do": "write", "version": v, "tensor_dtype": {name: dtype},
  "slices": [[name, index, r0, r1, c0, c1, offset, hash_offset], ...]} -> {"wrong": [names]}: see `_write`.
 {"do": "finish"} -> {}: SGLang computes what it derives from weights.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -82,7 +84,8 @@ def _obey(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | 
     match order["do"]:
         case "describe":
             tensors = writable(model)
-            return {"tensors": {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in tensors.items()}}
+            held = {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in tensors.items()}
+            return {"tensors": held, "odd": oddities(model)}
         case "write":
             if bucket is None:
                 raise ValueError("an order to write needs a bucket")
@@ -106,6 +109,47 @@ def writable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if buffer.dim() and name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 found[name] = buffer
     return found
+
+
+_ORDERED_OTHERWISE = {
+    "load_up_proj_weight_first": "has the rows of up before those of gate",
+    "use_flashinfer_trtllm_moe": "has the rows of up before those of gate, and packs them into blocks",
+    "w13_swiglu_interleaved": "has the rows of gate and up in turn",
+    "use_triton_kernels": "has its experts transposed",
+    "use_marlin": "has its weights repacked",
+    "_mega_moe_weights_built": "has its experts repacked",
+    "is_shuffled": "has its weights shuffled",
+    "aiter_bpreshuffled": "has its weights shuffled",
+    "format_ue8m0": "has scales that are powers of two",
+    "hpc_ops_w13_weight_scale": "computes with a copy of its scales",
+    "_block_fp8_bf16_weight": "computes with a copy of its weights",
+}
+"""Marks that SGLang puts on a layer, on what computes with its weights or on these: what a shape does not show."""
+
+
+def oddities(model: torch.nn.Module) -> list[str]:
+    """What the model itself says of weights that are not where the tables have them; one line for each layer."""
+    found = []
+    for name, module in model.named_modules():
+        method = getattr(module, "weight_load_method", None) or getattr(module, "quant_method", None)
+        for owner in (module, method, *module.parameters(recurse=False)):
+            for mark, means in _ORDERED_OTHERWISE.items():
+                value = getattr(owner, mark, None)
+                if value is not None and value is not False:
+                    found.append(f"{name} {means} ({mark})")
+    return list(dict.fromkeys(found)) + _moved_experts()
+
+
+def _moved_experts() -> list[str]:
+    """SGLang's own table of which expert is where, if it has loaded it: each must be where its number says."""
+    module = sys.modules.get("sglang.srt.eplb.expert_location")
+    table = module.get_global_expert_location_metadata() if module is not None else None
+    if table is None:
+        return []
+    where = table.physical_to_logical_map_cpu
+    if bool((where == torch.arange(where.shape[1]) % table.num_logical_experts).all()):
+        return []
+    return ["the engine's experts are not where their numbers say (init_expert_location)"]
 
 
 class _Box(NamedTuple):

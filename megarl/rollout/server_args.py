@@ -1,14 +1,18 @@
-"""`rollout.sglang` against SGLang's own ServerArgs, read from its source so that a rank need not import SGLang."""
+"""`rollout.sglang` against SGLang's own ServerArgs, read from its source so that a rank need not import SGLang.
+
+Which settings leave the engine's weights where they are pushed to is in `reshard/engine_settings.py`.
+"""
 
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl import annotated
 from megarl.config import ConfigError
 
 _OURS = {
@@ -26,6 +30,14 @@ _OURS = {
     "weight_version": "nothing, the trainer counts",
     "custom_weight_loader": "nothing, MegaRL has its own",
     "device": "nothing, the machine decides",
+    "base_gpu_id": "nothing, an engine is on the GPUs of its ranks",
+    "gpu_id_step": "nothing, an engine is on the GPUs of its ranks",
+    "enable_memory_saver": "nothing, engines sleep while the ranks train",
+    "skip_server_warmup": "nothing, an engine is asked as soon as it is there",
+    "tool_call_parser": "rollout.tool_call_parser",
+    "tokenizer_path": "model.path",
+    "use_ray": "nothing, torchrun or Slurm start all processes",
+    "preferred_sampling_params": "rollout.temperature and rollout.top_p",
     "enable_return_routed_experts": "train.replay_routing",
     "speculative_algorithm": "rollout.draft_tokens",
     "speculative_draft_model_path": "rollout.draft_tokens",
@@ -38,28 +50,108 @@ _OURS = {
 """Fields that MegaRL sets, and what sets them."""
 
 
+_SIZES = (
+    "max_total_tokens",
+    "max_running_requests",
+    "max_prefill_tokens",
+    "context_length",
+    "page_size",
+    "watchdog_timeout",
+    "num_continuous_decode_steps",
+    "stream_interval",
+    "tokenizer_worker_num",
+    "detokenizer_worker_num",
+    "attn_dp_size",
+    "dp_size",
+    "pp_size",
+)
+"""Numbers that must be above 0."""
+_SHARES = ("mem_fraction_static", "swa_full_tokens_ratio")
+"""Numbers between 0 and 1, both excluded or, for the second, 1 included."""
+_LISTS = {
+    "sampling_backend": ("arg_groups/choices.py", "SAMPLING_BACKEND_CHOICES"),
+    "reasoning_parser": ("parser/reasoning_parser_names.py", "REASONING_PARSER_NAMES"),
+}
+"""Fields whose choices do not stand beside them, and where these are."""
+
+
 @functools.cache
-def known_fields() -> frozenset[str]:
-    """Names of ServerArgs' fields in the installed SGLang. Raises ConfigError where SGLang is missing."""
+def _source() -> Path:
     spec = importlib.util.find_spec("sglang")  # finds the package without running it
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("SGLang is not installed; run `bash launch/install.sh`")
-    source = Path(spec.submodule_search_locations[0], "srt", "arg_groups", "field_order.py")
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "POSITIONAL_FIELD_ORDER":
-            return frozenset(ast.literal_eval(node.value))
-    raise ConfigError(f"{source} does not list ServerArgs' fields; MegaRL needs SGLang 0.5.23")
+    return Path(spec.submodule_search_locations[0], "srt")
+
+
+def _tree(file: str) -> ast.Module:
+    path = _source() / file
+    try:
+        return ast.parse(path.read_text())
+    except (OSError, SyntaxError):
+        raise ConfigError(f"{path} is not there or cannot be read; MegaRL needs SGLang 0.5.23") from None
+
+
+def _list(file: str, name: str) -> tuple[str, ...]:
+    found = annotated.constants(_tree(file)).get(name)
+    if not isinstance(found, list | tuple):
+        raise ConfigError(f"{_source() / file} has no list {name}; MegaRL needs SGLang 0.5.23")
+    return tuple(found)
+
+
+@functools.cache
+def fields() -> dict[str, annotated.Field]:
+    """ServerArgs' fields in the installed SGLang, by name, each with the class that groups it. Raises ConfigError where
+    SGLang is missing."""
+    names = annotated.constants(_tree("arg_groups/choices.py"))
+    found: dict[str, annotated.Field] = {}
+    for path in sorted((_source() / "arg_groups" / "fields").glob("*.py")):
+        for node in _tree(f"arg_groups/fields/{path.name}").body:
+            if isinstance(node, ast.ClassDef):
+                found |= annotated.fields_of(node.body, names, node.name)
+    found = {name: field for name, field in found.items() if name in known_fields()}
+    for name, where in _LISTS.items():
+        found[name] = replace(found[name], choices=_list(*where))
+    return found
+
+
+@functools.cache
+def known_fields() -> frozenset[str]:
+    """Names of ServerArgs' fields in the installed SGLang that may be set at all."""
+    order = _list("arg_groups/field_order.py", "POSITIONAL_FIELD_ORDER")
+    return frozenset(name for name in order if not name.startswith("_"))
 
 
 def check(settings: dict[str, Any]) -> None:
-    """Raise ConfigError for a key of `rollout.sglang` that MegaRL sets itself, or that SGLang does not know."""
-    for key in settings:
+    """Raise ConfigError for a key of `rollout.sglang` that MegaRL sets itself, or that SGLang does not know, and for a
+    value that does not fit it."""
+    for key, value in settings.items():
+        where = f"rollout.sglang.{key}"
         if key in _OURS:
-            raise ConfigError(f"rollout.sglang.{key} cannot be set; it is decided by {_OURS[key]}")
+            raise ConfigError(f"{where} cannot be set; it is decided by {_OURS[key]}")
         if key not in known_fields():
-            near = difflib.get_close_matches(key, known_fields(), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"rollout.sglang.{key} is not a field of SGLang's ServerArgs{hint}")
+            hint = annotated.near(key, known_fields())
+            raise ConfigError(f"{where} is not a field of SGLang's ServerArgs{hint}")
+        annotated.check(where, value, fields()[key])
+        _check_range(where, key, value)
+
+
+def _check_range(where: str, key: str, value: Any) -> None:
+    """What SGLang would find only when it has started, or never."""
+    if value is None:
+        return
+    if key in _SIZES and value <= 0:
+        raise ConfigError(f"{where} must be above 0, not {value}")
+    if key in _SHARES and not 0 < value <= (1 if key != "mem_fraction_static" else 0.99):
+        raise ConfigError(f"{where} is a share: it must lie between 0 and 1, not be {value}")
+    if key == "chunked_prefill_size" and value == 0:
+        raise ConfigError(f"{where} must be above 0, or -1 to turn it off, not 0")
+    if key.endswith("_port") and not 0 < value < 1 << 16:
+        raise ConfigError(f"{where} must be a port between 1 and 65535, not {value}")
+
+
+def parsers() -> tuple[str, ...]:
+    """Names of SGLang's parsers of tool calls."""
+    return _list("function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES")
 
 
 def speculative(draft_tokens: int) -> dict[str, Any]:

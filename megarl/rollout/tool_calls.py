@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import difflib
-import functools
-import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
@@ -19,6 +15,7 @@ from megarl.models.family import HFConfig
 from megarl.models.registry import family_of
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
+from megarl.rollout.server_args import parsers
 
 
 @dataclass(frozen=True)
@@ -76,25 +73,11 @@ def _call(name: Any, parameters: str) -> Call:
     return Call(encodable(str(name)), encodable(json.loads(parameters or "{}")))
 
 
-@functools.cache
-def known_parsers() -> tuple[str, ...]:
-    """Names of SGLang's parsers, read from its source: importing it takes a rank ten seconds. Raises ConfigError where
-    it is not installed."""
-    spec = importlib.util.find_spec("sglang")  # finds the package without running it
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("SGLang is not installed; run `bash launch/install.sh`")
-    source = Path(spec.submodule_search_locations[0], "srt", "function_call", "parser_names.py")
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "TOOL_CALL_PARSER_NAMES":
-            return tuple(ast.literal_eval(node.value))
-    raise ConfigError(f"{source} does not list SGLang's parsers; MegaRL needs SGLang 0.5.23")
-
-
 def parser_name(setting: str, hf: HFConfig) -> str:
     """The parser that `rollout.tool_call_parser` names, or the family's where it is empty. Raises ConfigError for one
     that SGLang does not have."""
-    if setting and setting not in known_parsers():
-        near = difflib.get_close_matches(setting, known_parsers(), n=1)
+    if setting and setting not in parsers():
+        near = difflib.get_close_matches(setting, parsers(), n=1)
         hint = f"did you mean {near[0]}? Leave it empty" if near else "leave it empty"
         raise ConfigError(
             f"rollout.tool_call_parser={setting} is no parser of SGLang's; {hint} for that of the model's family"
@@ -120,7 +103,7 @@ def rehearse(chat: Chat, url: str, api_key: str, name: str, marker: str, timeout
             for tool in chat.tools:
                 if await reads(client, name, tool):
                     continue
-                others = [parser for parser in known_parsers() if await reads(client, parser, tool)]
+                others = [parser for parser in parsers() if await reads(client, parser, tool)]
                 advice = f"set it to {' or '.join(others)}" if others else "no other of SGLang's parsers does either"
                 return (
                     f"rollout.tool_call_parser={name} does not read how the chat template of model.path calls the tool "

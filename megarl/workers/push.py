@@ -13,7 +13,7 @@ from megarl.models.layout import HFConfig, Param
 from megarl.models.registry import family_of, trained_mtp
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects
-from megarl.reshard.check import digest, digest_problem, engine_problems, shard_problems
+from megarl.reshard.check import digest, digest_problem, engine_problems, layout_problems, shard_problems
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.reshard.executor import Executor, PushError
 from megarl.rollout.engine import Collect, Engine
@@ -34,11 +34,30 @@ class WeightPush:
         self.params: list[Param] = family.params(hf, 1, mtp=trained_mtp(hf, config) > 0)
         self.plan = push_plan(hf, config, engine_layout(config))
         self.executor: Executor | None = None
+        self.compared = False
+        """Whether the engines are known to hold what the plan says."""
         known = digest(
             dict(hf), self.plan.train, self.plan.engine, config.parallel.ranks_per_node, self.plan.bucket_bytes
         )
         if problem := digest_problem(all_gather_objects(known)):
             raise ConfigError(problem)
+
+    def compare(self) -> None:
+        """Hold the engines, which have started and are awake, against the table, before anything is trained. They have
+        the weights afterwards that they had, under version 0.
+
+        Raises ConfigError on all ranks, naming tensor and rank, where an engine holds something else; it generates no
+        more then.
+        """
+        where = "the engines as they have started"
+        _raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
+        hand_over = HandOff(self.engine, self.collect)
+        problems = self._describe(hand_over)
+        errors = _gathered(problems + hand_over.errors)
+        errors += _gathered(self._on_engine(lambda engine: engine.end_update(None if errors else 0)))
+        if errors:
+            raise ConfigError(f"{where}: {errors[0]}" + (f" ({len(errors)} such)" if len(errors) > 1 else ""))
+        self.compared = True
 
     def push(self, local: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace every engine's weights by the shards `local` (canonical name -> tensor) of all ranks, under a number.
@@ -50,12 +69,12 @@ class WeightPush:
         _raise_first(shard_problems(local, self.params, self.plan.train, self.ranks.rank, self.num_experts), where)
         _raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
         hand_over = HandOff(self.engine, self.collect)
-        problems: list[str] = []
-        if self.executor is None:
-            problems = self._prepare(hand_over)
+        problems = [] if self.compared else self._describe(hand_over)
         errors = _gathered(problems + hand_over.errors)
         if not errors:
-            assert self.executor is not None
+            self.compared = True
+            if self.executor is None:
+                self.executor = Executor(self.plan, self.ranks.rank, self.config.rollout.verify_every, _allocate)
             try:
                 self.executor.push(local, hand_over, version)
             except PushError as error:
@@ -73,11 +92,14 @@ class WeightPush:
         """What each engine's models that are pushed to are: its own, and its draft model."""
         return (False, True) if self.plan.engine.draft else (False,)
 
-    def _prepare(self, hand_over: HandOff) -> list[str]:
-        """Compare the engine with the table, and get ready for what it is; what does not fit."""
+    def _describe(self, hand_over: HandOff) -> list[str]:
+        """Compare the engine with the table, and plan for what it is; what does not fit."""
         held: dict[str, Any] = {}
+        odd: list[str] = []
         for draft in self._models:
-            held |= hand_over.ask({"do": "describe"}, draft).get("tensors", {})
+            answer = hand_over.ask({"do": "describe"}, draft)
+            held |= answer.get("tensors", {})
+            odd += answer.get("odd", [])
         if hand_over.errors:
             return []
         layout = self.plan.engine
@@ -85,12 +107,11 @@ class WeightPush:
         if shared and not any(".shared_experts." in name for name in held):
             layout = replace(layout, fuse_shared=True)  # as SGLang has decided, the same on all ranks
         position, wire = self.ranks.rank % layout.tp, self.plan.assignment.wire
-        problems = engine_problems(held, self.params, layout, position, self.num_experts, wire)
+        problems = layout_problems(odd) + engine_problems(held, self.params, layout, position, self.num_experts, wire)
         if problems:
             return problems
         try:
-            plan = self.plan if layout == self.plan.engine else push_plan(self.hf, self.config, layout)
-            self.executor = Executor(plan, self.ranks.rank, self.config.rollout.verify_every, _allocate)
+            self.plan = self.plan if layout == self.plan.engine else push_plan(self.hf, self.config, layout)
         except ConfigError as error:
             return [str(error)]
         return []

@@ -76,12 +76,14 @@ class RolloutWorker(Worker):
     def ready(self) -> None:
         with self.clock.phase("engine_start"), self._patient(self.config.rollout.start_timeout):
             _on_any(self.engine, Engine.wait_ready)
-            self._rehearse_calls()
+            if not self.config.rollout.replay:
+                self._push.compare()  # a mistake costs the start then, and no step
+                self._rehearse_calls()
 
     def _rehearse_calls(self) -> None:
         """See to it that the engine's parser reads the tool calls that the model's template writes."""
         chat, limit = self.context.chat, self.config.rollout.request_timeout
-        if not chat.tools or self.config.rollout.replay:
+        if not chat.tools:
             return
         complaint = self._on_leads(
             lambda engine: rehearse(

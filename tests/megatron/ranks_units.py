@@ -439,9 +439,15 @@ def waking() -> list[str]:
     return waking.calls(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
 
 
+def comparing() -> dict[str, Any]:
+    import comparing
+
+    return comparing.found(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
+
+
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, refusals, folder,
-    half, schedule, critic, aux_losses, waking,
+    half, schedule, critic, aux_losses, waking, comparing,
 ]  # fmt: skip
 
 if __name__ == "__main__":

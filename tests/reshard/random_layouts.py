@@ -53,6 +53,7 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
     engine_ep = rng.choice([d for d in divisors(size) if d <= 16]) if family != "qwen2" else 1
     mlp_tp = rng.choice((0, *divisors(size))) if dp > 1 else 0
     head_tp = rng.choice((0, size // dp)) if dp > 1 else 0
+    shared_tp = random.Random(f"shared {seed}").choice((mlp_tp, 0, *divisors(size)))
     moe_tp = size // engine_ep
 
     experts = lcm(ep, engine_ep) * rng.randint(1, 2)
@@ -68,7 +69,7 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
     if family == "deepseek_v3":
         shared = rng.randint(0, 2)
         if shared:
-            moe = lcm(moe, tp, (mlp_tp or size) * block)
+            moe = lcm(moe, tp, (shared_tp or size) * block)
         hf |= deepseek(rng, lcm(tp, size // dp), block) | {"n_shared_experts": shared, "n_routed_experts": experts}
     else:
         hf |= grouped(rng, tp, size // dp, block)
@@ -88,6 +89,7 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
         dp,
         mlp_tp,
         head_tp,
+        shared_tp,
         experts=redundant,
         fuse_shared=hf.get("n_shared_experts") == 1 and rng.random() < 0.5,
         draft=rng.random() < 0.7,

@@ -113,7 +113,7 @@ TABLE = {
     "512 TP16": (512, 16, 8, EngineLayout(16, draft=True), (87.5, 0.8, 86.7, 80.1)),
     "512 TP32 EP32": (512, 16, 32, EngineLayout(32, 32, draft=True), (44.9, 2.7, 42.2, 40.2)),
     # With the dense MLPs, shared experts and the head as the attention: whole on every rank.
-    "512 DP": (512, 16, 32, EngineLayout(32, 32, 32, mlp_tp=1, head_tp=1, draft=True), (76.5, 3.0, 73.5, 43.1)),
+    "512 DP": (512, 16, 32, EngineLayout(32, 32, 32, 1, 1, 1, draft=True), (76.5, 3.0, 73.5, 43.1)),
     "2048 TP32 EP32": (2048, 16, 64, EngineLayout(32, 32, draft=True), (44.9, 0.2, 44.7, 42.5)),
 }
 

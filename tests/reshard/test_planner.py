@@ -171,7 +171,7 @@ BALANCE = {
     "DeepSeek-V3 256 TP32 EP32": (DEEPSEEK, TrainLayout(256, 8, 32, even_stages(61, 8)), EngineLayout(32, 32)),
     "DeepSeek-V3 512 TP16": (DEEPSEEK, TrainLayout(512, 8, 8, even_stages(61, 16)), EngineLayout(16, draft=True)),
     "DeepSeek-V3 512 TP32 EP32": deepseek(512, 32)[:3],
-    "DeepSeek-V3 512 DP32": (*deepseek(512, 32)[:2], EngineLayout(32, 32, 32, mlp_tp=1, head_tp=1, draft=True)),
+    "DeepSeek-V3 512 DP32": (*deepseek(512, 32)[:2], EngineLayout(32, 32, 32, 1, 1, 1, draft=True)),
     "DeepSeek-V3 2048 TP32 EP32": deepseek(2048, 64)[:3],
     "DeepSeek-V3 512 EP8 TP32 EP32": deepseek(512, 8)[:3],
     "Qwen3-235B 64 EP8": (QWEN, TrainLayout(64, 4, 8, even_stages(94, 4)), EngineLayout(8, 8)),

@@ -5,7 +5,8 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.models.registry import FAMILIES
-from megarl.rollout.tool_calls import Call, judge, known_parsers, parser_name
+from megarl.rollout.server_args import parsers
+from megarl.rollout.tool_calls import Call, judge, parser_name
 
 MARKER = "<tool_call>"
 
@@ -59,10 +60,10 @@ def test_half_a_character_in_a_call_becomes_a_replacement() -> None:
 
 
 def test_every_family_has_a_parser_that_sglang_has() -> None:
-    assert {"qwen25", "glm45", "deepseekv3", "llama3", "kimi_k2", "pythonic"} <= set(known_parsers())
+    assert {"qwen25", "glm45", "deepseekv3", "llama3", "kimi_k2", "pythonic"} <= set(parsers())
     for architecture, family in FAMILIES.items():
-        assert parser_name("", {"architectures": [architecture]}) == family.tool_call_parser in known_parsers()
-        assert set(family.parsers_by_type.values()) <= set(known_parsers())
+        assert parser_name("", {"architectures": [architecture]}) == family.tool_call_parser in parsers()
+        assert set(family.parsers_by_type.values()) <= set(parsers())
     assert parser_name("", {"architectures": ["Glm4MoeForCausalLM"]}) == "glm45"
     assert parser_name("", {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}) == "kimi_k2"
     assert parser_name("hermes", {"architectures": ["Qwen2ForCausalLM"]}) == "hermes"

@@ -1,4 +1,4 @@
-"""The order in which a rollout worker wakes its engine."""
+"""A rollout worker and its engine: whether it holds what the model has, and the order in which it is woken."""
 
 from __future__ import annotations
 
@@ -17,4 +17,25 @@ def test_the_kv_cache_comes_back_after_the_push_and_before_generating(units: dic
         "/update_weight_version",
         "/resume_memory_occupation kv_cache cuda_graph",
         "generates",
+    ]
+
+
+def test_an_engine_that_holds_something_else_is_found_before_anything_is_trained(units: dict[str, Any]) -> None:
+    found = units["comparing"]
+    w13 = "model.layers.0.mlp.experts.w13_weight"
+    assert found["right"]["problem"] == ""
+    assert f"the engines as they have started: {w13} has shape" in found["halved"]["problem"]
+    assert "model.layers.0.mlp.experts has the rows of up before those of gate" in found["swapped"]["problem"]
+    assert "moe_runner_backend" in found["swapped"]["problem"]
+    assert [found[name]["usable"] for name in ("right", "halved", "swapped")] == [True, False, False]
+
+
+def test_an_engine_that_was_looked_at_generates_with_what_it_has(units: dict[str, Any]) -> None:
+    assert units["comparing"]["right"]["calls"] == [
+        "/model_info",
+        "/begin_weight_update",
+        "/update_weights_from_tensor",
+        "/end_weight_update",
+        "/flush_cache",
+        "/update_weight_version 0",
     ]

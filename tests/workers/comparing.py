@@ -1,0 +1,102 @@
+"""A rollout worker on one rank whose server is played by the loader itself, on a model that is right, or not quite."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megarl.config import ConfigError
+from megarl.models.registry import family_of
+from megarl.observe.clock import Clock
+from megarl.parallel.ranks import Ranks
+from megarl.reshard.layout import EngineLayout, engine_shapes
+from megarl.rollout import loader
+from megarl.rollout.engine import EngineError
+from megarl.workers.context import Context
+from megarl.workers.rollout import RolloutWorker
+
+W13 = "model.layers.0.mlp.experts.w13_weight"
+
+
+class Stand(torch.nn.Module):
+    """A tree of modules with an engine's tensors, by SGLang's names."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            module: torch.nn.Module = self
+            *path, leaf = name.split(".")
+            for step in path:
+                if step not in module._modules:
+                    module.add_module(step, torch.nn.Module())
+                module = module.get_submodule(step)
+            module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+def right(model: Stand) -> None:
+    pass
+
+
+def halved(model: Stand) -> None:
+    """As with another tensor parallel size."""
+    experts = model.get_submodule(W13.rpartition(".")[0])
+    experts.w13_weight.data = experts.w13_weight.data[:, ::2]
+
+
+def swapped(model: Stand) -> None:
+    """The shapes are right, and the rows are not: the runner wants those of up first."""
+    method = type("FlashInferCutlass", (), {"load_up_proj_weight_first": True})()
+    model.get_submodule(W13.rpartition(".")[0]).quant_method = method
+
+
+class Played(RolloutWorker):
+    def __init__(self, context: Context, model: Stand, facts: Path) -> None:
+        super().__init__(context)
+        facts.write_text('{"tool_call_marker": ""}')
+        assert self.engine is not None
+        self.model, self.calls = model, list[str]()
+        self.engine._server = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
+        self.engine._facts = facts
+        self.engine._call = self.call  # type: ignore[assignment, method-assign]
+
+    def call(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> None:
+        self.calls.append(" ".join([path, *((body or {}).get("new_version", ""))]))
+        if path == "/update_weights_from_tensor":
+            (payload,) = (body or {})["serialized_named_tensors"]
+            loader.load(self.model, pickle.loads(base64.b64decode(payload)))
+
+
+def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Of each model, what is said before anything is trained, and whether its engine may still generate."""
+    chat: Any = SimpleNamespace(schemas=lambda prompt: [])
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
+    shapes = engine_shapes(family_of(hf).params(hf, 1), EngineLayout(1), 0, hf["num_experts"])
+    results = {}
+    spoils: tuple[Callable[[Stand], None], ...] = (right, halved, swapped)
+    for spoil in spoils:
+        model = Stand({name: torch.zeros(shape) for name, shape in shapes.items()})
+        spoil(model)
+        context = Context(config, ranks, hf, chat, Clock(), Path("."), total_updates=1)
+        problem = ""
+        with tempfile.TemporaryDirectory() as folder:
+            worker = Played(context, model, Path(folder, "facts.json"))
+            try:
+                worker.ready()
+            except ConfigError as error:
+                problem = str(error)
+        usable = True
+        try:
+            assert worker.engine is not None
+            worker.engine.check_alive()
+        except EngineError:
+            usable = False
+        results[spoil.__name__] = {"problem": problem, "usable": usable, "calls": worker.calls}
+    return results
