@@ -6,12 +6,14 @@ a model's folder must have is in `named_models.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.hf import open_hf
 from megarl.config import Config, ConfigError, critic_config
+from megarl.data.first_rows import check_first_rows
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
@@ -307,19 +309,22 @@ def check_data(config: Config, dry_run: bool, warnings: list[str]) -> None:
     data, run = config.data, config.run
     if not data.train:
         kinds = {
-            "sft": "finished conversations (.jsonl)",
+            "sft": "finished conversations (.parquet or .jsonl)",
             "reward_model": "preference pairs (.parquet or .jsonl)",
         }
         what = kinds.get(config.algorithm, "prompts (.parquet or .jsonl)")
         raise ConfigError(f"data.train is not set; it must name a file of {what}")
     needed = (("data.train", data.train), ("data.eval", data.eval if run.eval_every else ""))
     for key, path in needed:
-        if path and not Path(path).is_file():
+        if path and not os.path.exists(path):
             if not dry_run:
-                raise ConfigError(f"{key}={path}: there is no such file")
+                several = "; it names one file, so join several into one" if set(path) & set(",*") else ""
+                raise ConfigError(f"{key}={path[:200]}: there is no such file{several}")
             warnings.append(f"{key}={path} is not here; it must be when the run starts")
-    if run.eval_every and not data.eval and config.algorithm != "sft":
-        what = "pairs" if config.algorithm == "reward_model" else "prompts"
+        elif path:
+            check_first_rows(config, path)
+    if run.eval_every and not data.eval:
+        what = {"sft": "conversations", "reward_model": "pairs"}.get(config.algorithm, "prompts")
         raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {what}")
     if run.resume == "auto" and not run.save_every:
         warnings.append("run.resume=auto but run.save_every=0: there will be no checkpoint to go on from")

@@ -18,7 +18,6 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -196,29 +195,9 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-@contextmanager
-def without_torchvision() -> Iterator[None]:
-    """Import transformers' models as if torchvision were not installed.
-
-    They look for it although no image is near, and the build that SGLang pins does not import under a CPU-only torch.
-    """
-    from transformers.utils.import_utils import is_torchvision_available
-
-    absent = "torchvision" not in sys.modules
-    if absent:
-        sys.modules["torchvision"] = None  # type: ignore[assignment]
-        is_torchvision_available.cache_clear()
-    try:
-        yield
-    finally:
-        if absent:
-            del sys.modules["torchvision"]
-
-
 def make_model(family: str, eos_id: int, pad_id: int) -> Any:
     """A tiny randomly initialised model of the family, fp32, embeddings not tied. Seed torch before calling."""
-    with without_torchvision():
-        from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
