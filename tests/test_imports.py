@@ -14,7 +14,7 @@ FILES = {
 
 # Lower layers come first. A module may import its own layer and those below.
 LAYERS = (
-    {"types", "config", "strict"},
+    {"types", "config", "strict", "command_line"},
     {"algorithms", "models", "data", "parallel"},
     {"megatron", "rollout", "rewards", "reshard", "checkpoint", "observe"},
     {"workers"},
