@@ -99,6 +99,8 @@ if [ "$platform" = cpu ]; then
     }
     without torch== >.venv/requirements.txt
     install "the pinned packages" "$(wc -l <.venv/requirements.txt)" --no-deps -r .venv/requirements.txt || failed
+    # An older list had it; the new one says why it must go.
+    .venv/bin/python -m pip uninstall --yes torchvision >>$log 2>&1 || failed
 else
     without 'megatron-core|transformer-engine' >.venv/requirements.txt
     install "torch, SGLang and what they need" 250 setuptools wheel ninja -r .venv/requirements.txt || failed

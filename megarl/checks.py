@@ -6,6 +6,7 @@ a model's folder must have is in `named_models.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from megarl.checkpoint import room
 from megarl.checkpoint.hf import check_target, open_hf
 from megarl.config import Config, ConfigError, critic_config
+from megarl.data.first_rows import check_first_rows
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
@@ -105,7 +107,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
     server_args.check(config.rollout.sglang)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)
-    check_room(config)
+    check_engine_room(config)
     check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])
     groups = int(settings.get("num_query_groups") or heads)
@@ -128,7 +130,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
             raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
 
 
-def check_room(config: Config) -> None:
+def check_engine_room(config: Config) -> None:
     """A conversation must fit into an engine whole."""
     sglang, longest = config.rollout.sglang, config.rollout.max_context
     for name in ("max_total_tokens", "context_length"):
@@ -311,19 +313,22 @@ def check_data(config: Config, dry_run: bool, warnings: list[str]) -> None:
     data, run = config.data, config.run
     if not data.train:
         kinds = {
-            "sft": "finished conversations (.jsonl)",
+            "sft": "finished conversations (.parquet or .jsonl)",
             "reward_model": "preference pairs (.parquet or .jsonl)",
         }
         what = kinds.get(config.algorithm, "prompts (.parquet or .jsonl)")
         raise ConfigError(f"data.train is not set; it must name a file of {what}")
     needed = (("data.train", data.train), ("data.eval", data.eval if run.eval_every else ""))
     for key, path in needed:
-        if path and not Path(path).is_file():
+        if path and not os.path.exists(path):
             if not dry_run:
-                raise ConfigError(f"{key}={path}: there is no such file")
+                several = "; it names one file, so join several into one" if set(path) & set(",*") else ""
+                raise ConfigError(f"{key}={path[:200]}: there is no such file{several}")
             warnings.append(f"{key}={path} is not here; it must be when the run starts")
-    if run.eval_every and not data.eval and config.algorithm != "sft":
-        what = "pairs" if config.algorithm == "reward_model" else "prompts"
+        elif path:
+            check_first_rows(config, path)
+    if run.eval_every and not data.eval:
+        what = {"sft": "conversations", "reward_model": "pairs"}.get(config.algorithm, "prompts")
         raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {what}")
     if run.resume == "auto" and not run.save_every:
         warnings.append("run.resume=auto but run.save_every=0: there will be no checkpoint to go on from")

@@ -43,7 +43,7 @@ class RunConfig:
     keep_checkpoints: Count = 2
     """How many checkpoints stay on disk."""
     eval_every: CountOrNone = 0
-    """Score `data.eval` every so many steps, before the first and after the last; 0 never does."""
+    """Evaluate on `data.eval` every so many steps, before the first and after the last; 0 never does."""
     export: bool = True
     """Write the policy, or the reward model, as an HF folder, `<run.dir>/export`, at the end."""
     timeout_s: Seconds = 1800.0
@@ -139,9 +139,10 @@ class RolloutConfig:
 @dataclass(frozen=True)
 class DataConfig:
     train: str = ""
-    """Prompts to train on: .parquet with verl's columns, or .jsonl. Conversations for SFT, pairs for a reward model."""
+    """Prompts to train on: .parquet with verl's columns, or .jsonl. Conversations for SFT, pairs for a reward model.
+    What is longer than the model, or `rollout.max_context`, is left out and counted."""
     eval: str = ""
-    """Held-out prompts, same formats; empty for none."""
+    """Held-out prompts, conversations or pairs, same formats; empty for none."""
     prompts_per_step: Batch = 64
     """Prompts in one rollout batch; conversations or pairs in a step of SFT or of a reward model."""
     prompt_key: str = "prompt"

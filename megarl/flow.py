@@ -25,6 +25,7 @@ from megarl.controllers.base import StepResult
 from megarl.controllers.registry import make_controller
 from megarl.data.preferences import Preferences, read_preferences
 from megarl.data.prompts import PromptLoader, read_prompts, render_prompts
+from megarl.data.sft import Conversations, sft_rollouts
 from megarl.dry_run import validate
 from megarl.models.registry import family_of, load_hf_config
 from megarl.observe.clock import Clock
@@ -103,7 +104,7 @@ class HybridFlow:
         self.workers: list[Worker] = []
         report = validate(self.config, roles_with_options=frozenset(self.registered))
         report.raise_errors()
-        self._read_chat()
+        self._read()
         self.ranks = ranks.initialize(self.config.parallel, run.timeout_s)
         self.log = RunLog(self.config, self.ranks)
         finished = False
@@ -128,20 +129,38 @@ class HybridFlow:
         prompts = read_prompts(path, data.prompt_key, data.label_key)
         kept, dropped = render_prompts(prompts, self.chat.render, self.config.rollout.max_context - 1)
         if dropped:
-            self.log.say(f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out")
+            self._notes.append(
+                f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out"
+            )
         return kept
+
+    def load_conversations(self, path: str) -> Conversations:
+        """Read conversations for SFT; those longer than the model's positions are dropped, and a line says how many."""
+        talks, longest = sft_rollouts(path, self.chat.tokenizer), self._positions()
+        lengths = ranks.shared_out(len(talks), lambda index: len(talks[index].token_ids))
+        kept = [index for index, length in enumerate(lengths) if length <= longest]
+        dropped = len(talks) - len(kept)
+        left_out = f"{path}: {dropped} of {len(talks)} conversations are longer than the model's {longest} positions"
+        if not kept:
+            raise ConfigError(f"{left_out}, so none is left; the shortest has {min(lengths)} tokens")
+        if dropped:
+            self._notes.append(f"{left_out}: left out")
+        return talks.only(kept)
 
     def load_preferences(self, path: str) -> Preferences:
         """Read pairs; those that do not fit into a micro-batch or the model are dropped, and a line says how many."""
         budget = self.config.train.token_budget * self.config.parallel.cp
-        longest = int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
+        longest = self._positions()
         pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest)
         if dropped:
-            self.log.say(
+            self._notes.append(
                 f"{path}: {dropped} of {len(pairs) + dropped} pairs are left out: together longer than "
                 f"the {budget} of a micro-batch (train.token_budget), or one beyond the model's {longest} positions"
             )
         return pairs
+
+    def _positions(self) -> int:
+        return int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
@@ -203,13 +222,17 @@ class HybridFlow:
 
     # --- start, checkpoint ------------------------------------------------------------------------------------
 
-    def _read_chat(self) -> None:
-        """Tokenizer, template and tools, before anything is started or written."""
-        config = self.config
+    def _read(self) -> None:
+        """Tokenizer, template, tools and data, before anything is started: a broken line must not cost that."""
+        config, run = self.config, self.config.run
+        self._notes: list[str] = []  # for the log, which is not there yet
         self.hf_config = load_hf_config(config.model.path)
         self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools) if config.generates else {})
         self.chat.check_vocabulary(self.hf_config["vocab_size"])
         self.chat.check_tools()
+        items = self.controller.items(self)
+        self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
+        self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
 
     def _start(self) -> None:
         config, run = self.config, self.config.run
@@ -218,6 +241,8 @@ class HybridFlow:
         critic = config.critic.path or config.model.path if "critic" in self.controller.roles() else None
         self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config)
         self.log.tokenizer = self.chat.tokenizer
+        for note in self._notes:
+            self.log.say(note)
         context = Context(
             config=config,
             ranks=self.ranks,
@@ -235,9 +260,6 @@ class HybridFlow:
             setattr(self, role, worker)
             self.workers.append(worker)
             worker.start()
-        items = self.controller.items(self)
-        self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
-        self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
         for worker in self.workers:
             worker.ready()
         for role, model in self._trained().items():

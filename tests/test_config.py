@@ -50,7 +50,7 @@ def test_every_key_is_documented():
     assert documented > 50  # that is, the search found the keys
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.name)
 def test_configs_load(path):
     assert isinstance(load_config(path), Config)
 

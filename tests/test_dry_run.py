@@ -17,7 +17,14 @@ from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
 from megarl.dry_run import Report, render, validate
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
+ROW = {  # a prompt, a conversation and a pair
+    "prompt": "1+1?",
+    "ground_truth": 2,
+    "messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
+    "chosen": "2",
+    "rejected": "3",
+}
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 1024,
@@ -45,7 +52,7 @@ def plan(tmp_path: Path):
 
     def make(*overrides: str, hf: dict[str, Any] = MOE, **options: Any) -> Report:
         (tmp_path / "config.json").write_text(json.dumps(hf))
-        (tmp_path / "train.jsonl").write_text("{}\n")
+        (tmp_path / "train.jsonl").write_text(json.dumps(ROW) + "\n")
         tree = {
             "model": {"hf_config": str(tmp_path / "config.json")},
             "parallel": {"world_size": 4, "tp": 2, "pp": 1, "ep": 2},

@@ -25,7 +25,6 @@ from megarl.config import LoraConfig, ParallelConfig
 from megarl.models.memory import stage_elements
 from megarl.models.registry import load_hf_config
 from megarl.observe.rollout_log import read_rollouts
-from megarl.rollout import cpu_torchvision
 from megarl.rollout.hosting import SHARED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,7 +127,6 @@ def test_a_reward_model_learns_what_is_preferred(reward_run: Path) -> None:
 
 def test_the_reward_model_serves_with_the_scores_of_transformers(ppo_run: Path, reward_run: Path) -> None:
     """The ids that the engine wrote, scored in the run by Megatron on two ranks, and here."""
-    cpu_torchvision.install()
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(reward_run / "export", dtype=torch.float32)
@@ -166,7 +164,6 @@ def test_rollouts_are_on_disk_with_weight_versions(ppo_run: Path) -> None:
 
 
 def test_export_loads_in_transformers_and_holds_the_last_weights(ppo_run: Path, folder: Path) -> None:
-    cpu_torchvision.install()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(ppo_run / "export", dtype=torch.float32)

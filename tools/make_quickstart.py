@@ -18,12 +18,13 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megarl.command_line import Parser, count, ends_in_a_line, folder_to_write
+from megarl.config import ConfigError
 from megarl.rollout.tools import calculator
 
 VOCABULARY = 1024
@@ -31,6 +32,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TOOL_SHARE = 0.35  # of the demonstrations call the tool
 FAMILIES = ("qwen3_moe", "deepseek_v3")
+MOST = 1_000_000  # of each kind of problem: there are 8.7 million
 
 CHAT_TEMPLATE = """\
 {%- set system = messages[0].content if messages and messages[0].role == 'system' else '' -%}
@@ -196,29 +198,9 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-@contextmanager
-def without_torchvision() -> Iterator[None]:
-    """Import transformers' models as if torchvision were not installed.
-
-    They look for it although no image is near, and the build that SGLang pins does not import under a CPU-only torch.
-    """
-    from transformers.utils.import_utils import is_torchvision_available
-
-    absent = "torchvision" not in sys.modules
-    if absent:
-        sys.modules["torchvision"] = None  # type: ignore[assignment]
-        is_torchvision_available.cache_clear()
-    try:
-        yield
-    finally:
-        if absent:
-            del sys.modules["torchvision"]
-
-
 def make_model(family: str, eos_id: int, pad_id: int) -> Any:
     """A tiny randomly initialised model of the family, fp32, embeddings not tied. Seed torch before calling."""
-    with without_torchvision():
-        from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -291,33 +273,39 @@ def write_model(folder: Path, family: str, seed: int) -> int:
     return int(model.num_parameters())
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = Parser(__doc__)
     parser.add_argument("out", type=Path, help="folder to write into; made where it does not exist")
     parser.add_argument("--family", choices=FAMILIES, default="qwen3_moe")
-    parser.add_argument("--seed", type=int, default=1, help="of the weights and of the problems (default 1)")
-    parser.add_argument("--train", type=int, default=4096, help="prompts to train on (default 4096)")
-    parser.add_argument("--held-out", type=int, default=256, help="prompts to measure with (default 256)")
-    parser.add_argument("--demonstrations", type=int, default=25600, help="of the warm-up (default 25600: 400 x 64)")
+    parser.add_argument("--seed", type=count(0), default=1, help="of the weights and of the problems (default 1)")
+    sizes = count(0, MOST)
+    parser.add_argument("--train", type=sizes, default=4096, help="prompts to train on (default 4096)")
+    parser.add_argument("--held-out", type=sizes, default=256, help="prompts to measure with (default 256)")
+    parser.add_argument("--demonstrations", type=sizes, default=25600, help="of the warm-up (default 25600: 400 x 64)")
     options = parser.parse_args(arguments)
+    return ends_in_a_line(lambda: make(options))
+
+
+def make(options: argparse.Namespace) -> int:
+    folder_to_write(options.out, "OUT")
+    if options.out.is_dir() and any(options.out.iterdir()):
+        raise ConfigError(f"{options.out} is not empty; name another folder, or remove what is in it")
     # Made aside and renamed, so that a folder of this name is always a whole one.
-    unfinished = options.out.with_name(f".{options.out.name}.unfinished")
+    unfinished = options.out.absolute().with_name(f".{options.out.absolute().name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    count = write_model(unfinished / "model", options.family, options.seed)
-    write_data(unfinished, options.seed, options.train, options.held_out, options.demonstrations)
-    options.out.mkdir(parents=True, exist_ok=True)
-    for part in sorted(unfinished.iterdir()):  # train.jsonl comes last: where it is, all is
-        target = options.out / part.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        part.rename(target)
-    unfinished.rmdir()
+    try:
+        parameters = write_model(unfinished / "model", options.family, options.seed)
+        write_data(unfinished, options.seed, options.train, options.held_out, options.demonstrations)
+        unfinished.rename(options.out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     print(
-        f"{options.out}: model/ ({options.family}, {count / 1e6:.2f} M parameters), sft.jsonl "
+        f"{options.out}: model/ ({options.family}, {parameters / 1e6:.2f} M parameters), sft.jsonl "
         f"({options.demonstrations}), train.jsonl ({options.train}), eval.jsonl ({options.held_out})"
     )
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

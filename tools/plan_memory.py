@@ -24,17 +24,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megarl.command_line import Parser, amount, count, ends_in_a_line
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict
 from megarl.dry_run import memory_table, verdict
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
-from megarl.models.registry import family_of, load_hf_config
+from megarl.models.registry import family_of
 from megarl.models.step_time import Machine, StepTime
 from megarl.parallel.ranks import check_layout
 from megarl.suggest import RULE, WAYS, Judged, Search, best, check
 
 sys.path.insert(0, str(Path(__file__).parent))
-from plan_reshard import MODELS, sizes  # noqa: E402
+from plan_reshard import MODELS, MOST, model_config, sizes  # noqa: E402
 
 LAYOUT = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
 ENGINE = {"tp": 1, "ep": 1}
@@ -271,24 +272,24 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder")
     parser.add_argument(
         "--layout", nargs="+", default=[], metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,cp=,etp=,vpp=], several"
     )
-    parser.add_argument("--gpus", type=int, default=0, help="to search for layouts of, or world of each --layout")
-    parser.add_argument("--gpu-gb", type=float, default=80, help="GB of a GPU (default %(default)g)")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpus", type=count(0, MOST), default=0, help="to search for layouts of, or world of each --layout")
+    parser.add_argument("--gpu-gb", type=amount(), default=80, help="GB of a GPU (default %(default)g)")
+    parser.add_argument("--gpus-per-node", type=count(most=MOST), default=8)
     parser.add_argument("--algorithm", choices=("ppo", "grpo", "sft"), default="grpo", help="default %(default)s")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rollout", default="", metavar="SIZES", help="tp=32[,ep=32]; default: the smallest that fits")
     parser.add_argument("--recompute", choices=WAYS, default="", help="default: the least that fits")
-    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch on a rank (default %(default)s)")
-    parser.add_argument("--context", type=int, default=0, help="the longest conversation (default: --tokens)")
-    parser.add_argument("--kv-tokens", type=int, default=131072, help="of an engine's cache (default %(default)s)")
-    parser.add_argument("--logits-at-once", type=int, default=512, help="train.logits_at_once (default %(default)s)")
-    parser.add_argument("--bucket-mb", type=int, default=1024, help="MiB staged for sending, and for receiving")
-    parser.add_argument("--batch-tokens", type=int, default=1 << 20, help="of an optimizer step (default %(default)s)")
+    parser.add_argument("--tokens", type=count(), default=16384, help="of a micro-batch on a rank (default %(default)s)")
+    parser.add_argument("--context", type=count(0), default=0, help="the longest conversation (default: --tokens)")
+    parser.add_argument("--kv-tokens", type=count(), default=131072, help="of an engine's cache (default %(default)s)")
+    parser.add_argument("--logits-at-once", type=count(), default=512, help="train.logits_at_once (default %(default)s)")
+    parser.add_argument("--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving")
+    parser.add_argument("--batch-tokens", type=count(), default=1 << 20, help="of an optimizer step (default %(default)s)")
     parser.add_argument("--measure", action="store_true", help="build it on this CPU and compare; small models only")
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of tables")
     parser.set_defaults(given=arguments)
@@ -296,20 +297,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    for name in ("gpu_gb", "gpus_per_node", "tokens", "kv_tokens", "logits_at_once", "bucket_mb", "batch_tokens"):
-        if getattr(options, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be positive")
-    hf = load_hf_config(MODELS.get(options.model, options.model))
+    hf = model_config(options.model)
     family_of(hf).check(hf)
     return (measure if options.measure else plan)(options, hf, console)
 
 
 def main(arguments: list[str]) -> int:
-    try:
-        return run(parse(arguments), Console(highlight=False))
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parse(arguments)
+    return ends_in_a_line(lambda: run(options, Console(highlight=False)))
 
 
 if __name__ == "__main__":

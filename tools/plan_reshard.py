@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megarl.command_line import Parser, amount, count, ends_in_a_line, file_to_write
 from megarl.config import ConfigError
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, load_hf_config
@@ -34,6 +35,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
 MODELS = {file.stem.replace("_", "-"): file for file in sorted(FOLDER.glob("*.json"))}
 TRAIN = {"world": 0, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "cp": 1}
 ENGINE = {"tp": 0, "ep": 1, "dp": 1, "mlp_tp": 0, "head_tp": 0, "shared_tp": 0}
+MOST = 1 << 20  # of anything that a layout has: GPUs, stages
 LEAST_GAIN = 0.002  # of another split, to be worth a line
 
 
@@ -44,8 +46,8 @@ def sizes(text: str, known: Mapping[str, int], option: str) -> dict[str, int]:
         key, _, value = part.partition("=")
         if key not in known:
             raise ConfigError(f"{option} has no {key!r}; it is made of {', '.join(known)}, as in tp=8,ep=8")
-        if not value.isdecimal() or not int(value):
-            raise ConfigError(f"{option} {key} must be a positive number, not {value!r}")
+        if not value.isdecimal() or len(value) > 9 or not 0 < int(value) <= MOST:
+            raise ConfigError(f"{option} {key} must be a positive number of at most {MOST}, not {value[:40]!r}")
         found[key] = int(value)
     required = next(iter(known))
     if not found[required]:
@@ -53,14 +55,21 @@ def sizes(text: str, known: Mapping[str, int], option: str) -> dict[str, int]:
     return found
 
 
+def model_config(name: str) -> HFConfig:
+    """Of a model by its name here, or of a config.json or its folder."""
+    if name not in MODELS and not Path(name).exists():
+        raise ConfigError(f"--model {name[:200]} is neither a file nor one of {', '.join(MODELS)}")
+    return load_hf_config(MODELS.get(name, name))
+
+
 def layouts(options: argparse.Namespace, hf: HFConfig) -> tuple[TrainLayout, EngineLayout]:
     family = family_of(hf)
     family.check(hf)
     train, engine = sizes(options.train, TRAIN, "--train"), sizes(options.engine, ENGINE, "--engine")
     try:
-        counts = [int(count) for count in options.pp_layers.split(",")] if options.pp_layers else []
+        counts = [int(layers) for layers in options.pp_layers.split(",")] if options.pp_layers else []
     except ValueError:
-        raise ConfigError(f"--pp-layers must be numbers such as 4,4,3, not {options.pp_layers!r}") from None
+        raise ConfigError(f"--pp-layers must be numbers such as 4,4,3, not {options.pp_layers[:80]!r}") from None
     stages = even_stages(int(hf["num_hidden_layers"]), train.pop("pp"), counts)
     tp, ep, dp, mlp_tp, head_tp, shared_tp = (engine[name] for name in ENGINE)
     draft = family.mtp_layers(hf) > 0
@@ -109,35 +118,33 @@ def advice_line(advice: Advice) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder")
     parser.add_argument("--train", required=True, metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,etp=,cp=]")
     parser.add_argument("--engine", required=True, metavar="SIZES", help="tp=32,ep=32[,dp=,mlp_tp=,head_tp=...]")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpus-per-node", type=count(), default=8)
     parser.add_argument("--wire", choices=("bf16", "fp8", "fp32"), default="bf16")
     parser.add_argument("--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: even)")
-    parser.add_argument("--bucket-mb", type=int, default=1024, help="MiB staged for sending, and for receiving")
+    parser.add_argument("--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving")
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of the table")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a picture: who sends how much to whom")
     links = parser.add_argument_group("assumed by the modelled seconds, per GPU and direction")
     links.add_argument(
-        "--nic-gbs", type=float, default=Links.network / 1e9, help="GB/s of network (default %(default)g)"
+        "--nic-gbs", type=amount(), default=Links.network / 1e9, help="GB/s of network (default %(default)g)"
     )
     links.add_argument(
-        "--nvlink-gbs", type=float, default=Links.inside / 1e9, help="GB/s in a node (default %(default)g)"
+        "--nvlink-gbs", type=amount(), default=Links.inside / 1e9, help="GB/s in a node (default %(default)g)"
     )
     links.add_argument(
-        "--round-us", type=float, default=Links.round_seconds * 1e6, help="of a round (default %(default)g)"
+        "--round-us", type=amount(-1e-9), default=Links.round_seconds * 1e6, help="of a round (default %(default)g)"
     )
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace, console: Console) -> None:
-    for name in ("gpus_per_node", "bucket_mb", "nic_gbs", "nvlink_gbs"):
-        if getattr(options, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be positive")
+def run(options: argparse.Namespace, console: Console) -> int:
+    file_to_write(options.html, "--html")
     links = Links(options.nic_gbs * 1e9, options.nvlink_gbs * 1e9, options.round_us / 1e6)
-    hf = load_hf_config(MODELS.get(options.model, options.model))
+    hf = model_config(options.model)
     train, engine = layouts(options, hf)
     node, wire = options.gpus_per_node, options.wire
     paper = draw_up(lambda: Plan(hf, train, engine, node, options.bucket_mb << 20, wire), train.world)
@@ -151,7 +158,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         options.html.write_text(page(title(options, train, engine), paper, least, links, lines), encoding="utf-8")
     if options.json:
         print(json.dumps(found, indent=2))
-        return
+        return 0
     console.print(title(options, train, engine), style="bold")
     console.print(table(found, train.world))
     console.print(
@@ -162,15 +169,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print(line)
     if options.html:
         print(f"Picture: {options.html}")
+    return 0
 
 
 def main(arguments: list[str]) -> int:
-    try:
-        run(parse(arguments), Console(highlight=False))
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    options = parse(arguments)
+    return ends_in_a_line(lambda: run(options, Console(highlight=False)))
 
 
 if __name__ == "__main__":

@@ -7,63 +7,47 @@ OUT/test.parquet, both or, where anything is wrong, neither.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
+from megarl.command_line import Parser, ends_in_a_line, folder_to_write
+from megarl.config import ConfigError
+from megarl.data.rows import read_rows
+
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
 SPLITS = ("train", "test")
 
 
 def find_split(source: Path, split: str) -> Path:
-    """The file of a split; ValueError where there is none or more than one."""
+    """The file of a split; ConfigError where there is none or more than one."""
     if not source.is_dir():
-        raise ValueError(f"there is no folder {source}")
+        raise ConfigError(f"there is no folder {source}; name one with train and test of GSM8K")
     names = (f"{split}.jsonl", f"{split}.parquet", f"{split}-00000-of-00001.parquet")
     found = [source / name for name in names if (source / name).is_file()]
     if len(found) != 1:
         problem = " and ".join(file.name for file in found) if found else "none"
-        raise ValueError(f"{source} must have one of {', '.join(names)}; it has {problem}")
+        raise ConfigError(f"{source} must have one of {', '.join(names)}; it has {problem}")
     return found[0]
 
 
-def read_rows(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(where, row) of each row; ValueError for what cannot be read."""
-    if file.suffix == ".parquet":
-        try:
-            table = pyarrow.parquet.read_table(file)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from None
-        return [(f"{file}, row {number}", row) for number, row in enumerate(table.to_pylist())]
-    rows = []
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    rows.append((f"{file}:{number}", json.loads(line)))
-                except ValueError as error:
-                    raise ValueError(f"{file}:{number}: not JSON: {error}") from None
-    return rows
-
-
-def convert(rows: list[tuple[str, dict[str, Any]]], split: str) -> list[dict[str, Any]]:
-    """Rows with verl's columns; ValueError for a row that is no GSM8K problem."""
+def convert(rows: Iterable[tuple[str, dict[str, Any]]], split: str) -> list[dict[str, Any]]:
+    """Rows with verl's columns; ConfigError for a row that is no GSM8K problem."""
     converted = []
     for index, (where, row) in enumerate(rows):
         for key in ("question", "answer"):
-            if not isinstance(row, dict) or not isinstance(row.get(key), str):
-                raise ValueError(f"{where}: no text {key!r}")
+            if not isinstance(row.get(key), str):
+                raise ConfigError(f"{where}: no text {key!r}; a row of GSM8K has question and answer")
         question, answer = row["question"], row["answer"]
         _, marker, result = answer.rpartition("####")
         result = result.strip().replace(",", "")
         if not marker or not result:
-            raise ValueError(f"{where}: the answer does not end in '#### <result>'")
+            raise ConfigError(f"{where}: the answer does not end in '#### <result>'")
         converted.append(
             {
                 "data_source": "openai/gsm8k",
@@ -77,13 +61,14 @@ def convert(rows: list[tuple[str, dict[str, Any]]], split: str) -> list[dict[str
 
 
 def prepare(source: Path, target: Path) -> dict[str, int]:
-    """Convert both splits; the number of problems in each. Raises ValueError or OSError and then leaves nothing."""
+    """Convert both splits; the number of problems in each. Raises ConfigError or OSError and then leaves nothing."""
+    folder_to_write(target, "OUT")
     tables = {}
     for split in SPLITS:
         file = find_split(source, split)
         rows = convert(read_rows(file), split)
         if not rows:
-            raise ValueError(f"{file} holds no problems")
+            raise ConfigError(f"{file} holds no problems")
         tables[split] = pyarrow.Table.from_pylist(rows)
     target.mkdir(parents=True, exist_ok=True)
     unfinished = {split: target / f".{split}.parquet.{os.getpid()}" for split in SPLITS}
@@ -99,18 +84,17 @@ def prepare(source: Path, target: Path) -> dict[str, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make verl-style parquet files of GSM8K.")
+    parser = Parser(__doc__)
     parser.add_argument("source", metavar="SRC", type=Path, help="folder with train and test, .jsonl or .parquet")
     parser.add_argument("target", metavar="OUT", type=Path, help="folder for train.parquet and test.parquet")
-    arguments = parser.parse_args()
-    try:
-        counts = prepare(arguments.source, arguments.target)
-    except (ValueError, OSError, pyarrow.ArrowException) as error:
-        print(f"prepare_gsm8k: {error}", file=sys.stderr)
-        return 1
-    for split, count in counts.items():
-        print(f"{arguments.target / split}.parquet: {count} problems")
-    return 0
+    options = parser.parse_args()
+
+    def work() -> int:
+        for split, count in prepare(options.source, options.target).items():
+            print(f"{options.target / split}.parquet: {count} problems")
+        return 0
+
+    return ends_in_a_line(work)
 
 
 if __name__ == "__main__":

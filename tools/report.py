@@ -9,7 +9,6 @@ report.png in the first run folder).
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from dataclasses import dataclass
@@ -17,10 +16,13 @@ from pathlib import Path
 
 import matplotlib
 import yaml
+from matplotlib.backend_bases import FigureCanvasBase
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megarl.command_line import Parser, ends_in_a_line, file_to_write
+from megarl.config import ConfigError
 from megarl.observe.tracker import read_metrics
 
 matplotlib.use("Agg")
@@ -73,18 +75,35 @@ class Run:
 
 
 def load_run(path: Path) -> Run:
-    """Raises ValueError, in words for the user, where there is no run."""
+    """Raises ConfigError where there is no run."""
     if not path.is_dir():
-        raise ValueError(f"there is no run folder {path}")
-    metrics = read_metrics(path)
+        raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
+    try:
+        metrics = {step: numbers(values) for step, values in read_metrics(path).items() if 0 <= step < 2**53}
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path / 'metrics.jsonl'} is no file of metrics; is {path} a run folder?") from None
     if not metrics:
-        raise ValueError(f"{path} has no metrics yet (metrics.jsonl is missing or empty); is it a run folder?")
+        raise ConfigError(f"{path} has no metrics yet (metrics.jsonl is missing or empty); is it a run folder?")
+    if not any(name.startswith(("time/", "eval/")) for values in metrics.values() for name in values):
+        raise ConfigError(f"{path / 'metrics.jsonl'} has none of a run's metrics; is {path} a run folder?")
     algorithm = "?"
     config = path / "config.yaml"
     if config.is_file():
-        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+        try:
+            tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError, yaml.YAMLError):
+            raise ConfigError(f"{config} is damaged; mend it, or take it away and the report goes without") from None
         algorithm = str(tree.get("algorithm", "?")) if isinstance(tree, dict) else "?"
     return Run(path, algorithm, metrics)
+
+
+def numbers(values: dict[str, float]) -> dict[str, float]:
+    """Those that are numbers, as ours are."""
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+    }
 
 
 def before_after(run: Run, name: str) -> str:
@@ -111,6 +130,8 @@ def summary(runs: list[Run]) -> Table:
             "algorithm": run.algorithm,
             "held-out problems, greedy": before_after(run, "eval/reward_greedy"),
             "held-out problems, sampled": before_after(run, "eval/reward_sampled"),
+            "held-out nll of a token": before_after(run, "eval/nll"),
+            "held-out pairs, accuracy": before_after(run, "eval/accuracy"),
             f"training, first and last {WINDOW} steps": curve,
             "steps": str(len(run.series("time/step")[0])),
             "minutes of training": f"{run.minutes():.1f}",
@@ -118,7 +139,8 @@ def summary(runs: list[Run]) -> Table:
         for name, figure in figures.items():
             rows.setdefault(name, []).append(figure)
     for name, values in rows.items():
-        table.add_row(name, *values)
+        if not name.startswith("held-out") or set(values) != {"-"}:
+            table.add_row(name, *values)
     return table
 
 
@@ -195,18 +217,21 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where the plot goes (default RUN_DIR/report.png)")
     options = parser.parse_args(arguments)
+    return ends_in_a_line(lambda: report(options.runs, options.plot))
+
+
+def report(folders: list[Path], file: Path | None) -> int:
+    runs = [load_run(path) for path in folders]
+    file = file or folders[0] / "report.png"
+    if (form := file.suffix[1:].lower()) not in (known := FigureCanvasBase.get_supported_filetypes()):
+        raise ConfigError(f"--plot {file}: a plot has one of the suffixes {', '.join(sorted(known))}, not {form!r}")
+    file_to_write(file, "--plot")
+    plot(runs, file)
     console = Console(highlight=False)
-    try:
-        runs = [load_run(path) for path in options.runs]
-        file = options.plot or options.runs[0] / "report.png"
-        plot(runs, file)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     console.print(summary(runs))
     console.print(phase_table(runs))
     print("Files", *file_lines(runs), f"  plot: {file}", sep="\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from megarl.observe.rollout_log import read_records, rollout_file
+from megarl.command_line import Parser, count, ends_in_a_line, file_to_write
+from megarl.config import ConfigError
+from megarl.observe.rollout_log import from_record, read_records, rollout_file
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -32,15 +35,32 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0.4rem 0; padding:
 
 
 def find_step(run_dir: Path, step: int | None) -> int:
-    """The step asked for or the last one recorded. Raises ValueError, in words for the user."""
-    steps = sorted(int(path.stem.removeprefix("step_")) for path in (run_dir / "rollouts").glob("step_*.jsonl"))
+    """The step asked for or the last one recorded. Raises ConfigError."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run folder {run_dir}; name one, such as runs/quickstart/run-1")
+    names = (re.fullmatch(r"step_(\d{6,12})", path.stem) for path in (run_dir / "rollouts").glob("step_*.jsonl"))
+    steps = sorted(int(name[1]) for name in names if name)
     if not steps:
-        raise ValueError(f"{run_dir} has no recorded rollouts (track.rollouts writes them)")
+        raise ConfigError(f"{run_dir} has no recorded rollouts (track.rollouts writes them)")
     if step is None:
         return steps[-1]
     if step not in steps:
-        raise ValueError(f"{run_dir} has no rollouts of step {step}; it has steps {steps[0]} to {steps[-1]}")
+        raise ConfigError(f"{run_dir} has no rollouts of step {step}; it has steps {steps[0]} to {steps[-1]}")
     return step
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a file. Raises ConfigError where it has none, or what another program wrote."""
+    records = read_records(file)
+    if not records:
+        raise ConfigError(f"{file} holds no rollouts; look at another step with --step")
+    for number, record in enumerate(records, start=1):
+        try:
+            from_record(record)
+            html_page([record], "")
+        except (ConfigError, KeyError, TypeError, ValueError, AttributeError):
+            raise ConfigError(f"{file}:{number} is not a rollout as MegaRL records it") from None
+    return records
 
 
 def head_line(record: dict[str, Any]) -> str:
@@ -107,31 +127,32 @@ def _printable(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--step", type=int, help="which step (default: the last recorded)")
-    parser.add_argument("--show", type=int, default=8, help="how many rollouts (default 8; 0 for all)")
+    parser.add_argument("--step", type=count(), help="which step (default: the last recorded)")
+    parser.add_argument("--show", type=count(0), default=8, help="how many rollouts (default 8; 0 for all)")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", action="store_true", help="lowest reward first")
     order.add_argument("--best", action="store_true", help="highest reward first")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of printing")
     options = parser.parse_args(arguments)
-    try:
-        step = find_step(options.run, options.step)
-        every = read_records(rollout_file(options.run, step))
-        records = list(every)
-        if options.worst or options.best:
-            records.sort(key=lambda record: record["reward"], reverse=options.best)
-        records = records[: options.show or None]
-        title = f"{options.run}, step {step}: {len(records)} of {len(every)} rollouts"
-        if options.html:
-            options.html.write_text(html_page(records, title), encoding="utf-8")
-            print(f"wrote {options.html}: {len(records)} of {len(every)} rollouts of step {step}")
-        else:
-            print_rollouts(records, title, Console(highlight=False, soft_wrap=True))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return ends_in_a_line(lambda: show(options))
+
+
+def show(options: argparse.Namespace) -> int:
+    file_to_write(options.html, "--html")
+    step = find_step(options.run, options.step)
+    every = read(rollout_file(options.run, step))
+    records = list(every)
+    if options.worst or options.best:
+        records.sort(key=lambda record: record["reward"], reverse=options.best)
+    records = records[: options.show or None]
+    title = f"{options.run}, step {step}: {len(records)} of {len(every)} rollouts"
+    if options.html:
+        options.html.write_text(html_page(records, title), encoding="utf-8")
+        print(f"wrote {options.html}: {len(records)} of {len(every)} rollouts of step {step}")
+    else:
+        print_rollouts(records, title, Console(highlight=False, soft_wrap=True))
     return 0
 
 

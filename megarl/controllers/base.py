@@ -39,7 +39,8 @@ class Controller(ABC):
 
     @abstractmethod
     def items(self, flow: HybridFlow) -> Sequence[Any]:
-        """What the loader deals out, step by step: prompts, or finished conversations for SFT."""
+        """What the loader deals out, step by step: prompts, or finished conversations for SFT. Asked for before the
+        workers start, so that a mistake in the data costs no loading of models."""
 
     @abstractmethod
     def step(self, flow: HybridFlow, items: Sequence[Any]) -> StepResult:

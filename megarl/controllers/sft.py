@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from megarl.controllers.base import Controller, MeanOf, StepResult, mini_batches
-from megarl.data.sft import sft_rollouts
 from megarl.types import ModelOutput, Rollout, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ class SFTController(Controller):
         return ("actor",)
 
     def items(self, flow: HybridFlow) -> Sequence[Rollout]:
-        return sft_rollouts(self.config.data.train, flow.chat.tokenizer)
+        return flow.load_conversations(self.config.data.train)
 
     def step(self, flow: HybridFlow, items: Sequence[Rollout]) -> StepResult:
         batch = TrainBatch.from_rollouts(items)
@@ -32,3 +33,17 @@ class SFTController(Controller):
         for mini in mini_batches(batch, run.num_update, run.epochs, seed=0):
             means.add(flow.actor.update(mini, negative_logprob))
         return StepResult(means.result())
+
+    def eval_items(self, flow: HybridFlow) -> Sequence[Rollout]:
+        return flow.load_conversations(self.config.data.eval)
+
+    def evaluate(self, flow: HybridFlow, items: Sequence[Rollout]) -> dict[str, float]:
+        """Negative log-probability of an assistant's token in the held-out conversations, in the mean."""
+        total, tokens, at_once = 0.0, 0, self.config.data.prompts_per_step
+        for first in range(0, len(items), at_once):
+            batch = TrainBatch.from_rollouts(items[first : first + at_once])
+            logprobs = flow.actor.forward(batch).logprobs
+            assert logprobs is not None
+            total -= float(logprobs[batch.loss_mask].sum(dtype=torch.float64))
+            tokens += int(batch.loss_mask.sum())
+        return {"eval/nll": total / tokens}

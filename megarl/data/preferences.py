@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from megarl.config import ConfigError
-from megarl.data.prompts import chat_messages, read_rows
+from megarl.data.chats import chat_messages, tool_schemas
+from megarl.data.rows import read_rows
 from megarl.data.sft import conversation
 from megarl.types import Message, Rollout
 
@@ -85,13 +86,19 @@ def read_preferences(path: str | Path, tokenizer: Any, max_tokens: int, max_leng
     return Preferences(rows, tokenizer), dropped
 
 
-def _pair(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0) -> Pair:
+def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]]:
+    """The two conversations. Raises ConfigError for what can be seen of a pair without a tokenizer."""
     messages = {key: _messages(row, key, where) for key in ("chosen", "rejected")}
     if messages["chosen"][0] != messages["rejected"][0]:
         raise ConfigError(f"{where}: 'chosen' and 'rejected' begin differently; only answers to one prompt compare")
+    return messages
+
+
+def _pair(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0) -> Pair:
+    messages, tools = check_pair(row, where), tool_schemas(row.get("tools"), where)
     talks = {
         key: conversation(
-            {"id": row.get("id") or where, "messages": list(value), "tools": row.get("tools")},
+            {"id": row.get("id") or where, "messages": value, "tools": tools},
             tokenizer,
             f"{where}, {key!r}",
             group,

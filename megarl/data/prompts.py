@@ -1,21 +1,20 @@
-"""Prompts: readers of parquet and JSONL, rendering to token ids, and the loader that remembers where it is."""
+"""Prompts: out of a file's rows, rendering to token ids, and the loader that remembers where it is."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import pyarrow
-import pyarrow.parquet
-
 from megarl.config import ConfigError
-from megarl.types import Message, Prompt
+from megarl.data.chats import chat_messages, tool_names
+from megarl.data.rows import read_rows
+from megarl.types import Prompt
 
 Item = TypeVar("Item")
 
@@ -23,8 +22,10 @@ _ALIASES = {"prompt": "messages", "ground_truth": "label"}  # what the two colum
 _EXTRA = ("extra_info", "metadata", "extra")  # columns whose fields are spread out into Prompt.extra
 
 
-def read_prompts(path: str | Path, prompt_key: str = "prompt", label_key: str = "ground_truth") -> list[Prompt]:
-    """All prompts of a file, in its order, without token ids.
+def read_prompts(
+    path: str | Path, prompt_key: str = "prompt", label_key: str = "ground_truth", most: int | None = None
+) -> list[Prompt]:
+    """All prompts of a file, or the first `most`, in its order, without token ids.
 
     `.parquet` with verl's columns (data_source, prompt, ability, reward_model {style, ground_truth}, extra_info), or
     `.jsonl` with {prompt | messages, ground_truth | label, tools, data_source, id, metadata | extra}; either may use
@@ -38,7 +39,7 @@ def read_prompts(path: str | Path, prompt_key: str = "prompt", label_key: str = 
     file = Path(path)
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
-    for where, row in read_rows(file):
+    for where, row in islice(read_rows(file), most):
         prompt = _prompt(row, where, f"{file.stem}-{len(prompts)}", prompt_key, label_key)
         if prompt.id in seen:
             raise ConfigError(f"{where}: the id {prompt.id!r} is taken by {seen[prompt.id]}; ids must be unique")
@@ -47,17 +48,6 @@ def read_prompts(path: str | Path, prompt_key: str = "prompt", label_key: str = 
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")
     return prompts
-
-
-def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) for each row of a .parquet or .jsonl file; `where` names it in messages. Raises ConfigError."""
-    if not file.is_file():
-        raise ConfigError(f"there is no data file {file}; check data.train and data.eval")
-    if file.suffix == ".parquet":
-        return _parquet_rows(file)
-    if file.suffix == ".jsonl":
-        return _jsonl_rows(file)
-    raise ConfigError(f"{file}: the suffix {file.suffix!r} is not known; data files are .parquet or .jsonl")
 
 
 def render_prompts(
@@ -152,47 +142,28 @@ class PromptLoader(Generic[Item]):
         return order
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        table = pyarrow.parquet.read_table(file)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from None
-    number = 0
-    for batch in table.to_batches(max_chunksize=1000):  # not the whole table as Python objects twice
-        for row in batch.to_pylist():
-            yield f"{file}, row {number}", row
-            number += 1
-
-
-def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{file}:{number}"
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # also a UnicodeDecodeError
-                raise ConfigError(f"{where}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{where}: a {type(row).__name__}, not an object of named columns")
-            yield where, row
-
-
 def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str) -> Prompt:
     rest = dict(row)
     messages = chat_messages(_take(rest, prompt_key, where, "data.prompt_key"), where, prompt_key)
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(f"{where}: {prompt_key!r} ends with the assistant's words, which leaves nothing to answer")
     reward_model = rest.get("reward_model")
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:
         ground_truth = reward_model["ground_truth"]
+        if ground_truth is None and label_key:
+            raise ConfigError(
+                f'{where}: reward_model.ground_truth is empty; fill it in, or set data.label_key to "" if there is none'
+            )
         rest.pop("reward_model")
     elif label_key:
         ground_truth = _take(rest, label_key, where, "data.label_key")
     else:
         ground_truth = None
-    identity = rest.pop("id", None)
-    tools = _tools(rest.pop("tools", None), where)
-    data_source = str(rest.pop("data_source", None) or "")
+    identity, data_source = rest.pop("id", None), rest.pop("data_source", None)
+    for name, value in (("id", identity), ("data_source", data_source)):
+        if isinstance(value, bool | list | dict):
+            raise ConfigError(f"{where}: {name!r} must be text or a number, not {str(value)[:80]!r}")
+    tools = tool_names(rest.pop("tools", None), where)
     extra: dict[str, Any] = {}
     for name in _EXTRA:
         fields = rest.get(name)
@@ -201,7 +172,7 @@ def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, l
     return Prompt(
         id=default_id if identity is None else str(identity),
         messages=messages,
-        data_source=data_source,
+        data_source=str(data_source or ""),
         ground_truth=ground_truth,
         tools=tools,
         extra=rest | extra,
@@ -216,35 +187,3 @@ def _take(row: dict[str, Any], key: str, where: str, option: str) -> Any:
     empty = f"; the column {key!r} is empty here" if key in row else ""
     none = ' (or to "" if there is no ground truth)' if option == "data.label_key" else ""
     raise ConfigError(f"{where}: no {key!r}{empty}; columns here: {present}; set {option} to the right one{none}")
-
-
-def chat_messages(value: Any, where: str, key: str, role: str = "user") -> tuple[Message, ...]:
-    """The messages of a column: a list of them, or text, which becomes one of `role`. Raises ConfigError."""
-    if isinstance(value, str):
-        return ({"role": role, "content": value},)
-    if not isinstance(value, list) or not value:
-        raise ConfigError(f"{where}: {key!r} must be text or a list of chat messages, not {str(value)[:80]!r}")
-    messages = []
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ConfigError(f"{where}: {key!r} holds {str(message)[:80]!r}, not a message with role and content")
-        # A parquet column of structs gives every message every field, None where it has none.
-        messages.append({name: item for name, item in message.items() if item is not None or name == "content"})
-    return tuple(messages)
-
-
-def _tools(value: Any, where: str) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = [value]
-    names = []
-    for tool in value if isinstance(value, list) else [value]:
-        name = tool.get("function", tool).get("name") if isinstance(tool, dict) else tool
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"{where}: 'tools' holds {str(tool)[:80]!r}, neither a name nor a tool schema")
-        names.append(name)
-    return tuple(names)

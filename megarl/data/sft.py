@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
 from megarl.config import ConfigError
+from megarl.data.chats import chat_messages, tool_schemas
+from megarl.data.rows import read_rows
 from megarl.types import Message, Prompt, Rollout, Turn
 
 
-def sft_rollouts(path: str | Path, tokenizer: Any) -> Conversations:
-    """Read a JSONL file of conversations as Rollouts whose action turns are what the assistant wrote.
+def sft_rollouts(path: str | Path, tokenizer: Any, most: int | None = None) -> Conversations:
+    """Read a .jsonl or .parquet file of conversations as Rollouts whose action turns are what the assistant wrote.
 
-    Each line holds `messages`, which end with the assistant's, and where tools are called `tools`, a list of OpenAI
+    Each row holds `messages`, which end with the assistant's, and where tools are called `tools`, a list of OpenAI
     tool schemas. An action turn runs up to and including the tokenizer's end-of-turn token; its log-probs are 0, for
-    nobody sampled it. Raises ConfigError, naming the line, where there is no such conversation.
+    nobody sampled it. most: rows that are read. Raises ConfigError, naming the line, where there is no conversation.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"there is no file of conversations {path}; set data.train to one")
-    rows: list[tuple[str, dict[str, Any]]] = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{where} is not JSON: {error}") from None
-            check(row, where)
-            rows.append((where, row))
+    rows = [(where, _checked(row, where)) for where, row in islice(read_rows(Path(path)), most)]
     if not rows:
         raise ConfigError(f"{path} holds no conversation")
     return Conversations(rows, tokenizer)
@@ -48,6 +36,9 @@ class Conversations(Sequence[Rollout]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def only(self, indices: Sequence[int]) -> Conversations:
+        return Conversations([self.rows[index] for index in indices], self.tokenizer)
+
     @overload
     def __getitem__(self, index: int) -> Rollout: ...
 
@@ -61,15 +52,22 @@ class Conversations(Sequence[Rollout]):
         return conversation(row, self.tokenizer, where, group=index)
 
 
-def check(row: Any, where: str) -> None:
-    """Raise ConfigError where the row is not a conversation that ends with the assistant's words."""
-    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
-        raise ConfigError(f"{where} has no list `messages`")
-    roles = [message.get("role") if isinstance(message, dict) else None for message in row["messages"]]
-    if None in roles:
-        raise ConfigError(f"{where}: message {roles.index(None)} has no role")
+def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row in the form that `conversation` reads. Raises ConfigError where the assistant has not the last word."""
+    if row.get("messages") is None:
+        present = ", ".join(name for name, value in row.items() if value is not None) or "none"
+        raise ConfigError(f"{where} has no list `messages`; columns here: {present}")
+    if not isinstance(row["messages"], list):
+        raise ConfigError(f"{where} has no list `messages`, but {str(row['messages'])[:80]!r}")
+    messages = chat_messages(row["messages"], where, "messages")
+    roles = [message["role"] for message in messages]
     if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
         raise ConfigError(f"{where}: messages must begin with a prompt and end with the assistant's, not {roles}")
+    for number, message in enumerate(messages):
+        written = [message.get(name) for name in ("content", "tool_calls", "reasoning_content")]
+        if message["role"] == "assistant" and not any(map(str.strip, map(str, filter(None, written)))):
+            raise ConfigError(f"{where}: message {number} of 'messages', the assistant's, is empty; drop the row")
+    return {**row, "messages": messages, "tools": tool_schemas(row.get("tools"), where)}
 
 
 def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0, last_only: bool = False) -> Rollout:
@@ -84,6 +82,8 @@ def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     answers = answers[-1:] if last_only else answers
     end_of_turn = tokenizer.eos_token
+    if not end_of_turn:
+        raise ConfigError("model.path: the tokenizer has no eos_token, by which the assistant's turns would end")
     tools = row.get("tools") or None
 
     def render(count: int, add_generation_prompt: bool) -> str:

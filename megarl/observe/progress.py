@@ -32,7 +32,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("s/step", "time/step", ".1f"),
 )
 """Title, metric and format of what the display shows; a metric that a run does not have is left out."""
-HELD_OUT = ("eval/reward_", "eval/accuracy", "eval/margin")
+HELD_OUT = ("eval/reward_", "eval/nll", "eval/accuracy", "eval/margin")
 """How the names of those begin that are shown of an evaluation."""
 
 

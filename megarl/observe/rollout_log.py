@@ -62,10 +62,15 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read recorded rollouts {path}: {error.strerror}") from None
-    try:
-        return [exact_json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a file of recorded rollouts: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a file of recorded rollouts: it is no text") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(exact_json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not a file of recorded rollouts: line {number}: {error}") from None
+    return records
 
 
 def to_record(

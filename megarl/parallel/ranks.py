@@ -250,6 +250,21 @@ def all_gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """work(0), work(1), ... work(count - 1), each done by one of the ranks, on every rank. A ConfigError of any of them
+    is raised on all."""
+    rank, world, mine, problem = dist.get_rank(), dist.get_world_size(), [], None
+    try:
+        for number in range(rank, count, world):
+            mine.append(work(number))
+    except ConfigError as error:
+        problem = (number, str(error))
+    everyone = all_gather_objects((mine, problem))
+    if problems := [found for _, found in everyone if found]:
+        raise ConfigError(min(problems)[1])
+    return [everyone[number % world][0][number // world] for number in range(count)]
+
+
 def broadcast_object(value: Any, source: int = 0) -> Any:
     """The source rank's value on every rank."""
     values = [value]

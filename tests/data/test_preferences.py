@@ -112,7 +112,7 @@ def test_a_long_chat_is_prompt_but_for_its_last_answer(tmp_path: Path) -> None:
         ({"prompt": "x", "chosen": [], "rejected": "y"}, r"a.jsonl:2: 'chosen' must be text or a list of chat mess"),
         (
             {"prompt": "x", "chosen": "y", "rejected": [{"content": "z"}]},
-            r"a.jsonl:2: 'rejected' holds .*not a message",
+            r"a.jsonl:2: message 0 of 'rejected' is .*not a message",
         ),
         (IMPLICIT | {"rejected": [user("1+1")]}, r"a.jsonl:2: 'rejected' must end with the assistant's.* role user"),
         (IMPLICIT | {"rejected": [user("1+2"), assistant("3")]}, r"a.jsonl:2: 'chosen' and 'rejected' begin diff"),

@@ -53,13 +53,13 @@ def test_verl_parquet(tmp_path):
 def test_parquet_fills_in_no_fields_of_messages(tmp_path):
     messages = [
         {"role": "user", "content": "2 * 3?", "name": None},
-        {"role": "assistant", "content": None, "name": "solver"},
+        {"role": "assistant", "content": "5", "name": "solver"},
         {"role": "user", "content": "Well?", "name": None},
     ]
     path = write_parquet(tmp_path / "a.parquet", [{"prompt": messages, "ground_truth": 6}])
     assert read_prompts(path)[0].messages == (
         {"role": "user", "content": "2 * 3?"},
-        {"role": "assistant", "content": None, "name": "solver"},
+        {"role": "assistant", "content": "5", "name": "solver"},
         {"role": "user", "content": "Well?"},
     )
 
@@ -90,6 +90,8 @@ def test_slimes_keys(tmp_path):
 def test_no_ground_truth_on_request(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "hi"})
     assert read_prompts(path, label_key="")[0].ground_truth is None
+    null = write_jsonl(tmp_path / "b.jsonl", {"prompt": "hi", "reward_model": {"ground_truth": None}})
+    assert read_prompts(null, label_key="")[0].ground_truth is None
     with pytest.raises(ConfigError, match="no 'ground_truth'; columns here: none; set data.label_key"):
         read_prompts(path)
 
@@ -104,6 +106,17 @@ BAD_LINES = {
     "prompt is a number": ({"prompt": 5, "ground_truth": 1}, "must be text or a list of chat messages, not '5'"),
     "no messages": ({"prompt": [], "ground_truth": 1}, "must be text or a list of chat messages"),
     "no role": ({"prompt": [{"content": "hi"}], "ground_truth": 1}, "not a message with role and content"),
+    "null in reward_model": (
+        {"prompt": "hi", "reward_model": {"ground_truth": None}},
+        "reward_model.ground_truth is emp",
+    ),
+    "NaN": ('{"prompt": "hi", "ground_truth": NaN}\n', "no 'ground_truth'; the column 'ground_truth' is empty here"),
+    "ends with an answer": (
+        {"prompt": [*USER, {"role": "assistant", "content": "x"}], "label": 1},
+        "nothing to answer",
+    ),
+    "an id that is a list": (GOOD | {"id": [1]}, r"'id' must be text or a number, not '\[1\]'"),
+    "a source that is an object": (GOOD | {"data_source": {}}, "'data_source' must be text"),
     "bad tool": (GOOD | {"tools": [{"parameters": {}}]}, "neither a name nor a tool schema"),
 }
 
@@ -118,7 +131,7 @@ def test_bad_lines(tmp_path, name):
 def test_not_utf8(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "\xff\xfe"}\n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: not JSON"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: not UTF-8 at byte 12; convert the file"):
         read_prompts(path)
 
 
@@ -131,7 +144,7 @@ def test_duplicate_ids_name_both_places(tmp_path):
 def test_bad_files(tmp_path):
     with pytest.raises(ConfigError, match="there is no data file .*nowhere.jsonl; check data.train"):
         read_prompts(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ConfigError, match="there is no data file"):
+    with pytest.raises(ConfigError, match="is a folder; name a .parquet or .jsonl file"):
         read_prompts(tmp_path)
     with pytest.raises(ConfigError, match="'.csv' is not known; data files are .parquet or .jsonl"):
         read_prompts(write_jsonl(tmp_path / "a.csv", GOOD))

@@ -73,12 +73,14 @@ def test_a_sequence_that_is_read_when_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{", "a.jsonl:2 is not JSON"),
-        ([], "a.jsonl:2 has no list `messages`"),
+        ("{", "a.jsonl:2: not JSON"),
+        ([], "a.jsonl:2: a list, not an object"),
         ({"prompt": "x"}, "a.jsonl:2 has no list `messages`"),
-        ({"messages": ["x"]}, "a.jsonl:2: message 0 has no role"),
+        ({"messages": ["x"]}, "a.jsonl:2: message 0 of 'messages' is 'x', not a message"),
         ({"messages": TALK[:1]}, "a.jsonl:2: messages must begin with a prompt and end with the assistant's"),
         ({"messages": TALK[1:]}, "a.jsonl:2: messages must begin with a prompt and end with the assistant's"),
+        ({"messages": [*TALK[:3], {"role": "assistant", "content": " "}]}, "message 3 of 'messages', the assistant's,"),
+        ({"messages": TALK, "tools": ["calc"]}, "a.jsonl:2: 'tools' holds 'calc', not a tool schema"),
     ],
 )
 def test_mistakes_are_named_before_training_begins(tmp_path: Path, row: Any, message: str) -> None:
@@ -87,7 +89,7 @@ def test_mistakes_are_named_before_training_begins(tmp_path: Path, row: Any, mes
 
 
 def test_no_file_and_an_empty_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no file of conversations .*gone"):
+    with pytest.raises(ConfigError, match="no data file .*gone"):
         sft_rollouts(tmp_path / "gone.jsonl", Letters())
     with pytest.raises(ConfigError, match="holds no conversation"):
         sft_rollouts(write(tmp_path / "a.jsonl", ""), Letters())

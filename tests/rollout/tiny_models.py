@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from megarl.parallel import device
-from megarl.rollout import cpu_torchvision
-
-if not device.has_cuda():
-    cpu_torchvision.install()
-
-from transformers import (  # noqa: E402
+from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,

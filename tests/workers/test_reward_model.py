@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.rollout import cpu_torchvision
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
 import tiny
 
@@ -32,7 +30,6 @@ def trained(
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - WITHOUT_CLASS))
 def test_transformers_loads_the_export_and_agrees(family: str, trained: tuple[Path, dict[str, Any]]) -> None:
-    cpu_torchvision.install()
     from transformers import AutoModelForSequenceClassification
 
     folder, results = trained

@@ -1,0 +1,109 @@
+"""What the command lines here have in common: a mistake is one line `error: ...` and exit status 2, before any work."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from megarl.strict import ConfigError
+
+WRONG = 2
+"""Exit status of a program that was told something wrong."""
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are a line, without the usage before it; `--help` shows that, and the text as it was written."""
+
+    def __init__(self, description: str | None = None, prog: str | None = None) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, formatter_class=form)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG, f"error: {one_line(message)}; --help lists what there is\n")
+
+
+def count(least: int = 1, most: int = 10**12) -> Callable[[str], int]:
+    """The type of an argument that is a whole number in this range."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, not {text[:40]!r}") from None
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"must be from {least} to {most}, not {text[:40]}")
+        return number
+
+    return parse
+
+
+def amount(least: float = 0.0, most: float = 1e12) -> Callable[[str], float]:
+    """The type of an argument that is a number above `least` and not above `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least < number <= most:
+            raise argparse.ArgumentTypeError(f"must be a number above {least:g}, at most {most:g}, not {text[:40]!r}")
+        return number
+
+    return parse
+
+
+def file_to_write(path: Path | None, option: str) -> None:
+    """Raise ConfigError where the file could not be written, which otherwise shows when the work is done."""
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{option} {path} is a folder; name a file")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        new = not path.exists()
+        if not new and not path.is_file() and not path.is_char_device():
+            raise ConfigError(f"{option} {path} is no regular file; name another")
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option} {str(path)[:200]} cannot be written: {error.strerror}; name another") from None
+
+
+def folder_to_write(path: Path, option: str) -> None:
+    """Raise ConfigError where there is no folder of this name and none can be made."""
+    try:
+        there = next(place for place in (path, *path.absolute().parents) if place.exists() or place.is_symlink())
+        if not there.is_dir():
+            what = "is no folder" if there == path else f"cannot be made: {there} is no folder"
+            raise ConfigError(f"{option} {path} {what}; name another")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{option} {path} cannot be written: no permission in {there}; name another folder")
+    except OSError as error:
+        raise ConfigError(f"{option} {str(path)[:200]} cannot be written: {error.strerror}; name another") from None
+
+
+def ends_in_a_line(program: Callable[[], int]) -> int:
+    """The program's exit status; what is wrong with what it was given is one line."""
+    try:
+        return program()
+    except BrokenPipeError:  # who reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ConfigError, OSError) as error:
+        text = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
+        return WRONG
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())

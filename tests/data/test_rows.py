@@ -1,0 +1,126 @@
+"""Files as they are found: what is read, what is set right, and what ends in one line that names the place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.config import ConfigError
+from megarl.data import rows
+from megarl.data.rows import read_rows
+
+
+def read(path: Path, content: bytes | str) -> list[dict[str, Any]]:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return [row for _, row in read_rows(path)]
+
+
+def test_what_editors_and_pandas_leave_in_a_file_is_read(tmp_path: Path) -> None:
+    text = '\ufeff{"a": 1}\r\n\r\n{"a": NaN, "b": [NaN, 2.5], "c": "\\u0000"}\r\n{"a": "\u2028"}'
+    expected = [{"a": 1}, {"a": None, "b": [None, 2.5], "c": "\0"}, {"a": "\u2028"}]
+    assert read(tmp_path / "a.jsonl", text) == expected
+    assert read(tmp_path / "A.JSONL", text) == expected
+
+
+def test_half_a_surrogate_pair_is_replaced_and_a_whole_one_is_a_letter(tmp_path: Path) -> None:
+    line = r'{"a": ["x\ud83d y", "\ud83d\ude00", {"\udc00": "\ude00\ud83d"}]}'
+    assert read(tmp_path / "a.jsonl", line) == [{"a": ["x\ufffd y", "😀", {"\ufffd": "\ufffd\ufffd"}]}]
+
+
+def test_a_line_of_fifty_megabytes_is_a_line(tmp_path: Path) -> None:
+    (row,) = read(tmp_path / "a.jsonl", json.dumps({"a": "x" * (50 << 20)}))
+    assert len(row["a"]) == 50 << 20
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "latin-1": ('{"a": 1}\n{"a": "é"}'.encode("latin-1"), r"a\.jsonl:2: not UTF-8 at byte 7; convert the file"),
+    "utf-16": ('{"a": 1}'.encode("utf-16"), "is UTF-16: convert it, by iconv"),
+    "utf-16 unmarked": ('{"a": 1}'.encode("utf-16-le"), r"a\.jsonl:1: not JSON: a NUL byte"),
+    "gzip": (gzip.compress(b'{"a": 1}'), "is compressed: gunzip it"),
+    "parquet": (b"PAR1....", "is parquet: give it the suffix .parquet"),
+    "zip": (b"PK\x03\x04..", "is an archive: unzip it"),
+    "cut off": (b'{"a": 1}\n{"a": "x', r"a\.jsonl:2: not JSON: Unterminated string .*\(column 7\)"),
+    "an indented file": (b'{\n "a": 1\n}', r"a\.jsonl:1: not JSON: .*; a line is to hold one whole object"),
+    "two on a line": (b'{"a": 1}{"a": 2}', r"a\.jsonl:1: not JSON: Extra data \(column 9\)"),
+    "a list": (b'[{"a": 1}]', r"a\.jsonl:1: a list, not an object of named columns"),
+    "null": (b"null", r"a\.jsonl:1: a NoneType, not an object"),
+    "zeros": (b'{"a": 1}\n\0\0\0\0', r"a\.jsonl:2: not JSON: a NUL byte"),
+    "nested": (b'{"a": ' + b"[" * 2000 + b"]" * 2000 + b"}", r"a\.jsonl:1: nested too deeply; 64 levels"),
+    "nested within Python's limit": (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", r"a\.jsonl:1: nested too deeply"),
+    "a number of 5001 digits": (b'{"a": 1' + b"0" * 5000 + b"}", r"a\.jsonl:1: Exceeds the limit \(4300 dig[^;]*$"),
+    "a key twice": (b'{"a": 1, "b": {"c": 1, "c": 2}}', r"a\.jsonl:1: an object has 'c' twice"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_meant(tmp_path: Path, name: str) -> None:
+    content, message = BAD[name]
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / "a.jsonl", content)
+
+
+def test_a_line_without_end_is_not_read_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 20)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: more than 1 MiB"):
+        read(tmp_path / "a.jsonl", b"x" * ((1 << 20) + 1))
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    for name, message in {
+        "pipe.jsonl": "no regular file",
+        "zero.jsonl": "no regular file",
+        "gone.jsonl": "there is no data file",
+        ".": "is a folder",
+        "x" * 300 + ".jsonl": "there is no data file x*: File name too long".replace("x*", ".*x"),
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            list(read_rows(tmp_path / name))
+
+
+def write(path: Path, table: pyarrow.Table) -> Path:
+    pyarrow.parquet.write_table(table, path)
+    return path
+
+
+def test_parquet(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "f", "arguments": "{}"}}]
+    messages = [{"role": "user", "content": "x", "tool_calls": None}, {"role": "assistant", "tool_calls": calls}]
+    columns = {"messages": [messages], "info": [{"a": None, "b": float("nan")}], "text": [b"bytes"], "image": [b"\xff"]}
+    path = write(tmp_path / "A.PARQUET", pyarrow.table(columns))
+    assert list(read_rows(path)) == [
+        (
+            f"{path}, row 0",
+            {
+                "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}],
+                "info": {"a": None, "b": None},
+                "text": "bytes",
+                "image": b"\xff",
+            },
+        )
+    ]
+
+
+def test_parquet_that_cannot_be_read(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a.parquet", pyarrow.table({"a": ["x" * 100] * 1000})).read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b'{"a": 1}', b"PAR1" + bytes(100) + b"PAR1"):
+        (tmp_path / "a.parquet").write_bytes(content)
+        with pytest.raises(ConfigError, match="a.parquet cannot be read as parquet: "):
+            list(read_rows(tmp_path / "a.parquet"))
+    path = write(tmp_path / "b.parquet", pyarrow.Table.from_arrays([pyarrow.array([1])] * 2, names=["a", "a"]))
+    with pytest.raises(ConfigError, match="has two columns 'a'; rename one"):
+        list(read_rows(path))
+    words = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    )
+    with pytest.raises(ConfigError, match="c.parquet cannot be read as parquet: 'utf-8' codec"):
+        list(read_rows(write(tmp_path / "c.parquet", pyarrow.Table.from_arrays([words], names=["a"]))))
