@@ -83,7 +83,7 @@ def _convert(value: Any, kind: Any, name: str, root: type) -> Any:
     if dataclasses.is_dataclass(kind):
         return build(kind, {} if value is None else value, f"{name}.", root)
     origin, args = get_origin(kind), get_args(kind)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
         return _convert(value, next(arg for arg in args if arg is not type(None)), name, root)

@@ -228,7 +228,7 @@ class MegatronModel:
         Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (1 when the gradient was not finite and
         nothing was changed), `mtp_loss` where MTP layers are trained, and the aux losses that are on, all under the
         role's name, and the metrics of `loss_fn` under their own names. A reward model's loss gets all sequences of a
-        group in one micro-batch.
+        group in one micro-batch. Raises ConfigError on all ranks where the step has made weights that are not finite.
         """
         if batch.loss_weights is None:
             raise ValueError("a training batch needs loss_weights")
@@ -262,7 +262,15 @@ class MegatronModel:
             done = self._schedule(batch, consume, forward_only=False)
             aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(self._plan(batch)[0]))
             norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
-        metrics = _sum_figures(all_gather_objects(_to_floats(done) if self._speaks() else {}))
+        figures = _to_floats(done) if self._speaks() else {}
+        everyone = all_gather_objects((figures, optimizer.are_finite(self.chunks)))
+        if broken := [rank for rank, (_, finite) in enumerate(everyone) if not finite]:
+            name = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
+            raise ConfigError(
+                f"an update of the {self.role.replace('_', ' ')} has made weights that are not finite (on rank "
+                f"{broken[0]}; the gradient's norm was {norm:g}); nothing is saved of it: lower {name}.lr"
+            )
+        metrics = _sum_figures([figures for figures, _ in everyone])
         metrics.update({f"{self.role}/{name}": value for name, value in aux_losses.items()})
         metrics.update(
             {

@@ -433,6 +433,58 @@ def aux_losses() -> dict[str, Any]:
     return {"plain": plain, "aux": aux, "mtp": mtp}
 
 
+def training() -> dict[str, Any]:
+    """A worker's rates over its updates, and what it says where numbers are not finite."""
+    from megarl.observe.clock import Clock
+    from megarl.workers.actor import ActorWorker
+    from megarl.workers.context import Context
+
+    batch = tiny.batch((5, 6))
+    optimizer = dict(lr=1.0, schedule="cosine", warmup_fraction=0.4, eps=1e9, weight_decay=0.0)
+    chat: Any = None
+
+    def worker(folder: str, **settings: Any) -> ActorWorker:
+        sections = {"actor_optimizer": optimizer | settings, "run": {"max_skipped": 1}, "model": {"path": folder}}
+        made = Context(tiny.config(**sections), RANKS, tiny.HF["qwen2"], chat, Clock(), Path(folder), {"actor": 5})
+        actor = ActorWorker(made)
+        actor.start()
+        return actor
+
+    def spoilt(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+        return TokenLoss(nll(output, part).loss * 1e30 * 1e30)
+
+    def error(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except ConfigError as failure:
+            return str(failure)
+        return "no error"
+
+    with tempfile.TemporaryDirectory() as place:
+        tiny.hf_model("qwen2").save_pretrained(place)
+        actor = worker(place)
+        rates = [actor.update(batch, nll)["actor/lr"] for _ in range(5)]
+        for step, loss in ((1, spoilt), (2, nll), (3, spoilt)):  # only those in a row count
+            actor.begin_step(step)
+            actor.update(batch, loss)
+        actor.begin_step(4)
+        in_vain = error(lambda: actor.update(batch, spoilt))
+        infinite = torch.full_like(batch.loss_mask, torch.inf, dtype=torch.float32)
+        given = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
+        given["sequence_reward"] = torch.tensor([0.0, torch.nan])
+        inputs = {
+            name: error(lambda: actor.update(batch.with_(**{name: values}), nll))  # noqa: B023
+            for name, values in given.items()
+        }
+        unused = torch.where(batch.loss_mask, 0.0, infinite)
+        harmless = actor.update(batch.with_(values=unused), nll)["actor/skipped"]
+        # AdamW then divides 0 by 0 where a gradient is zero, as of words that do not occur.
+        lost = error(lambda: worker(place, eps=0.0).update(batch, nll))
+    next(iter(actor.model.local_params().values())).fill_(torch.nan)
+    outputs = error(lambda: actor.forward(batch))
+    return dict(rates=rates, in_vain=in_vain, inputs=inputs, harmless=harmless, lost=lost, outputs=outputs)
+
+
 def waking() -> list[str]:
     import waking
 
@@ -441,7 +493,7 @@ def waking() -> list[str]:
 
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, refusals, folder,
-    half, schedule, critic, aux_losses, waking,
+    half, schedule, critic, aux_losses, training, waking,
 ]  # fmt: skip
 
 if __name__ == "__main__":
