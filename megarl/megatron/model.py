@@ -237,7 +237,7 @@ class MegatronModel:
         total_tokens = len(batch.tokens)
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            own = 0 if self.ranks.cp_rank else len(micro.batch.tokens)  # each token is counted once
+            own = 0 if self.ranks.cp_rank else len(micro.real)  # each token is counted once
             tokens = torch.tensor(own, dtype=torch.int, device=emitted.device)
             if not micro.indices:  # padding, so that this rank takes part in its peers' collectives
                 return emitted.float().sum() * 0.0, tokens, {}
@@ -292,7 +292,11 @@ class MegatronModel:
         return plan_micro_batches(lengths, self.ranks.dp, budget, self.quadratic_cost, multiple, together)
 
     def _schedule(self, batch: TrainBatch, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results."""
+        """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results.
+
+        A chunk's micro-batch is made when the schedule comes to it, and what autograd does not keep of it is gone when
+        the chunk is done: of many, the device has those in flight.
+        """
         mine = self._plan(batch, forward_only)[self.ranks.dp_rank]
         place = device.device()
         # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
@@ -300,19 +304,27 @@ class MegatronModel:
         fp8 = self.config.model.megatron.get("fp8")
         at = self.ranks.tp * (FP8_ROWS if fp8 else 1), self.ranks.cp, self.ranks.cp_rank
         foresees = 0 if forward_only else self.mtp_layers
-        micro_batches = [make_micro_batch(batch, indices, place, *at, foresees) for indices in mine]
-        sources = [iter(micro_batches) for _ in self.chunks]
+        if self.replays is not None and batch.routing is not None:
+            routing.check_shape(batch.routing, self.replays)
+
+        def made_for(chunk: torch.nn.Module) -> Iterator[MicroBatch]:
+            replayed = routing.share(chunk, self.ranks.tp, self.ranks.tp_rank) if self.replays is not None else None
+            return (make_micro_batch(batch, indices, place, *at, foresees, replayed) for indices in mine)
+
+        sources = [made_for(chunk) for chunk in self.chunks]
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(source)
             if self.replays is not None:
-                routing.begin(model, micro.routing, self.replays, self.ranks.tp, self.ranks.tp_rank)
+                routing.begin(model, micro.routing, self.replays)
+            ahead = bool(foresees) and unwrap(model).post_process
+            embeds = ahead or unwrap(model).pre_process
             output = model(
-                input_ids=micro.tokens,
-                position_ids=micro.positions,
+                input_ids=micro.tokens if embeds else None,
+                position_ids=micro.positions if embeds else None,
                 attention_mask=None,
                 packed_seq_params=micro.packed,
-                labels=micro.ahead if foresees else None,
+                labels=micro.ahead if ahead else None,
                 **keep_type,
             )
             return output, partial(consume, micro)
