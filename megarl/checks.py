@@ -281,10 +281,31 @@ def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> No
     if kl.place == "loss" and kl.estimator == "k1":
         raise ConfigError(
             "kl.estimator=k1 with kl.place=loss: the gradient of k1 is that of the log-prob, whose mean is zero, and "
-            "does not hold the policy back; set kl.estimator to k2 or k3, or kl.place to reward"
+            "does not hold the policy back; set kl.estimator to null, or kl.place to reward"
+        )
+    if kl.place == "reward" and kl.estimator == "k3_unbiased":
+        raise ConfigError(
+            "kl.estimator=k3_unbiased with kl.place=reward: it differs from k3 in its gradient as a loss only; set "
+            "kl.estimator to null, which is k1 there, or kl.place to loss"
         )
     if kl.place != "none" and kl.target is not None and kl.coef == 0:
         warnings.append("kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.place to none")
+
+
+def check_schedule(config: Config) -> None:
+    """Something is trained, and no rate falls to one above it."""
+    run, warmup = config.run, config.critic.warmup_rollouts
+    if config.algorithm == "ppo" and warmup >= run.num_rollout:
+        raise ConfigError(
+            f"critic.warmup_rollouts={warmup} leaves none of run.num_rollout={run.num_rollout} steps in which the "
+            "policy is updated; lower the first or raise the second"
+        )
+    for name, optimizer in (("actor_optimizer", config.actor_optimizer), ("critic.optimizer", config.critic.optimizer)):
+        if optimizer.min_lr > optimizer.lr:
+            raise ConfigError(
+                f"{name}.min_lr={optimizer.min_lr:g} is above {name}.lr={optimizer.lr:g}, from which the rate falls to "
+                "it; swap them"
+            )
 
 
 def check_batch(config: Config, warnings: list[str]) -> None:

@@ -165,6 +165,10 @@ class LossConfig:
     """Clip range of the value update; null turns it off."""
     entropy_coef: Weight = 0.0
     """Weight of the entropy bonus."""
+    mean: Literal["token", "sequence"] = "token"
+    """What the losses of an update are a mean of: its action tokens, each counting alike, as in DAPO (arXiv:2503.14476
+    section 3.3); or its sequences, each of which is the mean of its action tokens, as in GRPO's paper
+    (arXiv:2402.03300 eq. 3), where a token of a long answer counts for less."""
     truncated: Literal["train", "mask", "drop"] = "train"
     """Rollouts that a length or the number of turns cut off: trained on like others; masked, which is no loss of their
     own, but counts among their group (DAPO's overlong filtering, arXiv:2503.14476 section 3.4); or dropped like aborted
@@ -187,14 +191,22 @@ class AdvantageConfig:
 class KLConfig:
     place: Literal["reward", "loss", "none"] = "reward"
     """Where the KL to the reference policy enters; `none` builds no reference."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """http://joschu.net/blog/kl-approx.html; k2 or k3 for `place: loss`, whose gradient k1 does not give."""
+    estimator: Literal["k1", "k2", "k3", "k3_unbiased"] | None = None
+    """Of the KL at a token (http://joschu.net/blog/kl-approx.html); null is k1 in the reward and k3_unbiased in the
+    loss. That is k3 times the importance ratio (arXiv:2512.02556 section 3.1), whose gradient is the KL's, on policy
+    and off it. Of the others as a loss, k2's is the KL's on policy only, k3's is that of another divergence, the
+    reversed KL(reference || policy) on policy, and k1 has none."""
     coef: Weight = 0.001
     """Initial coefficient."""
     target: Annotated[float, Range(above=0, most=1000)] | None = 0.015
     """Adaptive controller's target in nats per token (arXiv:1909.08593); null keeps the coefficient fixed."""
     horizon: Count = 10000
     """Rollouts over which the adaptive controller closes the gap."""
+
+    @property
+    def kind(self) -> Literal["k1", "k2", "k3", "k3_unbiased"]:
+        """The estimator where none is named, too."""
+        return self.estimator or ("k3_unbiased" if self.place == "loss" else "k1")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megarl import checks, named_models, strict
 from megarl.config import Config, ConfigError
+from megarl.controllers.registry import make_controller
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, kinds, plan_memory
@@ -78,7 +79,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     passes(checks.check_run_dir, config)
     passes(checks.check_algorithm, config, warnings, "reward" in roles_with_options)
     passes(checks.check_data, config, dry_run, warnings)
-    laid_out = laid_out and passes(checks.check_batch, config, warnings)
+    laid_out = laid_out and passes(checks.check_schedule, config) and passes(checks.check_batch, config, warnings)
     models: list[HFConfig | None] = []
     if not passes(lambda: models.extend(named_models.policy_and_critic(config, dry_run, warnings))) or not laid_out:
         return Report(errors, warnings, {}, [])
@@ -148,6 +149,8 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel(config)}"),
         ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
     ]
+    if config.algorithm == "ppo" and (warmup := config.critic.warmup_rollouts):
+        batch.append(("", f"the policy's begin after {warmup} steps: {make_controller(config).updates('actor')}"))
     facts = {"model": model, "layout": layout, "batch": batch}
     if config.generates:
         nodes = -(-rollout.tp // here)

@@ -100,10 +100,10 @@ class HybridFlow:
             num_update=run.num_update if num_update is None else num_update,
         )
         self.config = dataclasses.replace(self.config, run=run)
-        self.controller = make_controller(self.config)
-        self.workers: list[Worker] = []
         report = validate(self.config, roles_with_options=frozenset(self.registered))
         report.raise_errors()
+        self.controller = make_controller(self.config)
+        self.workers: list[Worker] = []
         self._read()
         self.ranks = ranks.initialize(self.config.parallel, run.timeout_s)
         self.log = RunLog(self.config, self.ranks)
@@ -175,7 +175,7 @@ class HybridFlow:
             items = self.loader.next_batch()
             self.step += 1
             self.log.begin_step(self.step)
-            self._for_step()
+            self._begin_step()
             result = self.controller.step(self, items)
             metrics = self._finish_step(result)
             last = self.step == run.num_rollout
@@ -206,10 +206,9 @@ class HybridFlow:
         self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)
         return metrics
 
-    def _for_step(self) -> None:
-        """Tell the roles whose doing depends on it which step it is."""
-        if hasattr(self, "rollout"):
-            self.rollout.step = self.step
+    def _begin_step(self) -> None:
+        for worker in self.workers:
+            worker.begin_step(self.step)
 
     def _eval_due(self, first: int) -> bool:
         every = self.config.run.eval_every
@@ -235,7 +234,7 @@ class HybridFlow:
         self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
 
     def _start(self) -> None:
-        config, run = self.config, self.config.run
+        config = self.config
         self.clock = Clock(self.log.phase)
         newest = self._find_checkpoint()
         critic = config.critic.path or config.model.path if "critic" in self.controller.roles() else None
@@ -250,7 +249,7 @@ class HybridFlow:
             chat=self.chat,
             clock=self.clock,
             run_dir=self.log.run_dir,
-            total_updates=run.num_rollout * run.num_update,
+            updates={role: self.controller.updates(role) for role in self.controller.roles()},
         )
         for role in self.controller.roles():
             make, options = self.registered.get(role, (WORKERS[role], {}))
@@ -345,7 +344,7 @@ class HybridFlow:
         self.step = host["step"]
         self.loader.load_state_dict(host["loader"])
         self.controller.load_state_dict(host["controller"])
-        self._for_step()
+        self._begin_step()
         if hasattr(self, "rollout"):
             self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache
             self.rollout.update_weights(self.actor)

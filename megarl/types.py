@@ -186,12 +186,13 @@ class TrainBatch:
     def positions(self) -> torch.Tensor:
         """[T] index of each token within its sequence."""
         starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.lengths)
-        return torch.arange(len(self.tokens)) - starts
+        return torch.arange(len(starts), device=starts.device) - starts
 
     @property
     def sequence_ids(self) -> torch.Tensor:
         """[T] which sequence each token belongs to."""
-        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths)
+        numbers = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
+        return torch.repeat_interleave(numbers, self.lengths)
 
     def with_(self, **changes: torch.Tensor | None) -> TrainBatch:
         """A new batch with the named tensors in place of the old ones."""

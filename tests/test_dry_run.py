@@ -110,7 +110,7 @@ def test_lora_is_planned(plan) -> None:
         (["run.num_update=65"], r"cuts a batch of 64 sequences in 65 mini-batches"),
         (["algorithm=grpo", "rollout.samples_per_prompt=1"], r"every advantage is 0; set it to 2 or more"),
         (["algorithm=grpo", "rollout.temperature=0"], r"every advantage is 0; set it above 0"),
-        (["kl.place=loss"], r"kl.estimator=k1 with kl.place=loss.*set kl.estimator to k2 or k3, or kl.place to reward"),
+        (["kl.place=loss", "kl.estimator=k1"], r"kl.estimator=k1 with kl.place=loss.*set kl.estimator to null, or kl."),
         (["reward.functions=[]"], r"reward.functions is empty"),
         (["reward.functions=[megarl.rewards.gsm8k:nothing]"], r"has no 'nothing'"),
         (["rollout.tools=[megarl.rollout.tools:abacus]"], r"megarl.rollout.tools has no abacus"),
@@ -215,7 +215,7 @@ def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> 
 
 
 def test_every_mistake_is_told_at_once(plan) -> None:
-    report = plan("rollout.tp=3", "kl.place=loss", "data.train=''")
+    report = plan("rollout.tp=3", "kl.place=loss", "kl.estimator=k1", "data.train=''")
     assert len(report.errors) == 3
     with pytest.raises(ConfigError, match=r"rollout.tp=3.*; and .*k1.*; and .*data.train"):
         report.raise_errors()

@@ -8,29 +8,43 @@ from typing import Literal
 
 import torch
 
+from megarl.algorithms.policy_loss import MAX_LOG_RATIO
+
 
 def kl_estimate(
     logprobs: torch.Tensor,
     ref_logprobs: torch.Tensor,
-    kind: Literal["k1", "k2", "k3"],
+    kind: Literal["k1", "k2", "k3", "k3_unbiased"],
     loss_mask: torch.Tensor | None = None,
+    old_logprobs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """KL(policy || reference) in nats, estimated at each token that the policy drew; [T], differentiable.
+    """KL(policy || reference) in nats, estimated at each token that was drawn; [T], differentiable.
 
     With d = logprobs - ref_logprobs: k1 = d is unbiased, k2 = d^2 / 2 has little variance, k3 = exp(-d) - 1 + d is
-    unbiased and never negative (http://joschu.net/blog/kl-approx.html). As a loss, k2 has the gradient of the KL in
-    expectation and k1 has none. Where `loss_mask` is False the estimate is 0, whatever the log-probs are there.
+    unbiased and never negative (http://joschu.net/blog/kl-approx.html). So much for their values, where the policy
+    itself drew the tokens. Of their gradients in expectation, k2's is then that of the KL, k3's that of the reversed
+    KL(reference || policy), and k1 has none.
+
+    k3_unbiased = k3 exp(logprobs - old_logprobs) is right in both, for tokens that `old_logprobs`, an earlier policy,
+    drew (arXiv:2512.02556, section 3.1); None: the policy itself drew them, so that value and k3's are the same.
+    Neither this ratio nor that to the reference, exp(-d), is taken for more than e^20. Where `loss_mask` is False the
+    estimate is 0, whatever the log-probs are there.
     """
-    difference = logprobs - ref_logprobs
-    if loss_mask is not None:
-        difference = torch.where(loss_mask, difference, torch.zeros_like(difference))
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if loss_mask is None else loss_mask
+    zeros = torch.zeros_like(logprobs)
+    difference = torch.where(mask, logprobs - ref_logprobs, zeros)
     if kind == "k1":
         return difference
     if kind == "k2":
         return 0.5 * difference.square()
+    if kind not in ("k3", "k3_unbiased"):
+        raise ValueError(f"kind must be k1, k2, k3 or k3_unbiased, not {kind!r}")
+    difference = difference.clamp(min=-MAX_LOG_RATIO)
+    estimate = torch.expm1(-difference) + difference
     if kind == "k3":
-        return torch.expm1(-difference) + difference
-    raise ValueError(f"kind must be k1, k2 or k3, not {kind!r}")
+        return estimate
+    drawn_by = logprobs.detach() if old_logprobs is None else old_logprobs
+    return estimate * torch.exp(torch.where(mask, logprobs - drawn_by, zeros).clamp(max=MAX_LOG_RATIO))
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,8 @@ class AdaptiveKL:
     def updated(self, kl: float, rollouts: int) -> AdaptiveKL:
         """The controller after `rollouts` rollouts whose mean KL per token was `kl`.
 
-        error = clip(kl / target - 1, -0.2, 0.2); coef <- coef * (1 + error * rollouts / horizon).
+        error = clip(kl / target - 1, -0.2, 0.2); coef <- coef * (1 + error * rollouts / horizon). `kl` is finite,
+        as workers see to it that log-probs are.
         """
         if not math.isfinite(kl):
             raise ValueError(f"the KL to the reference is {kl}: the policy has diverged")

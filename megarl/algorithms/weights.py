@@ -14,6 +14,19 @@ def token_mean_weights(loss_mask: torch.Tensor) -> torch.Tensor:
     return loss_mask.float() / loss_mask.sum().clamp(min=1)
 
 
+def sequence_mean_weights(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """[T] fp32 weights that make a sum of token losses the mean over sequences of each one's mean over its action
+    tokens (arXiv:2402.03300, eq. 3): 1 / (N * action tokens of the sequence) on each of those.
+
+    N counts the sequences that have an action token; others weigh nothing. As above of a whole mini-batch.
+    """
+    count = len(cu_seqlens) - 1
+    sequence = torch.repeat_interleave(torch.arange(count, device=cu_seqlens.device), cu_seqlens.diff())
+    actions = torch.bincount(sequence[loss_mask], minlength=count)
+    share = 1.0 / (actions.clamp(min=1) * (actions > 0).sum().clamp(min=1))
+    return loss_mask * share.float()[sequence]
+
+
 def pair_mean_weights(cu_seqlens: torch.Tensor) -> torch.Tensor:
     """[T] fp32 weights that make a sum of `bradley_terry` losses their mean over the pairs: 1 / pairs at the last token
     of each chosen sequence, which are those with even numbers."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.algorithms.weights import token_mean_weights
+from megarl.algorithms.weights import sequence_mean_weights, token_mean_weights
 from megarl.config import Config
 from megarl.types import Rollout, TrainBatch
 
@@ -46,6 +46,10 @@ class Controller(ABC):
     def step(self, flow: HybridFlow, items: Sequence[Any]) -> StepResult:
         """One turn of the loop."""
 
+    def updates(self, role: str) -> int:
+        """Optimizer steps that a role takes in the whole run, over which its learning-rate schedule goes."""
+        return self.config.run.num_rollout * self.config.run.num_update
+
     def eval_items(self, flow: HybridFlow) -> Sequence[Any]:
         """What `evaluate` looks at, out of `data.eval`; nothing where the algorithm does not evaluate."""
         return ()
@@ -62,16 +66,22 @@ class Controller(ABC):
         return None
 
 
-def mini_batches(batch: TrainBatch, num_update: int, epochs: int, seed: int) -> Iterator[TrainBatch]:
-    """Cut a batch into `num_update` mini-batches over `epochs` passes, each pass in its own order of sequences.
+def mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[TrainBatch]:
+    """Cut a batch into `run.num_update` mini-batches over `run.epochs` passes, each in its own order of sequences.
 
-    Every mini-batch carries its `loss_weights`: a token's share in the token mean of this mini-batch. One in which
-    nothing is trained on is left out: there may be fewer sequences than mini-batches, or their losses masked.
+    Every mini-batch carries its `loss_weights`: a token's share in the mean, as `loss.mean` says, of this mini-batch.
+    One in which nothing is trained on is left out: there may be fewer sequences than mini-batches, or their losses
+    masked.
     """
-    for part in parts_of(batch.num_sequences, num_update, epochs, seed):
+    for part in parts_of(batch.num_sequences, config.run.num_update, config.run.epochs, seed):
         mini = batch.select(part) if len(part) < batch.num_sequences else batch
-        if mini.loss_mask.any():
-            yield mini.with_(loss_weights=token_mean_weights(mini.loss_mask))
+        if not mini.loss_mask.any():
+            continue
+        if config.loss.mean == "token":
+            weights = token_mean_weights(mini.loss_mask)
+        else:
+            weights = sequence_mean_weights(mini.cu_seqlens, mini.loss_mask)
+        yield mini.with_(loss_weights=weights)
 
 
 def parts_of(count: int, num_update: int, epochs: int, seed: int) -> Iterator[list[int]]:

@@ -1,4 +1,8 @@
-"""Group relative policy optimisation (arXiv:2402.03300): the group's mean is the baseline, there is no critic."""
+"""Group relative policy optimisation (arXiv:2402.03300): the group's mean is the baseline, there is no critic.
+
+The paper's loss is a mean over sequences of each one's mean over its tokens (eq. 3): that is `loss.mean: sequence`. The
+default is a mean over all tokens of the update, as in DAPO (arXiv:2503.14476, section 3.3).
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,7 @@ class GRPOController(PolicyController):
         kl_mean = 0.0
         score = batch.sequence_reward
         if batch.ref_logprobs is not None:
-            kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.estimator, batch.loss_mask)
+            kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, batch.loss_mask)
             kl_mean = float(kl.sum() / batch.loss_mask.sum().clamp(min=1))
             if config.kl.place == "reward":
                 per_sequence = torch.zeros_like(score).index_add(0, batch.sequence_ids, kl)
@@ -65,8 +69,8 @@ class GRPOController(PolicyController):
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, self.kl.coef)
 
-        means, learned = MeanOf(), masked(batch, taken, config)
-        for mini in mini_batches(learned, config.run.num_update, config.run.epochs, seed=self.steps):
+        means = MeanOf()
+        for mini in mini_batches(masked(batch, taken, config), config, seed=self.steps):
             means.add(flow.actor.update(mini, actor_loss))
 
         # 4. The engine gets the new weights.

@@ -76,7 +76,8 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
     metrics["actor/pg_loss"] = surrogate.loss.detach()
     if config.kl.place == "loss":
         assert batch.ref_logprobs is not None
-        kl = kl_estimate(output.logprobs, batch.ref_logprobs, config.kl.estimator, batch.loss_mask)
+        old = batch.old_logprobs
+        kl = kl_estimate(output.logprobs, batch.ref_logprobs, config.kl.kind, batch.loss_mask, old)
         loss = loss + kl_coef * kl
         metrics["actor/kl_loss"] = kl.detach()
     if output.entropy is not None:

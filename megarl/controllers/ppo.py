@@ -34,6 +34,11 @@ class PPOController(PolicyController):
         reference = ("reference",) if self.config.kl.place != "none" else ()
         return ("rollout", "actor", *reference, "critic", "reward")
 
+    def updates(self, role: str) -> int:
+        """The policy has none while the critic warms up."""
+        run, warmup = self.config.run, self.config.critic.warmup_rollouts
+        return (run.num_rollout - warmup if role == "actor" else run.num_rollout) * run.num_update
+
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
         config = self.config
 
@@ -54,7 +59,7 @@ class PPOController(PolicyController):
         kl_mean = 0.0
         penalty = None
         if batch.ref_logprobs is not None:
-            kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.estimator, mask)
+            kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, mask)
             kl_mean = float(kl.sum() / mask.sum().clamp(min=1))
             penalty = kl if config.kl.place == "reward" else None
         rewards = token_rewards(batch.sequence_reward, batch.cu_seqlens, mask, penalty, self.kl.coef)
@@ -72,8 +77,8 @@ class PPOController(PolicyController):
             assert output.values is not None and part.values is not None and part.returns is not None
             return value_loss(output.values, part.values, part.returns, part.loss_mask, config.loss.value_clip)
 
-        means, learned = MeanOf(), masked(batch, taken, config)
-        for mini in mini_batches(learned, config.run.num_update, config.run.epochs, seed=self.steps):
+        means = MeanOf()
+        for mini in mini_batches(masked(batch, taken, config), config, seed=self.steps):
             means.add(flow.critic.update(mini, critic_loss))
             if self.steps >= config.critic.warmup_rollouts:
                 means.add(flow.actor.update(mini, actor_loss))

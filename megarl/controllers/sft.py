@@ -29,8 +29,7 @@ class SFTController(Controller):
             return TokenLoss(-output.logprobs, {"actor/nll": -output.logprobs.detach()})
 
         means = MeanOf()
-        run = self.config.run
-        for mini in mini_batches(batch, run.num_update, run.epochs, seed=0):
+        for mini in mini_batches(batch, self.config, seed=0):
             means.add(flow.actor.update(mini, negative_logprob))
         return StepResult(means.result())
 

@@ -2,6 +2,9 @@
 
 Sequences are laid end to end. Where padding is needed it follows a sequence, which a causal model does not notice, or
 all of them, as a sequence of its own: P tokens, of which a context parallel rank has the P / cp that `context.py` says.
+
+A micro-batch is made on the host when Megatron's schedule comes to it, and of its tensors those go to the device that
+are asked for there: a stage in the middle has none of the loss's, a loss those that it reads.
 """
 
 from __future__ import annotations
@@ -9,34 +12,57 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import lcm
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.megatron.context import zigzag
+from megarl.megatron.routing import Share
 from megarl.types import TrainBatch
 
 
+class Arriving:
+    """Base of a frozen dataclass whose tensors are on the host until each is first asked for: then it is on `place`."""
+
+    place: torch.device | None = None
+
+    def at(self, place: torch.device) -> Self:
+        object.__setattr__(self, "place", place)
+        return self
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if isinstance(value, torch.Tensor) and self.place is not None and value.device != self.place:
+            value = value.to(self.place)
+            object.__setattr__(self, name, value)
+        return value
+
+
+class ArrivingBatch(Arriving, TrainBatch):
+    """What a loss is given."""
+
+
 @dataclass(frozen=True)
-class MicroBatch:
-    """Some sequences of a batch, on the device."""
+class MicroBatch(Arriving):
+    """Some sequences of a batch."""
 
     indices: list[int]  # of the sequences in the whole batch
-    batch: TrainBatch  # those sequences, T tokens, without padding; T may be 0
+    batch: TrainBatch  # those sequences, T tokens, without padding and routing; T may be 0
     tokens: torch.Tensor  # [1, P / cp] int64, of this context parallel rank
     positions: torch.Tensor  # [1, P / cp] int64
     ahead: torch.Tensor  # [1 + MTP layers, P / cp] int64, the next token of the sequence, and those that follow it; 0
     # where there is none
     places: torch.Tensor  # [cp, P / cp] int64, where in the whole micro-batch each rank's tokens are
     real: torch.Tensor  # [T] int64, where in it the tokens of `batch` are
+    nth: torch.Tensor  # [T] int64, their positions in their sequences
     packed: PackedSeqParams
-    routing: torch.Tensor | None  # [P / cp, MoE layers, topk] int16, laid out like the tokens; -1 in the padding
+    routing: torch.Tensor | None  # [P / cp / tp, layers of the chunk, topk] int16, like the tokens; -1 in the padding
 
     def align(self, emitted: torch.Tensor, by: int = 1) -> torch.Tensor:
         """[P] as emitted, index t about token t + by -> [T], index t about token t, 0 for the first of a sequence."""
         shifted = emitted.roll(by)[self.real]
-        return torch.where(self.batch.positions >= by, shifted, torch.zeros_like(shifted))
+        return torch.where(self.nth >= by, shifted, torch.zeros_like(shifted))
 
     def unshifted(self, emitted: torch.Tensor) -> torch.Tensor:
         """[P] as emitted -> [T], index t about the tokens up to and including t: without the padding, nothing else."""
@@ -51,13 +77,15 @@ def make_micro_batch(
     cp: int = 1,
     cp_rank: int = 0,
     mtp_layers: int = 0,
+    replayed: Share | None = None,
 ) -> MicroBatch:
     """Take `indices` out of `batch`; none make all padding.
 
     P is at least 1 and each rank's part a multiple of `tp`, for sequence parallelism, or of a multiple of that; with
-    cp > 1 every sequence is padded to a multiple of 2 cp.
+    cp > 1 every sequence is padded to a multiple of 2 cp. replayed: what the model takes of the record of routing;
+    None of a model that chooses for itself.
     """
-    chosen = batch.select(indices)
+    chosen = batch.with_(routing=None).select(indices)
     unit, multiple = (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)
     lengths = [-(-length // unit) * unit for length in chosen.lengths.tolist()]
     rest = max(1, -(-sum(lengths) // multiple)) * multiple - sum(lengths)
@@ -73,18 +101,21 @@ def make_micro_batch(
     mine = places[cp_rank]
     offsets = cu_seqlens.to(device=device, dtype=torch.int32)
     routing = None
-    if chosen.routing is not None:
-        routing = chosen.routing.new_full((len(tokens), *chosen.routing.shape[1:]), -1)
-        routing[real] = chosen.routing
-        routing = routing[mine].to(device)
+    if batch.routing is not None and replayed is not None:
+        starts = batch.cu_seqlens[torch.tensor(list(indices), dtype=torch.int64)]
+        rows = torch.full_like(tokens, -1)
+        rows[real] = starts[chosen.sequence_ids] + chosen.positions
+        routing = replayed.cut(batch.routing, rows[mine])
+    columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)}
     return MicroBatch(
         indices=list(indices),
-        batch=_moved(chosen.with_(routing=None), device),
-        tokens=tokens[None, mine].to(device),
-        positions=positions[None, mine].to(device),
-        ahead=ahead[:, mine].to(device),
-        places=places.to(device),
-        real=real.to(device),
+        batch=ArrivingBatch(**columns).at(device),
+        tokens=tokens[None, mine],
+        positions=positions[None, mine],
+        ahead=ahead[:, mine],
+        places=places,
+        real=real,
+        nth=chosen.positions,
         packed=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -93,9 +124,4 @@ def make_micro_batch(
             max_seqlen_kv=max(lengths),
         ),
         routing=routing,
-    )
-
-
-def _moved(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    values: dict[str, Any] = {item.name: getattr(batch, item.name) for item in fields(batch)}
-    return batch.with_(**{name: value.to(device) for name, value in values.items() if value is not None})
+    ).at(device)

@@ -228,7 +228,7 @@ class MegatronModel:
         Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (1 when the gradient was not finite and
         nothing was changed), `mtp_loss` where MTP layers are trained, and the aux losses that are on, all under the
         role's name, and the metrics of `loss_fn` under their own names. A reward model's loss gets all sequences of a
-        group in one micro-batch.
+        group in one micro-batch. Raises ConfigError on all ranks where the step has made weights that are not finite.
         """
         if batch.loss_weights is None:
             raise ValueError("a training batch needs loss_weights")
@@ -237,7 +237,7 @@ class MegatronModel:
         total_tokens = len(batch.tokens)
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            own = 0 if self.ranks.cp_rank else len(micro.batch.tokens)  # each token is counted once
+            own = 0 if self.ranks.cp_rank else len(micro.real)  # each token is counted once
             tokens = torch.tensor(own, dtype=torch.int, device=emitted.device)
             if not micro.indices:  # padding, so that this rank takes part in its peers' collectives
                 return emitted.float().sum() * 0.0, tokens, {}
@@ -262,7 +262,15 @@ class MegatronModel:
             done = self._schedule(batch, consume, forward_only=False)
             aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(self._plan(batch)[0]))
             norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
-        metrics = _sum_figures(all_gather_objects(_to_floats(done) if self._speaks() else {}))
+        figures = _to_floats(done) if self._speaks() else {}
+        everyone = all_gather_objects((figures, optimizer.are_finite(self.chunks)))
+        if broken := [rank for rank, (_, finite) in enumerate(everyone) if not finite]:
+            name = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
+            raise ConfigError(
+                f"an update of the {self.role.replace('_', ' ')} has made weights that are not finite (on rank "
+                f"{broken[0]}; the gradient's norm was {norm:g}); nothing is saved of it: lower {name}.lr"
+            )
+        metrics = _sum_figures([figures for figures, _ in everyone])
         metrics.update({f"{self.role}/{name}": value for name, value in aux_losses.items()})
         metrics.update(
             {
@@ -284,7 +292,11 @@ class MegatronModel:
         return plan_micro_batches(lengths, self.ranks.dp, budget, self.quadratic_cost, multiple, together)
 
     def _schedule(self, batch: TrainBatch, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results."""
+        """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results.
+
+        A chunk's micro-batch is made when the schedule comes to it, and what autograd does not keep of it is gone when
+        the chunk is done: of many, the device has those in flight.
+        """
         mine = self._plan(batch, forward_only)[self.ranks.dp_rank]
         place = device.device()
         # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
@@ -292,19 +304,27 @@ class MegatronModel:
         fp8 = self.config.model.megatron.get("fp8")
         at = self.ranks.tp * (FP8_ROWS if fp8 else 1), self.ranks.cp, self.ranks.cp_rank
         foresees = 0 if forward_only else self.mtp_layers
-        micro_batches = [make_micro_batch(batch, indices, place, *at, foresees) for indices in mine]
-        sources = [iter(micro_batches) for _ in self.chunks]
+        if self.replays is not None and batch.routing is not None:
+            routing.check_shape(batch.routing, self.replays)
+
+        def made_for(chunk: torch.nn.Module) -> Iterator[MicroBatch]:
+            replayed = routing.share(chunk, self.ranks.tp, self.ranks.tp_rank) if self.replays is not None else None
+            return (make_micro_batch(batch, indices, place, *at, foresees, replayed) for indices in mine)
+
+        sources = [made_for(chunk) for chunk in self.chunks]
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(source)
             if self.replays is not None:
-                routing.begin(model, micro.routing, self.replays, self.ranks.tp, self.ranks.tp_rank)
+                routing.begin(model, micro.routing, self.replays)
+            ahead = bool(foresees) and unwrap(model).post_process
+            embeds = ahead or unwrap(model).pre_process
             output = model(
-                input_ids=micro.tokens,
-                position_ids=micro.positions,
+                input_ids=micro.tokens if embeds else None,
+                position_ids=micro.positions if embeds else None,
                 attention_mask=None,
                 packed_seq_params=micro.packed,
-                labels=micro.ahead if foresees else None,
+                labels=micro.ahead if ahead else None,
                 **keep_type,
             )
             return output, partial(consume, micro)

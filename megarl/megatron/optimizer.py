@@ -144,3 +144,9 @@ def take_step(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[float
     scheduler.step(1)
     optimizer.step()
     return norm, True
+
+
+def are_finite(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether all weights that are trained here are."""
+    trained = [param.detach() for chunk in chunks for param in chunk.parameters() if param.requires_grad]
+    return bool(torch.isfinite(torch.nn.utils.get_total_norm(trained, math.inf)))

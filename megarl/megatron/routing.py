@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class ReplayedTopK:
         self._to_recompute: deque[torch.Tensor | None] = deque()
 
     def begin(self, chosen: torch.Tensor | None, training: bool) -> None:
-        """A micro-batch's forward pass begins. chosen: [tokens, topk] int64, rows of -1 for the router's own choice."""
+        """A micro-batch's forward pass begins. chosen: [tokens, topk] int16, rows of -1 for the router's own choice."""
         self._chosen, self._training = chosen, training
 
     def get_replay_topk(
@@ -52,6 +53,7 @@ class ReplayedTopK:
         if chosen is None:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         with torch.no_grad():
+            chosen = chosen.long()
             _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             others = torch.ones_like(scores, dtype=torch.bool).scatter_(1, torch.where(chosen < 0, own, chosen), False)
         return torch.topk(scores.masked_fill(others, -torch.inf), k=topk, dim=1)
@@ -73,28 +75,54 @@ def install(chunks: Sequence[torch.nn.Module], shape: RoutingShape) -> None:
             router.router_replay = ReplayedTopK(shape.moe_layers.index(router.layer_number - 1))
 
 
-def begin(chunk: torch.nn.Module, routing: torch.Tensor | None, shape: RoutingShape, tp: int, tp_rank: int) -> None:
-    """The chunk's next forward pass replays `routing`, or chooses for itself where that is None.
+@dataclass(frozen=True)
+class Share:
+    """What one chunk on one rank replays of a record: of these layers, places among those with experts, that part of
+    the tokens which sequence parallelism gives to this rank."""
 
-    routing: [P, MoE layers, topk], laid out as the micro-batch's tokens are on this rank before sequence parallelism
-    cuts them. Raises ConfigError where it is none of this model.
+    layers: tuple[int, ...]
+    tp: int
+    tp_rank: int
+
+    def cut(self, routing: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[T, MoE layers, topk] of a batch, [P] its rows in the order of the tokens on the ranks that share them, -1
+        for padding -> [P / tp, layers, topk]."""
+        mine = rows.chunk(self.tp)[self.tp_rank]
+        found = routing[mine.clamp(min=0)[:, None], torch.tensor(self.layers, dtype=torch.int64)]
+        found[mine < 0] = -1
+        return found
+
+
+def share(chunk: torch.nn.Module, tp: int, tp_rank: int) -> Share:
+    return Share(_layers(chunk), tp, tp_rank)
+
+
+def begin(chunk: torch.nn.Module, routing: torch.Tensor | None, shape: RoutingShape) -> None:
+    """The chunk's next forward pass replays `routing`, cut as its `share`, or chooses for itself where that is None.
+
+    Raises ConfigError where it is none of this model.
     """
     if routing is not None:
-        check(routing, shape)
-        routing = routing.chunk(tp)[tp_rank].long()
-    for router in _routers(chunk):
-        replay: ReplayedTopK = router.router_replay
-        replay.begin(None if routing is None else routing[:, replay.layer], chunk.training)
+        check(routing, shape, _layers(chunk))
+    for number, router in enumerate(_routers(chunk)):
+        router.router_replay.begin(None if routing is None else routing[:, number], chunk.training)
 
 
-def check(routing: torch.Tensor, shape: RoutingShape) -> None:
-    """Raise ConfigError unless each token has in each layer `topk` different experts of the model, or none at all."""
+def check_shape(routing: torch.Tensor, shape: RoutingShape) -> None:
+    """Raise ConfigError unless a whole record has the layers of this model, and as many experts in each."""
     expected = (len(shape.moe_layers), shape.topk)
     if routing.shape[1:] != expected:
         raise ConfigError(
             f"the recorded routing is of {routing.shape[1]} layers with {routing.shape[2]} experts a token, the "
             f"trainer's model has {expected[0]} with {expected[1]}: engine and trainer must load the same config.json"
         )
+
+
+def check(routing: torch.Tensor, shape: RoutingShape, layers: Sequence[int]) -> None:
+    """Raise ConfigError unless each token has in each layer `topk` different experts of the model, or none at all.
+
+    layers: which those of `routing` are, by their places among the layers with experts.
+    """
     ascending = routing.sort(dim=-1).values
     valid = (ascending.diff(dim=-1) > 0).all(-1) & (ascending[..., 0] >= 0) & (ascending[..., -1] < shape.experts)
     wrong = ~(valid | (routing == -1).all(-1))
@@ -102,9 +130,14 @@ def check(routing: torch.Tensor, shape: RoutingShape) -> None:
         token, layer = wrong.nonzero()[0].tolist()
         raise ConfigError(
             f"the recorded routing names the experts {routing[token, layer].tolist()} for a token in layer "
-            f"{shape.moe_layers[layer]}, not {shape.topk} different ones of {shape.experts}; the engine does not "
-            "record this model's routing: set train.replay_routing=false"
+            f"{shape.moe_layers[layers[layer]]}, not {shape.topk} different ones of {shape.experts}; the engine does "
+            "not record this model's routing: set train.replay_routing=false"
         )
+
+
+def _layers(chunk: torch.nn.Module) -> tuple[int, ...]:
+    """Those that replay, by their places among the layers with experts."""
+    return tuple(router.router_replay.layer for router in _routers(chunk))
 
 
 def _routers(chunk: torch.nn.Module) -> Iterator[Any]:

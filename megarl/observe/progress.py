@@ -24,6 +24,9 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("KL to reference", "actor/kl_to_reference", ".4f"),
     ("entropy", "actor/entropy", ".3f"),
     ("gradient norm", "actor/grad_norm", ".3f"),
+    ("skipped updates", "actor/skipped", ".0%"),
+    ("skipped updates of the critic", "critic/skipped", ".0%"),
+    ("skipped updates", "reward_model/skipped", ".0%"),
     ("tool calls", "rollout/tool_calls_mean", ".2f"),
     ("log-prob difference", "rollout/logprob_diff", ".1e"),
     ("its mean", "rollout/logprob_diff_mean", ".1e"),
@@ -32,6 +35,8 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("s/step", "time/step", ".1f"),
 )
 """Title, metric and format of what the display shows; a metric that a run does not have is left out."""
+SHOWN_IF_ANY = ("actor/skipped", "critic/skipped", "reward_model/skipped")
+"""Of these, what is left out while it is 0."""
 HELD_OUT = ("eval/reward_", "eval/nll", "eval/accuracy", "eval/margin")
 """How the names of those begin that are shown of an evaluation."""
 
@@ -77,15 +82,15 @@ class Progress:
         """Figures of the state after `step` steps; returns the line that it says."""
         self._values |= metrics
         figures = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith(HELD_OUT)}
-        shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        line = f"held out, after step {step}: {shown}"
+        listed = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        line = f"held out, after step {step}: {listed}"
         self.say(line)
         return line
 
     def line(self, step: int, metrics: Mapping[str, float]) -> str:
         """`step 12/100  reward 0.512  ...  2:10 left`"""
         parts = [f"step {step}/{self.total}"]
-        parts += [f"{title} {metrics[name]:{style}}" for title, name, style in SHOWN if name in metrics]
+        parts += [f"{title} {value}" for title, value in shown(metrics)]
         left = self.seconds_left()
         if left is not None and step < self.total:
             parts.append(f"{clock(left)} left")
@@ -125,16 +130,25 @@ class Progress:
         rows: list[Any] = [head]
         if self._phase:
             rows.append(Text(f"now: {self._phase} ({clock(time.monotonic() - self._phase_began)})", style="cyan"))
-        shown = [(title, format(self._values[name], style)) for title, name, style in SHOWN if name in self._values]
-        shown += [
+        cells = shown(self._values)
+        cells += [
             (f"held-out {name.removeprefix('eval/').removeprefix('reward_')}", f"{value:.3f}")
             for name, value in self._values.items()
             if name.startswith(HELD_OUT)
         ]
-        if shown:
-            cells = [Text.assemble((f"{title} ", "dim"), (value, "bold")) for title, value in shown]
-            rows.append(Columns(cells, padding=(0, 3)))
+        if cells:
+            texts = [Text.assemble((f"{title} ", "dim"), (value, "bold")) for title, value in cells]
+            rows.append(Columns(texts, padding=(0, 3)))
         return Group(*rows)
+
+
+def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Title and value of what the display shows of these."""
+    return [
+        (title, format(metrics[name], style))
+        for title, name, style in SHOWN
+        if name in metrics and (metrics[name] or name not in SHOWN_IF_ANY)
+    ]
 
 
 def clock(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,34 +12,28 @@ from megarl.checkpoint.hf import save_adapter, save_hf
 from megarl.megatron.model import MegatronModel
 from megarl.models.adapters import adapted_weights, peft_config, peft_tensors
 from megarl.parallel.ranks import together
-from megarl.types import ModelOutput, TokenLoss, TrainBatch
-from megarl.workers.context import Worker
-
-LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
+from megarl.types import ModelOutput, TrainBatch
+from megarl.workers.training import TrainingWorker
 
 
-class ActorWorker(Worker):
-    model: MegatronModel
+class ActorWorker(TrainingWorker):
+    role = "actor"
 
     def start(self) -> None:
         with self.clock.phase("load"):
             context = self.context
             self.model = MegatronModel(
-                context.hf_config, self.config, self.ranks, role="actor", total_updates=context.total_updates
+                context.hf_config, self.config, self.ranks, self.role, total_updates=context.updates[self.role]
             )
             self.model.load_hf(self.config.model.path)
-            context.models.append(self.model)
+            context.models.add(self.model)
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """Log-probs and entropies, [T] fp32 on the host, of the policy as it is now."""
         with self.clock.phase("actor_logprobs"):
             output = self.model.forward(batch, self.temperature)
+        self.require_finite("log-probs", output["logprobs"], batch.loss_mask)
         return ModelOutput(logprobs=output["logprobs"], entropy=output["entropy"])
-
-    def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
-        """One optimizer step on a mini-batch with `loss_weights`; metrics under actor/."""
-        with self.clock.phase("actor_update"):
-            return self.model.train_step(batch, loss_fn, self.temperature)
 
     @property
     def temperature(self) -> float:

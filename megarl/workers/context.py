@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,21 @@ from megarl.parallel.ranks import Ranks
 from megarl.rollout.chat import Chat
 
 
+class OnDevice:
+    """The models that are on the device, and leave it to the engines where `train.offload` says so."""
+
+    def __init__(self) -> None:
+        self._models: list[MegatronModel] = []
+
+    def add(self, model: MegatronModel) -> None:
+        self._models.append(model)
+
+    def park(self, pushed: MegatronModel | None = None) -> None:
+        """Send them to the host, but for the weights of the one that is about to be pushed."""
+        for model in self._models:
+            model.park(weights=model is not pushed)
+
+
 @dataclass(frozen=True)
 class Context:
     config: Config
@@ -21,10 +37,9 @@ class Context:
     chat: Chat
     clock: Clock
     run_dir: Path
-    total_updates: int
-    """Optimizer steps of the whole run, for the learning-rate schedule."""
-    models: list[MegatronModel] = field(default_factory=list)
-    """Those on the device, which leave it to the engines where `train.offload` says so."""
+    updates: Mapping[str, int]
+    """Optimizer steps in the whole run by role, for its learning-rate schedule."""
+    models: OnDevice = field(default_factory=OnDevice)
 
 
 class Worker:
@@ -35,6 +50,11 @@ class Worker:
         self.config = context.config
         self.ranks = context.ranks
         self.clock = context.clock
+        self.step = 0
+
+    def begin_step(self, step: int) -> None:
+        """The flow is at this step, from 1: the one that begins, or after a resume the last that was done."""
+        self.step = step
 
     def start(self) -> None:
         return None

@@ -9,28 +9,23 @@ from megarl.megatron.model import MegatronModel
 from megarl.models.registry import load_hf_config
 from megarl.parallel import ranks
 from megarl.types import TrainBatch
-from megarl.workers.actor import LossFn
-from megarl.workers.context import Worker
+from megarl.workers.training import TrainingWorker
 
 
-class CriticWorker(Worker):
-    model: MegatronModel
+class CriticWorker(TrainingWorker):
+    role = "critic"
 
     def start(self) -> None:
         with self.clock.phase("load"):
             context, config = self.context, critic_config(self.config)
             layout = ranks.layout(config.parallel, config.run.timeout_s)
             path = config.critic.path or config.model.path
-            self.model = MegatronModel(load_hf_config(path), config, layout, "critic", context.total_updates)
+            self.model = MegatronModel(load_hf_config(path), config, layout, self.role, context.updates[self.role])
             self.model.load_hf(path)
-            context.models.append(self.model)
+            context.models.add(self.model)
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
         """[T] fp32 on the host; values[t] is of the state before token t."""
         with self.clock.phase("critic_values"):
-            return self.model.forward(batch)["values"]
-
-    def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
-        """One optimizer step on a mini-batch with `loss_weights`; metrics under critic/."""
-        with self.clock.phase("critic_update"):
-            return self.model.train_step(batch, loss_fn)
+            values = self.model.forward(batch)["values"]
+        return self.require_finite("values", values, batch.loss_mask)

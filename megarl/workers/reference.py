@@ -33,4 +33,5 @@ class ReferenceWorker(Worker):
         """[T] fp32 on the host. Its router chooses for itself: the experts on record are those of other weights."""
         batch = batch.with_(routing=None)
         with self.clock.phase("reference_logprobs"), self.first():
-            return self.actor.model.forward(batch, self.actor.temperature)["logprobs"]
+            logprobs = self.actor.model.forward(batch, self.actor.temperature)["logprobs"]
+        return self.actor.require_finite("log-probs as the reference", logprobs, batch.loss_mask)

@@ -42,7 +42,7 @@ class RewardWorker(Worker):
                 config = dataclasses.replace(self.config, model=settings, lora=LoraConfig())
                 self.model = MegatronModel(load_hf_config(path), config, self.ranks, "reward_model", trains=False)
                 self.model.load_hf(path)
-                self.context.models.append(self.model)
+                self.context.models.add(self.model)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts with `reward` and `reward_parts`; an error of a function on one rank is raised on all.

@@ -13,33 +13,27 @@ from megarl.models.classifier import classifier_config
 from megarl.models.registry import family_of
 from megarl.parallel.ranks import together
 from megarl.types import TrainBatch
-from megarl.workers.actor import LossFn
-from megarl.workers.context import Worker
+from megarl.workers.training import TrainingWorker
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(TrainingWorker):
     """The trunk of `model.path`, a policy or a reward model; of a policy, the head starts at zero."""
 
-    model: MegatronModel
+    role = "reward_model"
 
     def start(self) -> None:
         with self.clock.phase("load"):
             context = self.context
             self.model = MegatronModel(
-                context.hf_config, self.config, self.ranks, role="reward_model", total_updates=context.total_updates
+                context.hf_config, self.config, self.ranks, self.role, total_updates=context.updates[self.role]
             )
             self.model.load_hf(self.config.model.path)
 
     def scores(self, batch: TrainBatch) -> torch.Tensor:
         """[T] fp32 on the host; scores[t] is of the conversation up to and including token t."""
         with self.clock.phase("reward_model_scores"):
-            return self.model.forward(batch)["scores"]
-
-    def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
-        """One optimizer step on a mini-batch with `loss_weights`, all sequences of a group in one micro-batch; metrics
-        under reward_model/."""
-        with self.clock.phase("reward_model_update"):
-            return self.model.train_step(batch, loss_fn)
+            scores = self.model.forward(batch)["scores"]
+        return self.require_finite("scores", scores, torch.ones_like(scores, dtype=torch.bool))
 
     def export(self, folder: Path) -> None:
         """Write an HF folder of a sequence classifier with one label; rank 0 writes, all ranks take part. Raises

@@ -29,11 +29,9 @@ class RolloutWorker(Worker):
     """world_size / rollout.tp engines; ranks e * tp ... (e + 1) * tp - 1 belong to engine e, and the first leads it.
 
     An engine across machines has processes on each, started by the first of its ranks there. With `rollout.replay`
-    there are no engines: `generate` reads the rollouts that another run recorded.
+    there are no engines: `generate` reads the rollouts that another run recorded. The step under way names them, and
+    seeds the samples.
     """
-
-    step = 0
-    """The step under way, set by the flow: names the recording to replay and seeds the samples."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -153,8 +151,7 @@ class RolloutWorker(Worker):
         if not self.config.train.offload or self.config.rollout.replay:
             return
         with self.clock.phase("offload"):
-            for model in self.context.models:
-                model.park(weights=pushing is None or model is not pushing.model)
+            self.context.models.park(None if pushing is None else pushing.model)
 
     def _collect(self, payload: str) -> list[str]:
         """Of the ranks of this engine, on its lead rank; see `rollout.engine.Collect`.

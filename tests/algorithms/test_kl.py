@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
+from megarl.config import KLConfig
 
 POLICY = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
 REFERENCE = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)  # d = 0.5, -1, 0
@@ -25,7 +26,7 @@ def test_k1_and_k3_average_to_the_divergence():
     torch.manual_seed(0)
     p, q = torch.softmax(torch.randn(6, dtype=torch.float64), 0), torch.softmax(torch.randn(6, dtype=torch.float64), 0)
     true = float((p * (p / q).log()).sum())
-    for kind in ("k1", "k3"):  # the expectation under p, exactly
+    for kind in ("k1", "k3", "k3_unbiased"):  # the expectation under p, exactly
         assert float((p * kl_estimate(p.log(), q.log(), kind)).sum()) == pytest.approx(true, abs=1e-12)
 
 
@@ -41,7 +42,63 @@ def test_expected_gradient_of_k2_is_that_of_the_divergence_and_of_k1_is_none():
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def divergences() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of a policy, its log-probs, those of a reference and of the earlier policy that drew, over eight words."""
+    torch.manual_seed(1)
+    logits = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(logits.detach() + 2 * torch.randn(8, dtype=torch.float64), 0)
+    old = torch.log_softmax(logits.detach() + 0.5 * torch.randn(8, dtype=torch.float64), 0)
+    return logits, torch.log_softmax(logits, 0), reference, old
+
+
+def gradient(value: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    (found,) = torch.autograd.grad(value, logits, retain_graph=True)
+    return found
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_the_unbiased_estimate_has_the_divergence_and_its_gradient_on_policy_and_off_it(off_policy):
+    logits, policy, reference, old = divergences()
+    true = (policy.exp() * (policy - reference)).sum()
+    drawn_by = old if off_policy else policy.detach()
+    estimate = kl_estimate(policy, reference, "k3_unbiased", None, old if off_policy else None)
+    expected = (drawn_by.exp() * estimate).sum()  # over all words: exactly
+    torch.testing.assert_close(expected, true)
+    torch.testing.assert_close(gradient(expected, logits), gradient(true, logits))
+
+
+def test_other_estimates_as_losses_have_other_gradients():
+    """k3's on policy is that of KL(reference || policy); off policy neither k2's nor k3's is that of the divergence."""
+    logits, policy, reference, old = divergences()
+    true = gradient((policy.exp() * (policy - reference)).sum(), logits)
+    reverse = gradient((reference.exp() * (reference - policy)).sum(), logits)
+
+    def of(kind: str, drawn_by: torch.Tensor) -> torch.Tensor:
+        return gradient((drawn_by.detach().exp() * kl_estimate(policy, reference, kind)).sum(), logits)
+
+    def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+        return float(one @ other / one.norm() / other.norm())
+
+    torch.testing.assert_close(of("k3", policy), reverse)
+    assert cosine(of("k3", policy), true) < 0.95
+    assert cosine(of("k2", policy), true) == pytest.approx(1.0)
+    assert max(cosine(of(kind, old), true) for kind in ("k2", "k3")) < 0.99
+
+
+def test_by_default_the_estimator_is_the_right_one_for_its_place():
+    assert (KLConfig().kind, KLConfig(place="loss").kind) == ("k1", "k3_unbiased")
+    assert KLConfig(place="loss", estimator="k2").kind == "k2"
+
+
+@pytest.mark.parametrize("kind", ["k3", "k3_unbiased"])
+def test_no_ratio_overflows(kind):
+    policy = torch.tensor([-500.0, -0.1], requires_grad=True)
+    estimate = kl_estimate(policy, torch.tensor([-0.1, -500.0]), kind, None, torch.tensor([-0.2, -500.0]))
+    estimate.sum().backward()
+    assert bool(torch.isfinite(estimate).all()) and policy.grad is not None and bool(torch.isfinite(policy.grad).all())
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3_unbiased"])
 def test_masked_positions_are_harmless(kind):
     mask = torch.tensor([True, False, False, False])
     policy = torch.tensor([-1.0, -1e4, float("-inf"), float("nan")], requires_grad=True)

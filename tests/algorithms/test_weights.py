@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from megarl.algorithms.weights import token_mean_weights
+from megarl.algorithms.weights import sequence_mean_weights, token_mean_weights
 
 
 def test_by_hand():
@@ -16,3 +17,23 @@ def test_mean_over_tokens_not_over_sequences():
 
 def test_no_action():
     assert token_mean_weights(torch.zeros(3).bool()).tolist() == [0, 0, 0]
+
+
+def test_mean_over_sequences_by_hand():
+    """Sequences of one, none and three actions: two count, each half."""
+    mask = torch.tensor([0, 1, 0, 0, 1, 1, 0, 1]).bool()
+    weights = sequence_mean_weights(torch.tensor([0, 2, 4, 8]), mask)
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == pytest.approx([0, 1 / 2, 0, 0, 1 / 6, 1 / 6, 0, 1 / 6])
+    assert sequence_mean_weights(torch.tensor([0, 2]), torch.zeros(2).bool()).tolist() == [0, 0]
+    assert sequence_mean_weights(torch.tensor([0]), torch.zeros(0).bool()).tolist() == []
+
+
+def test_the_mean_over_sequences_is_that_of_a_loop():
+    generator = torch.Generator().manual_seed(0)
+    lengths = [5, 1, 9, 4, 12]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    mask, loss = torch.rand(31, generator=generator) < 0.5, torch.randn(31, generator=generator)
+    means = [one[chosen].mean() for one, chosen in zip(loss.split(lengths), mask.split(lengths), strict=True)]
+    expected = torch.stack([mean for mean in means if not mean.isnan()]).mean()
+    torch.testing.assert_close((sequence_mean_weights(starts, mask) * loss).sum(), expected)

@@ -104,11 +104,11 @@ class TableFlow:
         return self.policy._descend(batch, loss_fn, self.policy.value_optimizer)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-@pytest.mark.parametrize("kl", [{"place": "reward"}, {"place": "loss", "estimator": "k3"}, {"place": "none"}])
-def test_controllers_learn_a_table(algorithm: str, kl: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("algorithm", "mean"), [("ppo", "token"), ("grpo", "sequence")])
+@pytest.mark.parametrize("kl", [{"place": "reward"}, {"place": "loss"}, {"place": "none"}])
+def test_controllers_learn_a_table(algorithm: str, kl: dict[str, Any], mean: str) -> None:
     tree = {"algorithm": algorithm, "kl": kl, "run": {"num_update": 2, "epochs": 2}}
-    config = from_dict(tree | {"rollout": {"samples_per_prompt": 8}})
+    config = from_dict(tree | {"rollout": {"samples_per_prompt": 8}, "loss": {"mean": mean}})
     controller: Controller = make_controller(config)
     flow: Any = TableFlow(config)
     prompts = [Prompt(id=str(i), messages=()) for i in range(4)]
@@ -127,10 +127,12 @@ def test_controllers_learn_a_table(algorithm: str, kl: dict[str, Any]) -> None:
     assert restored.state_dict() == controller.state_dict()
 
 
-def test_mini_batches_cover_each_epoch_once() -> None:
+@pytest.mark.parametrize("mean", ["token", "sequence"])
+def test_mini_batches_cover_each_epoch_once(mean: str) -> None:
+    config = from_dict({"run": {"num_update": 4, "epochs": 2}, "loss": {"mean": mean}})
     rollouts = [Rollout(Prompt(str(i), ()), (Turn((i,)), Turn((i, i), (0.0, 0.0), True)), group=i) for i in range(7)]
     batch = TrainBatch.from_rollouts(rollouts)
-    parts = list(mini_batches(batch, num_update=4, epochs=2, seed=3))
+    parts = list(mini_batches(batch, config, seed=3))
     assert [part.num_sequences for part in parts] == [4, 3, 4, 3]
     for epoch in (parts[:2], parts[2:]):
         seen = sorted(int(group) for part in epoch for group in part.group)
@@ -139,7 +141,7 @@ def test_mini_batches_cover_each_epoch_once() -> None:
         assert part.loss_weights is not None
         assert float(part.loss_weights.sum()) == pytest.approx(1.0)
         assert bool((part.loss_weights[~part.loss_mask] == 0).all())
-    assert [part.group.tolist() for part in parts] == [p.group.tolist() for p in mini_batches(batch, 4, 2, seed=3)]
+    assert [part.group.tolist() for part in parts] == [p.group.tolist() for p in mini_batches(batch, config, seed=3)]
     assert parts[0].group.tolist() != parts[2].group.tolist()
 
 
@@ -148,3 +150,10 @@ def test_mean_of_counts_each_metric_by_itself() -> None:
     means.add({"a": 1.0, "b": 4.0})
     means.add({"a": 3.0})
     assert means.result() == {"a": 2.0, "b": 4.0}
+
+
+def test_the_schedule_of_the_policy_is_over_the_updates_that_it_takes() -> None:
+    tree = {"run": {"num_rollout": 100, "num_update": 4}, "critic": {"warmup_rollouts": 20}}
+    ppo, grpo = (make_controller(from_dict(tree | {"algorithm": name})) for name in ("ppo", "grpo"))
+    assert (ppo.updates("actor"), ppo.updates("critic")) == (80 * 4, 100 * 4)
+    assert grpo.updates("actor") == 100 * 4  # which has no critic to wait for

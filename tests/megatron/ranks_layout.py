@@ -7,9 +7,13 @@ differences.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ import replay  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
+from megarl.models.activations import micro_batches_in_flight  # noqa: E402
 from megarl.models.layout import shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
@@ -161,7 +166,9 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     before = model.snapshot()
     result["parked"] = float(is_away(model, batch, found))
-    metrics = model.train_step(batch, loss_fn)
+    with watched(model) as excess:
+        metrics = model.train_step(batch, loss_fn)
+    result["in flight"] = float(excess[0])
     adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
     betas = (ADAM["beta1"], ADAM["beta2"])
     minimised = metrics[f"{role}/loss"]
@@ -254,6 +261,32 @@ def vocabulary(real: int) -> float:
     torch.distributed.all_reduce(own.grad, group=group)
     gaps = (found[0] - truth[0], found[1] - truth[1], part.grad - whole.grad[mine], own.grad - hidden.grad)
     return max(float(gap.detach().abs().max()) for gap in gaps)
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[list[int]]:
+    """By how many the micro-batches of which this rank still has tokens ever surpass those in flight."""
+    from megarl.megatron import model as module
+
+    parallel, make = model.config.parallel, module.make_micro_batch
+    allowed = round(micro_batches_in_flight(parallel.pp, model.ranks.pp_rank, parallel.vpp) * parallel.vpp)
+    made: list[weakref.ref[torch.Tensor]] = []
+    excess = [-allowed]
+
+    def watch(*args: Any) -> Any:
+        micro = make(*args)
+        made.append(weakref.ref(micro.tokens))
+        gc.collect()
+        excess[0] = max(excess[0], sum(ref() is not None for ref in made) - allowed)
+        return micro
+
+    module.make_micro_batch = watch
+    try:
+        yield excess
+    finally:
+        module.make_micro_batch = make
+        assert len(made) >= 2 * parallel.vpp
+        excess[0] = max(0, excess[0])
 
 
 def is_away(model: Any, batch: TrainBatch, found: dict[str, torch.Tensor]) -> bool:

@@ -120,10 +120,12 @@ def context_parts(batch: TrainBatch) -> dict[str, Any]:
 def micro_batch() -> dict[str, Any]:
     """Sequences [1 2 3], [4], [5 6] of which the first and last are taken, padded to a multiple of 4."""
     from megarl.megatron.micro_batch import make_micro_batch
+    from megarl.megatron.routing import Share
 
     batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
     routing = torch.arange(12, dtype=torch.int16).view(6, 1, 2)
-    micro = make_micro_batch(batch.with_(routing=routing), [0, 2], torch.device("cpu"), tp=4)
+    recorded = batch.with_(routing=routing)
+    micro = make_micro_batch(recorded, [0, 2], torch.device("cpu"), tp=4, replayed=Share((0,), 1, 0))
     emitted = torch.tensor([10.0, 20, 30, 50, 60, -1, -1, -1])
     empty = make_micro_batch(batch, [], torch.device("cpu"), tp=4)
     further = make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=4, mtp_layers=1)
@@ -137,8 +139,56 @@ def micro_batch() -> dict[str, Any]:
         "aligned": micro.align(emitted).tolist(),
         "cp": context_parts(batch),
         "routing": micro.routing.flatten(1).tolist(),  # type: ignore[union-attr]
+        "shares of routing": shares_of_routing(batch),
+        "arrived": arrived(recorded),
         "empty": [empty.tokens.tolist(), empty.packed.cu_seqlens_q.tolist(), empty.align(torch.ones(4)).tolist()],
     }
+
+
+def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
+    """Three layers, of which a chunk has the first and the last; over two ranks of sequence parallelism, of context
+    parallelism, and for a model that does not replay."""
+    from megarl.megatron.micro_batch import make_micro_batch
+    from megarl.megatron.routing import Share
+
+    recorded = batch.with_(routing=torch.arange(18, dtype=torch.int16).view(6, 3, 1))
+
+    def of(replayed: Any, **cut: int) -> Any:
+        found = make_micro_batch(recorded, [0, 2], torch.device("cpu"), replayed=replayed, **cut).routing
+        return None if found is None else found.flatten(1).tolist()
+
+    return {
+        "tp": [of(Share((0, 2), 2, rank), tp=4) for rank in (0, 1)],
+        "cp": [of(Share((1,), 1, 0), cp=2, cp_rank=rank) for rank in (0, 1)],
+        "none": of(None),
+        "no layers": of(Share((), 1, 0)),
+    }
+
+
+def arrived(recorded: TrainBatch) -> dict[str, list[str]]:
+    """What of a micro-batch is on a device at first, after a forward pass in the middle of a pipeline, and after a
+    loss."""
+    from dataclasses import fields
+
+    from megarl.megatron.micro_batch import make_micro_batch
+    from megarl.megatron.routing import Share
+
+    micro = make_micro_batch(recorded, [0, 2], torch.device("meta"), replayed=Share((0,), 1, 0))
+    raw = object.__getattribute__
+
+    def there() -> list[str]:
+        held = [(name, value) for name in vars(micro) if isinstance(value := raw(micro, name), torch.Tensor)]
+        batch = raw(micro, "batch")
+        held += [(f"batch.{item.name}", raw(batch, item.name)) for item in fields(batch)]
+        return sorted(name for name, value in held if isinstance(value, torch.Tensor) and value.is_meta)
+
+    found = {"made": there()}
+    assert micro.routing is not None and micro.routing.is_meta
+    found["middle"] = there()
+    micro.align(torch.empty(5, device="meta"))
+    assert micro.batch.advantages is not None and micro.batch.loss_mask.is_meta and micro.batch.loss_weights is not None
+    found["loss"] = there()
+    return found
 
 
 def attention() -> dict[str, float]:
@@ -263,7 +313,7 @@ def routing() -> dict[str, Any]:
     """Megatron's weights of given experts and their gradient, against fp64; every second token chooses for itself."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    from megarl.megatron.routing import ReplayedTopK, check
+    from megarl.megatron.routing import ReplayedTopK, check, check_shape
     from megarl.models.routing import RoutingShape
 
     generator = torch.Generator().manual_seed(4)
@@ -304,7 +354,9 @@ def routing() -> dict[str, Any]:
 
     def refused(record: list[list[int]]) -> str:
         try:
-            check(torch.tensor(record, dtype=torch.int16)[:, None], RoutingShape(2, (1,), k, experts))
+            chosen, shape = torch.tensor(record, dtype=torch.int16)[:, None], RoutingShape(2, (1,), k, experts)
+            check_shape(chosen, shape)
+            check(chosen, shape, (0,))
         except ConfigError as error:
             return str(error)
         return ""
@@ -433,6 +485,58 @@ def aux_losses() -> dict[str, Any]:
     return {"plain": plain, "aux": aux, "mtp": mtp}
 
 
+def training() -> dict[str, Any]:
+    """A worker's rates over its updates, and what it says where numbers are not finite."""
+    from megarl.observe.clock import Clock
+    from megarl.workers.actor import ActorWorker
+    from megarl.workers.context import Context
+
+    batch = tiny.batch((5, 6))
+    optimizer = dict(lr=1.0, schedule="cosine", warmup_fraction=0.4, eps=1e9, weight_decay=0.0)
+    chat: Any = None
+
+    def worker(folder: str, **settings: Any) -> ActorWorker:
+        sections = {"actor_optimizer": optimizer | settings, "run": {"max_skipped": 1}, "model": {"path": folder}}
+        made = Context(tiny.config(**sections), RANKS, tiny.HF["qwen2"], chat, Clock(), Path(folder), {"actor": 5})
+        actor = ActorWorker(made)
+        actor.start()
+        return actor
+
+    def spoilt(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+        return TokenLoss(nll(output, part).loss * 1e30 * 1e30)
+
+    def error(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except ConfigError as failure:
+            return str(failure)
+        return "no error"
+
+    with tempfile.TemporaryDirectory() as place:
+        tiny.hf_model("qwen2").save_pretrained(place)
+        actor = worker(place)
+        rates = [actor.update(batch, nll)["actor/lr"] for _ in range(5)]
+        for step, loss in ((1, spoilt), (2, nll), (3, spoilt)):  # only those in a row count
+            actor.begin_step(step)
+            actor.update(batch, loss)
+        actor.begin_step(4)
+        in_vain = error(lambda: actor.update(batch, spoilt))
+        infinite = torch.full_like(batch.loss_mask, torch.inf, dtype=torch.float32)
+        given = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
+        given["sequence_reward"] = torch.tensor([0.0, torch.nan])
+        inputs = {
+            name: error(lambda: actor.update(batch.with_(**{name: values}), nll))  # noqa: B023
+            for name, values in given.items()
+        }
+        unused = torch.where(batch.loss_mask, 0.0, infinite)
+        harmless = actor.update(batch.with_(values=unused), nll)["actor/skipped"]
+        # AdamW then divides 0 by 0 where a gradient is zero, as of words that do not occur.
+        lost = error(lambda: worker(place, eps=0.0).update(batch, nll))
+    next(iter(actor.model.local_params().values())).fill_(torch.nan)
+    outputs = error(lambda: actor.forward(batch))
+    return dict(rates=rates, in_vain=in_vain, inputs=inputs, harmless=harmless, lost=lost, outputs=outputs)
+
+
 def waking() -> list[str]:
     import waking
 
@@ -447,7 +551,7 @@ def comparing() -> dict[str, Any]:
 
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, refusals, folder,
-    half, schedule, critic, aux_losses, waking, comparing,
+    half, schedule, critic, aux_losses, training, waking, comparing,
 ]  # fmt: skip
 
 if __name__ == "__main__":

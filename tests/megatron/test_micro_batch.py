@@ -32,3 +32,20 @@ def test_a_micro_batch_without_sequences_is_all_padding(units: dict[str, Any]) -
     assert tokens == [[0, 0, 0, 0]]
     assert cu_seqlens == [0, 4]
     assert aligned == []
+
+
+def test_a_rank_has_its_part_of_the_record_of_routing(units: dict[str, Any]) -> None:
+    """Token t went through the experts 3 t, 3 t + 1 and 3 t + 2 in three layers; the tokens 0 1 2 and 4 5 are taken."""
+    shares = units["micro_batch"]["shares of routing"]
+    assert shares["tp"] == [[[0, 2], [3, 5], [6, 8], [12, 14]], [[15, 17], [-1, -1], [-1, -1], [-1, -1]]]
+    assert shares["cp"] == [[[1], [-1], [13], [-1]], [[4], [7], [16], [-1]]]
+    assert shares["none"] is None
+    assert shares["no layers"] == [[]] * 5
+
+
+def test_what_nobody_asks_for_stays_on_the_host(units: dict[str, Any]) -> None:
+    arrived = units["micro_batch"]["arrived"]
+    assert arrived["made"] == []
+    assert arrived["middle"] == ["routing"]
+    read = ["batch.advantages", "batch.loss_mask", "batch.loss_weights"]
+    assert arrived["loss"] == sorted([*read, "nth", "real", "routing"])

@@ -28,6 +28,13 @@ def test_one_line_per_step_where_the_output_is_no_terminal(capsys: pytest.Captur
     assert last.startswith("step 3/3") and "left" not in last
 
 
+def test_skipped_updates_are_shown_where_there_are_any() -> None:
+    progress = Progress("PPO", 3, live=False)
+    assert "skipped" not in progress.line(1, METRICS | {"actor/skipped": 0.0, "critic/skipped": 0.0})
+    line = progress.line(1, METRICS | {"actor/skipped": 0.5, "critic/skipped": 1.0})
+    assert "  skipped updates 50%  skipped updates of the critic 100%" in line
+
+
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("PPO", 3, enabled=False)
     progress.begin_step(1)

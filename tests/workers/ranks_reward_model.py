@@ -40,7 +40,7 @@ def context(path: str, folder: str, **sections: Any) -> Any:
     config = tiny.config(tp=2, world=2, critic={"optimizer": ADAM}, **sections)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
     chat: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=199), end_of_turn=198)
-    return Context(config, RANKS, load_hf_config(path), chat, Clock(), Path(folder), total_updates=2)
+    return Context(config, RANKS, load_hf_config(path), chat, Clock(), Path(folder), updates={"reward_model": 2})
 
 
 def train(family: str, folder: str) -> list[float]:

@@ -1,0 +1,44 @@
+"""Roles that are trained: the rates of their updates, and numbers that are not finite."""
+
+from __future__ import annotations
+
+from math import cos, pi
+from typing import Any
+
+import pytest
+
+
+def test_the_schedule_is_over_the_updates_of_the_role(units: dict[str, Any]) -> None:
+    """Five, two of them warm-up: a cosine on a line that ends at 6, whatever else there is to a run."""
+    expected = [0.5, 1.0] + [0.5 + 0.5 * cos(pi * k / 4) for k in (1, 2, 3)]
+    assert units["training"]["rates"] == pytest.approx(expected)
+
+
+def test_skipped_updates_in_a_row_end_the_run_and_say_why(units: dict[str, Any]) -> None:
+    said = units["training"]["in_vain"]
+    assert said.startswith("2 updates of the actor in a row were skipped, from step 3 on, for its gradient is not")
+    for part in (
+        "norm ",
+        "loss ",
+        "largest |reward| 0",
+        "largest |advantage| ",
+        "run.max_skipped=1",
+        "or lower actor_",
+    ):
+        assert part in said
+    assert "\n" not in said
+
+
+def test_what_a_loss_is_given_is_finite_where_it_counts(units: dict[str, Any]) -> None:
+    inputs = units["training"]["inputs"]
+    assert inputs["sequence_reward"].startswith(
+        "step 4: the actor's batch's sequence_reward are not finite: nan in 1 of 2"
+    )
+    for name in ("advantages", "returns", "rollout_logprobs"):
+        assert f"batch's {name} are not finite: inf in " in inputs[name]
+    assert units["training"]["harmless"] == 0.0
+
+
+def test_what_a_model_says_and_what_an_update_makes_of_it_is_finite(units: dict[str, Any]) -> None:
+    assert "step 4: the actor's log-probs are not finite: nan in " in units["training"]["outputs"]
+    assert "an update of the actor has made weights that are not finite (on rank 0;" in units["training"]["lost"]
