@@ -161,9 +161,7 @@ def test_every_key_takes_what_fits_its_range_and_nothing_else(name):
             int: meant and isinstance(value, int) and value in within,
             float: meant and abs(value) < 1e300 and value in within,
         }.get(get_origin(base) or base, value in ("x", []))
-        good = good or (optional and value is None)
-        if get_origin(base) is Literal:
-            good = False
+        good = (good and get_origin(base) is not Literal) or (optional and value is None)
         if get_origin(base) is tuple and value == "":
             good = True  # a list of one text, which whoever reads it refuses by name
         for given in (lambda value=value: from_dict(tree_of(name, value)), lambda value=value: made(name, value)):

@@ -136,11 +136,11 @@ def test_what_is_left_is_little(algorithm: str, rollouts: list[Rollout], truncat
 
 
 def test_the_mask_is_of_its_own_sequences() -> None:
-    config = from_dict({"loss": {"truncated": "mask"}})
+    config = from_dict({"loss": {"truncated": "mask"}, "run": {"num_update": 5}})
     taken = trained(ROLLOUTS, config)
     batch = masked(TrainBatch.from_rollouts(taken), taken, config)
     assert batch.loss_mask.view(5, 3).tolist() == [[False, True, True]] * 3 + [[False] * 3] * 2
-    parts = list(mini_batches(batch, num_update=5, epochs=1, seed=1))
+    parts = list(mini_batches(batch, config, seed=1))
     assert len(parts) == 3
     assert all(float(part.loss_weights.sum()) == pytest.approx(1.0) for part in parts if part.loss_weights is not None)
 
