@@ -96,7 +96,10 @@ class CheckpointStore:
         """
         faults = []
         with ranks.patient(self.storage_timeout_s):
-            (steps, *_) = ranks.together(self._steps, lead=True)
+            try:
+                steps = ranks.together(self._steps, lead=True)[0]
+            except OSError as error:
+                raise ConfigError(f"cannot look for checkpoints in {self.folder}: {error}") from None
             for folder in reversed(steps or ()):
                 fault = self._fault_in(folder)
                 if fault is None:

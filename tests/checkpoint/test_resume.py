@@ -144,7 +144,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run: Run, tmp_path: Path
     assert (result["code"], result["err"]) == (0, ""), result
     alarm = f"ALARM: could not write checkpoint {folder}/checkpoints/step_00000{lost}: No space left on device"
     for text in (result["out"], (folder / "log.txt").read_text()):
-        assert text.count(alarm) == 1 and "earlier checkpoints are intact. Training goes on; make room" in text
+        assert text.count(alarm) == 1, text
+        assert "earlier checkpoints are intact. Training goes on; make room" in text
     assert checkpoints(folder) == ["latest", *[f"step_00000{step}" for step in (1, 2, 3) if step != lost]]
     assert (folder / "export/model.safetensors").is_file()
 
