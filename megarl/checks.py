@@ -212,8 +212,9 @@ def check_run_dir(config: Config) -> None:
             adapter = run_dir / "adapter"
             if config.lora.rank and adapter.exists() and not (adapter / "adapter_config.json").is_file():
                 raise ConfigError(f"{adapter} exists and is no adapter; move it away, or set run.dir to another folder")
-        except OSError as error:
-            raise ConfigError(f"run.dir={config.run.dir}: {error.strerror}; set it to another folder") from None
+        except (OSError, RuntimeError) as error:  # the latter for links in a circle
+            what = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"run.dir={config.run.dir[:300]}: {what}; set it to another folder") from None
 
 
 def check_room(hf: HFConfig, critic_hf: HFConfig | None, config: Config, warnings: list[str]) -> None:

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
 
 _written: dict[Path, Entry] = {}
-_failures: list[BaseException] = []
+_failures: list[Exception] = []
 """What this rank has written since the save began, and what it could not write."""
 
 
@@ -37,18 +37,20 @@ def save_model(model: MegatronModel, folder: Path) -> dict[Path, Entry]:
     _written.clear()
     _failures.clear()
     with ranks.active(model.ranks):
-        state = model.sharded_state_dict()
+        state, refused = model.sharded_state_dict(), None
         try:
             dist_checkpointing.save(state, str(folder))
-        except CheckpointException as error:  # on all ranks, but only rank 0 is told why
-            _failures.extend([] if _failures else [cause for cause, _ in error.failures.values()])
+        except CheckpointException as error:  # on all ranks
+            refused = OSError(" ".join(str(error).split())[-300:])
 
     def failed() -> None:
         if _failures:
             first = _failures[0]
             raise first if isinstance(first, OSError) else OSError(f"{type(first).__name__}: {first}")
 
-    ranks.together(failed)
+    ranks.together(failed)  # who failed knows best why
+    if refused is not None:
+        raise refused
     return dict(_written)
 
 

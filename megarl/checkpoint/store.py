@@ -96,7 +96,10 @@ class CheckpointStore:
         """
         faults = []
         with ranks.patient(self.storage_timeout_s):
-            (steps, *_) = ranks.together(self._steps, lead=True)
+            try:
+                steps = ranks.together(self._steps, lead=True)[0]
+            except OSError as error:
+                raise ConfigError(f"cannot look for checkpoints in {self.folder}: {error}") from None
             for folder in reversed(steps or ()):
                 fault = self._fault_in(folder)
                 if fault is None:
@@ -177,16 +180,23 @@ class CheckpointStore:
         os.rename(partial, final)
         _sync(self.folder)
         # The checkpoint is there: what fails from here on must not make it one that could not be written.
-        try:
-            latest = self.folder / "latest.tmp"
-            latest.write_text(final.name)
-            os.replace(latest, self.folder / "latest")
-            for old in self._steps()[: -self.keep]:
+        for tidy in (self._name_latest, self._remove_old):
+            try:
+                tidy(final.name)
+            except OSError as error:
+                self._say(f"checkpoint {final} is written, but tidying up failed: {error}")
+
+    def _name_latest(self, name: str) -> None:
+        partial = self.folder / "latest.tmp"
+        partial.write_text(name)
+        os.replace(partial, self.folder / "latest")
+
+    def _remove_old(self, name: str) -> None:
+        for old in self._steps()[: -self.keep]:
+            if old.name != name:  # which is not the last where a run has begun anew among old ones
                 gone = old.with_suffix(".tmp")
                 os.rename(old, gone)  # half of one is not to be taken for damaged
                 shutil.rmtree(gone)
-        except OSError as error:
-            self._say(f"checkpoint {final} is written, but tidying up in {self.folder} failed: {error}")
 
     def _steps(self) -> list[Path]:
         """Folders of checkpoints, the oldest first; whatever else lies there is none."""

@@ -169,9 +169,15 @@ def _is_identity(change: Change) -> bool:
 def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
     """What has changed since the run in this folder was started last; nothing where there is none. Raises ConfigError
     where the folder belongs to another run, or where `config` does not ask to go on. Only looks."""
-    if not _has_results(path):
-        return []  # new, or a start that came to nothing
     file = path / "config.yaml"
+    if not _has_results(path):
+        for own in (path / "README.txt", file):  # new, or a start that came to nothing: then both are ours
+            if own.exists() and not _is_ours(path / "README.txt"):
+                raise ConfigError(
+                    f"run.dir={path} is no run folder and has a {own.name} that a run would overwrite; set run.dir to "
+                    "a new folder"
+                )
+        return []
     if not file.is_file():
         raise ConfigError(f"run folder {path} has results but no config.yaml; set run.dir to another folder")
     try:
@@ -196,6 +202,13 @@ def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
 
 def _has_results(path: Path) -> bool:
     return any((path / name).exists() for name in RESULTS)
+
+
+def _is_ours(readme: Path) -> bool:
+    try:
+        return readme.read_text(encoding="utf-8").startswith(README[:40])
+    except (OSError, ValueError):
+        return False
 
 
 def _make(path: Path, made: list[Path]) -> None:

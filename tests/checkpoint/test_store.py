@@ -4,15 +4,80 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint.manifest import shares
 
-def test_checkpoints_are_whole_or_not_there(tmp_path: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
-    results = run_ranks(2, "tests/checkpoint/ranks_store.py", str(tmp_path))
+Run = Callable[..., list[dict[str, Any]]]
+SCRIPT = "tests/checkpoint/ranks_store.py"
+
+
+def test_checkpoints_are_whole_or_not_there(tmp_path: Path, run_ranks: Run) -> None:
+    results = run_ranks(2, SCRIPT, "whole", str(tmp_path))
     for facts in results:
         assert facts["found_before"] is False
         assert facts["kept"] == ["step_000002", "step_000003"]
         assert facts["latest"] == "step_000003"
-        assert facts["rng_equal"] is True
+        assert facts["rng_equal"] is True and facts["said"] == []
+        assert facts["rng_anew"] is True and "step_000004 was written in another layout" in facts["said_anew"]
         assert facts["host"] == {"step": 4}
-        assert "No space left on device" in facts["error"] and "earlier" in facts["error"]
-        assert facts["after_flip"] == "step_000003"
-        assert facts["after_loss"] is False
+        for error in (facts["error"], facts["no_room"]):
+            assert error.startswith(f"could not write checkpoint {tmp_path}/checkpoints/step_000005: ")
+            assert error.endswith("; earlier checkpoints are intact")
+        assert "No space left on device" in facts["error"]
+        assert "are needed, and" in facts["no_room"] and "are free" in facts["no_room"]
+        assert facts["left"] == ["latest", "step_000003", "step_000004"]
+        assert facts["far"] == "step_1000000" and facts["said_latest"]
+    expected = {
+        "flipped": "part_1.bin differs from its checksum",
+        "rng missing": "rng_00001.pt is missing",
+        "rng truncated": "rng_00000.pt is truncated or of another size",
+        "host missing": "host.json is missing",
+        "host foreign": "host.json does not say which step it is of",
+        "manifest missing": "manifest.json is missing",
+        "manifest text": "manifest.json is broken",
+        "manifest binary": "manifest.json is broken",
+        "manifest list": "manifest.json is broken",
+        "manifest deep": "manifest.json is broken",
+        "files list": "manifest.json is broken",
+        "entry text": "manifest.json is broken",
+        "size text": "manifest.json is broken",
+        "outside": "manifest.json is broken",
+        "no host": "manifest.json does not list host.json",
+        "part a folder": "part_0.bin is truncated or of another size",
+    }
+    for facts in results:
+        for name, text in expected.items():
+            found = facts["damages"][name]
+            assert found.startswith(f"step_000007 | skipping checkpoint {tmp_path}"), (name, found)
+            assert text in found, (name, found)
+        assert f"none of the checkpoints in {tmp_path}/checkpoints is whole" in facts["none_whole"]
+        assert "step_000008: part_0.bin" in facts["none_whole"] and "step_000007: part_0.bin" in facts["none_whole"]
+
+
+def test_ranks_wait_for_the_slowest_longer_than_for_a_collective(tmp_path: Path, run_ranks: Run) -> None:
+    results = run_ranks(2, SCRIPT, "slow", str(tmp_path))
+    for facts in results:
+        assert facts["found"] and facts["hashes"] and facts["verified once"]
+        assert min(facts["shared"]) >= 2  # both have verified
+        assert facts["modes"] == ["0o644"]
+        assert {name.split("_")[2] for name in facts["written"]} == {"0", "1"}  # both have written
+    # Nothing of what the ranks wrote of the model is read again to hash it.
+    assert not [name for facts in results for name in facts["hashed later"] if name.endswith(".distcp")]
+    assert sorted(name for facts in results for name in facts["hashed later"]) == [
+        ".metadata",
+        "common.bin",
+        "common.pt",
+        "host.json",
+        "metadata.json",
+    ]
+
+
+def test_a_rank_that_dies_in_a_save_is_noticed(tmp_path: Path, run_ranks: Run) -> None:
+    survivor, _ = run_ranks(2, SCRIPT, "killed", str(tmp_path), timeout=60.0)
+    assert survivor["error"]
+
+
+def test_shares_are_of_bytes_not_of_files() -> None:
+    sizes = {"a": 100, "b": 60, "c": 50, "d": 5, "e": 0}
+    assert [sorted(names) for names in shares(sizes, 2)] == [["a", "d", "e"], ["b", "c"]]
+    assert sorted(name for names in shares(dict.fromkeys("abcd", 0), 4) for name in names) == list("abcd")
+    assert shares({}, 2) == [[], []]

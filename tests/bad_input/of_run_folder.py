@@ -1,0 +1,243 @@
+"""Run folders that cannot be had, or are of another run; checkpoints that are damaged; no room."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from case import Case
+
+RESUME = "run.resume=auto"
+HELD: list[Any] = []
+"""Locks that this process holds, as another job would."""
+
+
+def run_of(folder: Path) -> Path:
+    """A run of this configuration, of which one step was done."""
+    import yaml
+
+    from megarl.config import load_config, to_dict
+
+    run = folder / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(load_config(folder / "config.yaml"))))
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    return run
+
+
+def checkpoint_of(run: Path, step: int) -> Path:
+    from megarl.checkpoint.manifest import hash_file
+
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor" / "__0_0.distcp").write_text("weights")
+    (folder / "rng_00000.pt").write_text("random states")
+    (folder / "host.json").write_text(json.dumps({"step": step}))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    entries = {str(path.relative_to(folder)): hash_file(path)._asdict() for path in files}
+    (folder / "manifest.json").write_text(json.dumps({"step": step, "world_size": 1, "layout": [], "files": entries}))
+    return folder
+
+
+def earlier(spoil: Callable[[Path], Any] = lambda run: None) -> Callable[[Path], None]:
+    """A folder with a run in it, spoilt."""
+    return lambda folder: spoil(run_of(folder))
+
+
+def damaged(spoil: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """A run with one checkpoint, spoilt."""
+    return lambda folder: spoil(checkpoint_of(run_of(folder), 1))
+
+
+def config_is(content: bytes) -> Callable[[Path], None]:
+    return earlier(lambda run: (run / "config.yaml").write_bytes(content))
+
+
+def both_damaged(folder: Path) -> None:
+    run = run_of(folder)
+    for step in (1, 12):
+        (checkpoint_of(run, step) / "host.json").unlink()
+
+
+def in_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def spoil(checkpoint: Path) -> None:
+        tree = json.loads((checkpoint / "manifest.json").read_text())
+        change(tree)
+        (checkpoint / "manifest.json").write_text(json.dumps(tree))
+
+    return damaged(spoil)
+
+
+def hold(folder: Path) -> None:
+    (folder / "run").mkdir()
+    lock = (folder / "run" / ".lock").open("a+")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.write("process 7 on elsewhere")
+    lock.flush()
+    HELD.append(lock)
+
+
+def full(folder: Path) -> None:
+    """The disk, for all that this process sees; other tests have processes of their own."""
+    usage = shutil.disk_usage(folder)
+    shutil.disk_usage = lambda path: usage._replace(free=1 << 20)  # type: ignore[assignment]
+
+
+def link(name: str, to: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).symlink_to(folder / to)
+
+
+def model_elsewhere(folder: Path) -> None:
+    run_of(folder)
+    shutil.copytree(folder / "model", folder / "other")
+
+
+def folder_at(name: str) -> Callable[[Path], None]:
+    """Something else lies there."""
+
+    def make(folder: Path) -> None:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "thesis.txt").write_text("")
+
+    return make
+
+
+def exported_over_model(folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "export").symlink_to(folder / "model")
+
+
+def only(name: str, text: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / "run").mkdir()
+        (folder / "run" / name).write_text(text)
+
+    return make
+
+
+def kept(key: str, *says: str, given: tuple[str, ...], prepare: Callable[[Path], None] | None = None) -> list[Case]:
+    """A key of the run's identity, changed with `resume` and without."""
+    told = ("run folder FOLDER/run belongs to another run", key, "set run.dir", *says)
+    return [
+        Case(f"resumed with another {key}", told, (RESUME, *given), prepare or earlier()),
+        Case(f"a folder of another {key}", told, given, prepare or earlier()),
+    ]
+
+
+DIR = ("run.dir", "set it to one", "runs/first")
+UNUSABLE = ("cannot write to run folder", "set run.dir to another folder")
+NONE_WHOLE = ("none of the checkpoints in FOLDER/run/checkpoints is whole", "step_000001", "put a copy", "run.dir")
+
+CASES = [
+    Case("no run.dir", DIR, ("run.dir=",)),
+    Case("run.dir of blanks", DIR, ("run.dir='  '",)),
+    Case("run.dir with a zero byte", DIR, ('run.dir="a\\0b"',)),
+    Case("run.dir a file", (*UNUSABLE, "train.jsonl is not a folder"), ("run.dir=FOLDER/train.jsonl",)),
+    Case("run.dir below a file", (*UNUSABLE, "train.jsonl is not a folder"), ("run.dir=FOLDER/train.jsonl/a/b",)),
+    Case("run.dir a device", (*UNUSABLE, "/dev/null is not a folder"), ("run.dir=/dev/null",)),
+    Case("run.dir below a device", (*UNUSABLE, "/dev/null is not a folder"), ("run.dir=/dev/null/x",)),
+    Case("run.dir in proc", ("run.dir=/proc/x", "another disk"), ("run.dir=/proc/x",)),
+    Case("run.dir too long a name", ("run.dir", "too long", "another folder"), (f"run.dir=FOLDER/{'x' * 300}",)),
+    Case("run.dir too long further in", ("too long", "another folder"), (f"run.dir=FOLDER/a/b/{'x' * 300}",)),
+    Case("run.dir too long a path", ("too long", "another folder"), (f"run.dir=FOLDER/{'x/' * 3000}",)),
+    Case("run.dir a broken link", (*UNUSABLE, "is a link to FOLDER/gone"), ("run.dir=FOLDER/at",), link("at", "gone")),
+    Case("run.dir below a broken link", (*UNUSABLE, "a link"), ("run.dir=FOLDER/at/run",), link("at", "gone")),
+    Case(
+        "run.dir a link to itself",
+        ("run.dir=FOLDER/at", "loop", "another folder"),
+        ("run.dir=FOLDER/at",),
+        link("at", "at"),
+    ),
+    Case("run.dir the user's own folder", ("run.dir=FOLDER", "config.yaml", "a new folder"), ("run.dir=FOLDER",)),
+    Case("run.dir with a README", ("README.txt", "a new folder"), (), only("README.txt", "My thesis\n")),
+    Case("run.dir with a configuration", ("config.yaml", "a new folder"), (), only("config.yaml", "a: 1\n")),
+    Case("run.dir in use", ("in use by process 7 on elsewhere", "wait for it", "run.dir"), (), hold),
+    Case("run.dir in use, to resume", ("in use by process 7 on elsewhere",), (RESUME,), hold),
+    Case("a run already", ("holds this run already", "run.resume=auto", "run.dir"), (), earlier()),
+    Case("a run with other settings already", ("run.resume=auto",), ("actor_optimizer.lr=0.5",), earlier()),
+    Case("results of nobody", ("no config.yaml", "run.dir"), (RESUME,), only("metrics.jsonl", "")),
+    *[
+        Case(f"a run's configuration {name}", ("FOLDER/run", "config.yaml", "run.dir"), (RESUME,), config_is(content))
+        for name, content in {
+            "binary": b"\x00\xff\xfe\x80",
+            "Latin-1": "run: {dir: Übung}".encode("latin-1"),
+            "no YAML": b"run: {dir: [",
+            "a list": b"- run\n- dir\n",
+            "a number": b"7",
+            "another program's": b"trainer: {total_epochs: 3}",
+            "of a wrong type": b"run: {seed: many}",
+            "deeply nested": b"[" * 2000 + b"]" * 2000,
+        }.items()
+    ],
+    Case("a run's configuration empty", ("belongs to another run", "run.dir"), (RESUME,), config_is(b"")),
+    Case(
+        "a run's configuration a folder",
+        ("no config.yaml", "run.dir"),
+        (RESUME,),
+        earlier(lambda run: ((run / "config.yaml").unlink(), (run / "config.yaml").mkdir())),
+    ),
+    *kept("algorithm", "'ppo' -> 'grpo'", given=("algorithm=grpo",)),
+    *kept("run.seed", "1 -> 5", "set these keys back", given=("run.seed=5",)),
+    *kept("model.dtype", given=("model.dtype=bfloat16",)),
+    *kept("model.path", given=("model.path=FOLDER/other",), prepare=model_elsewhere),
+    *kept("critic.path", given=("critic.path=FOLDER/other",), prepare=model_elsewhere),
+    *kept("data.train", given=("data.train=FOLDER/eval.jsonl",)),
+    *kept("data.prompts_per_step", "4 -> 8", given=("data.prompts_per_step=8",)),
+    *kept("data.shuffle", given=("data.shuffle=false",)),
+    *kept("lora.rank", "0 -> 4", given=("lora.rank=4",)),
+    Case(
+        "a run shorter than what was done",
+        ("run.num_rollout=2", "step_000003", "is of step 3", "set it to that or more"),
+        (RESUME,),
+        lambda folder: (checkpoint_of(run_of(folder), 3), None)[1],
+    ),
+    *[
+        Case(f"the only checkpoint {name}", (*NONE_WHOLE, what), (RESUME,), prepare)
+        for name, what, prepare in (
+            ("empty", "manifest.json is missing", damaged(lambda at: (shutil.rmtree(at), at.mkdir()))),
+            ("without manifest", "manifest.json is missing", damaged(lambda at: (at / "manifest.json").unlink())),
+            ("with no JSON", "manifest.json is broken", damaged(lambda at: (at / "manifest.json").write_text("{"))),
+            ("with a list", "manifest.json is broken", damaged(lambda at: (at / "manifest.json").write_text("[1]"))),
+            ("with binary", "manifest.json is broken", damaged(lambda at: (at / "manifest.json").write_bytes(b"\xff"))),
+            ("of no files", "does not list host.json", in_manifest(lambda tree: tree.update(files={}))),
+            ("of files in a list", "manifest.json is broken", in_manifest(lambda tree: tree.update(files=[1]))),
+            ("of sizes in words", "broken", in_manifest(lambda tree: tree["files"]["host.json"].update(bytes="1"))),
+            ("truncated", "__0_0.distcp is truncated", damaged(lambda at: (at / "actor/__0_0.distcp").write_text("w"))),
+            (
+                "changed",
+                "differs from its checksum",
+                damaged(lambda at: (at / "actor/__0_0.distcp").write_text("WEIGHTS")),
+            ),
+            ("without a part", "__0_0.distcp is missing", damaged(lambda at: (at / "actor/__0_0.distcp").unlink())),
+            ("without random states", "rng_00000.pt is missing", damaged(lambda at: (at / "rng_00000.pt").unlink())),
+            (
+                "with half of them",
+                "rng_00000.pt is truncated",
+                damaged(lambda at: (at / "rng_00000.pt").write_text("r")),
+            ),
+            ("without host.json", "host.json is missing", damaged(lambda at: (at / "host.json").unlink())),
+            (
+                "with a folder in it",
+                "truncated",
+                damaged(lambda at: ((at / "host.json").unlink(), (at / "host.json").mkdir())),
+            ),
+        )
+    ],
+    Case("both checkpoints damaged", (*NONE_WHOLE, "step_000012: host.json is missing"), (RESUME,), both_damaged),
+    Case(
+        "checkpoints a file",
+        ("cannot look for checkpoints in FOLDER/run/checkpoints", "Not a directory"),
+        (RESUME,),
+        earlier(lambda run: (run / "checkpoints").write_text("")),
+    ),
+    Case("something at the export's place", ("run/export exists", "run.dir"), (), folder_at("run/export")),
+    Case("an export over the model", ("came from", "run.dir"), (), exported_over_model),
+    Case("something at the adapter's place", ("run/adapter", "run.dir"), ("lora.rank=4",), folder_at("run/adapter")),
+    Case("no room for the export", ("1.0 MB free", "for the export", "make room"), (), full),
+    Case("no room for checkpoints", ("2 x", "for checkpoints", "keep_checkpoints"), ("run.save_every=1",), full),
+    Case("no room for checkpoints alone", ("for checkpoints",), ("run.save_every=1", "run.export=false"), full),
+]

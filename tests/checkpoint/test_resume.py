@@ -1,0 +1,195 @@
+"""Whole runs that are stopped, changed, moved to another layout, and short of room: SFT of a tiny MoE."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.checkpoint.room import needs
+from megarl.config import load_config
+from megarl.models.registry import load_hf_config
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., dict[str, Any]]
+CONFIG = """
+algorithm: sft
+run: {num_rollout: 2, save_every: 1, keep_checkpoints: 3}
+model: {dtype: bfloat16}
+data: {prompts_per_step: 8}
+rollout: {max_context: 256, max_new_tokens: 64}
+actor_optimizer: {lr: 0.01, min_lr: 0.001, schedule: linear, warmup_fraction: 0.0}
+track: {progress: false, tensorboard: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("material") / "m"
+    command = [sys.executable, "tools/make_quickstart.py", str(folder), "--demonstrations", "120", "--train", "8"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(material: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> Run:
+    def start(run_dir: Path, *overrides: str, world: int = 1, disk: str = "") -> dict[str, Any]:
+        given = [f"model.path={material}/model", f"data.train={material}/sft.jsonl", f"run.dir={run_dir}", *overrides]
+        config = str(material / "config.yaml")
+        layout = f"parallel.world_size={world}"
+        return run_ranks(world, "tests/checkpoint/ranks_run.py", disk, config, layout, *given)[0]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps, tensor and expert parallel."""
+    folder = tmp_path_factory.mktemp("runs") / "two"
+    result = run(folder, "parallel.tp=2", "parallel.ep=2", world=2)
+    assert result["code"] == 0, result
+    return folder
+
+
+def rates(run_dir: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["actor/lr"]) for line in lines if "actor/lr" in line]
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_files_are_for_whom_the_umask_says(on_two_ranks: Path) -> None:
+    probe = on_two_ranks.parent / "probe"
+    probe.write_text("")
+    wanted = probe.stat().st_mode
+    files = [path for path in on_two_ranks.rglob("*") if path.is_file()]
+    assert len(files) > 20 and {path.stat().st_mode for path in files} == {wanted}
+
+
+def test_the_room_that_is_asked_for_is_a_little_more_than_what_is_taken(on_two_ranks: Path) -> None:
+    config = load_config(on_two_ranks / "config.yaml")
+    planned = needs(load_hf_config(config.model.path), None, config)
+    for place, needed in (("checkpoints/step_000002", planned.checkpoint), ("export", planned.export)):
+        taken = sum(path.stat().st_size for path in (on_two_ranks / place).rglob("*") if path.is_file())
+        assert taken < needed < 1.1 * taken + (5 << 20), place
+
+
+def test_a_finished_run_that_is_resumed_exports_in_whatever_layout(
+    run: Run, on_two_ranks: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(on_two_ranks, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/export")
+    result = run(tmp_path / "run", "run.resume=auto")
+    assert result["code"] == 0, result
+    assert "step_000002 was written in another layout: random states are drawn anew" in result["out"]
+    assert "changed, from step 3 on: parallel.tp: 2 -> 1" in result["out"]
+    assert rates(tmp_path / "run") == rates(on_two_ranks)  # no step was taken
+    first, second = (load_file(path / "export/model.safetensors") for path in (on_two_ranks, tmp_path / "run"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_longer_run_with_another_rate_follows_its_own_schedule(run: Run, on_two_ranks: Path, tmp_path: Path) -> None:
+    """Linear from lr at point 0 to min_lr at point n + 1, of n updates; update k has point k."""
+    assert rates(on_two_ranks) == [
+        (1, pytest.approx(0.001 + 0.009 * 2 / 3)),
+        (2, pytest.approx(0.001 + 0.009 * 1 / 3)),
+    ]
+    folder = tmp_path / "run"
+    shutil.copytree(on_two_ranks, folder)
+    changes = ["run.num_rollout=5", "actor_optimizer.lr=0.004", "run.save_every=2", "rollout.request_timeout=30"]
+    result = run(folder, "run.resume=auto", *changes)
+    assert result["code"] == 0, result
+    assert rates(folder)[2:] == [(step, pytest.approx(0.001 + 0.003 * (6 - step) / 6)) for step in (3, 4, 5)]
+    records = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
+    assert {record["key"]: (record["step"], record["old"], record["new"]) for record in records} == {
+        "actor_optimizer.lr": (3, 0.01, 0.004),
+        "parallel.ep": (3, 2, 1),
+        "parallel.tp": (3, 2, 1),
+        "parallel.world_size": (3, 2, 1),
+        "rollout.request_timeout": (3, 600.0, 30.0),
+        "run.num_rollout": (3, 2, 5),
+        "run.save_every": (3, 1, 2),
+    }
+    for record in records:
+        line = f"changed, from step 3 on: {record['key']}: {record['old']} -> {record['new']}"
+        assert line in result["out"] and line in (folder / "log.txt").read_text()
+    assert load_config(folder / "config.yaml").actor_optimizer.lr == 0.004
+
+    # And from one rank to two, which are data parallel.
+    result = run(folder, "run.resume=auto", *changes, "run.num_rollout=6", world=2)
+    assert result["code"] == 0, result
+    assert rates(folder)[5:] == [(6, pytest.approx(0.001 + 0.003 * 1 / 7))]
+    assert json.loads((folder / "changes.jsonl").read_text().splitlines()[-1])["step"] == 6
+
+    # A run cannot end before it is.
+    result = run(folder, "run.resume=auto", *changes, world=2)
+    assert result["code"] == 2 and result["err"].startswith("error: run.num_rollout=5, but "), result
+
+
+@pytest.mark.parametrize("disk", ["full_once", "full_at_rank_0s"])
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run: Run, tmp_path: Path, disk: str) -> None:
+    folder, lost = tmp_path / "run", {"full_once": 1, "full_at_rank_0s": 2}[disk]
+    result = run(folder, "run.num_rollout=3", "parallel.ep=2", world=2, disk=disk)
+    assert (result["code"], result["err"]) == (0, ""), result
+    alarm = f"ALARM: could not write checkpoint {folder}/checkpoints/step_00000{lost}: No space left on device"
+    for text in (result["out"], (folder / "log.txt").read_text()):
+        assert text.count(alarm) == 1, text
+        assert "earlier checkpoints are intact. Training goes on; make room" in text
+    assert checkpoints(folder) == ["latest", *[f"step_00000{step}" for step in (1, 2, 3) if step != lost]]
+    assert (folder / "export/model.safetensors").is_file()
+
+
+def test_without_room_for_the_last_checkpoint_the_run_exports_and_is_an_error(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    result = run(folder, disk="no_room_for_the_last")
+    (line,) = result["err"].splitlines()
+    assert result["code"] == 2 and line.startswith("error: could not write checkpoint"), result
+    assert "about 5.0 MB are needed, and 1.0 MB are free" in line and "earlier checkpoints are intact" in line
+    assert checkpoints(folder) == ["latest", "step_000001"] and (folder / "export/model.safetensors").is_file()
+
+
+def test_an_export_waits_for_room(run: Run, tmp_path: Path) -> None:
+    result = run(tmp_path / "run", "run.num_rollout=1", disk="no_room_for_the_export_at_first")
+    assert (result["code"], result["err"]) == (0, ""), result
+    assert result["out"].count("ALARM: cannot export to ") == 1
+    assert "MB are needed, and 0.0 MB are free. Waiting for room, for up to 7200 s" in result["out"]
+    assert (tmp_path / "run/export/model.safetensors").is_file() and not (tmp_path / "run/export.tmp").exists()
+
+
+def test_an_export_without_room_leaves_what_was_trained_and_the_next_start_exports_it(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    result = run(folder, "run.num_rollout=1", "run.storage_timeout_s=5", disk="no_room_for_the_export")
+    (line,) = result["err"].splitlines()
+    assert result["code"] == 2 and f"could not export to {folder}/export: " in line, result
+    assert f"{folder}/checkpoints/step_000001 has what was trained: make room and start again with run.resume" in line
+    assert not (folder / "export").exists()
+    result = run(folder, "run.num_rollout=1", "run.resume=auto")
+    assert result["code"] == 0 and [step for step, _ in rates(folder)] == [1], result
+    assert (folder / "export/model.safetensors").is_file()
+
+
+def test_damage_is_said_in_the_log_and_an_older_one_serves(run: Run, on_two_ranks: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(on_two_ranks, folder)
+    newest = folder / "checkpoints/step_000002"
+    damaged = next((newest / "actor").glob("__1_*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    result = run(folder, "run.resume=auto", "parallel.tp=2", "parallel.ep=2", world=2)
+    assert result["code"] == 0, result
+    skipped = f"skipping checkpoint {newest}: actor/{damaged.name} differs from its checksum"
+    assert skipped in result["out"] and skipped in (folder / "log.txt").read_text()
+    assert f"resumed from {folder}/checkpoints/step_000001 after step 1" in result["out"]
+    assert not (folder / "changes.jsonl").exists()
