@@ -142,6 +142,7 @@ def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
             distributed_timeout_minutes=max(1, int(timeout_s // 60)),
         )
         _layouts[sizes] = _globals(parallel_state)
+        _set_timeouts(list(dist.distributed_c10d._world.pg_map), timeout_s)  # Megatron makes some with torch's own
     ranks = Ranks(
         rank=dist.get_rank(),
         world=dist.get_world_size(),

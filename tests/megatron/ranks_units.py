@@ -537,6 +537,39 @@ def training() -> dict[str, Any]:
     return dict(rates=rates, in_vain=in_vain, inputs=inputs, harmless=harmless, lost=lost, outputs=outputs)
 
 
+def nothing() -> dict[str, list[int]]:
+    """A batch that everything was taken out of."""
+    batch = TrainBatch.from_rollouts([])
+    return {
+        name: list(values.shape)
+        for role in ("actor", "critic")
+        for name, values in build("qwen3_moe", role).forward(batch).items()
+    }
+
+
+def spared() -> dict[str, Any]:
+    """Which rollouts a reward function is called on, and what becomes of the others."""
+    from megarl.observe.clock import Clock
+    from megarl.types import Prompt, Rollout, Status
+    from megarl.workers.context import Context
+    from megarl.workers.reward import RewardWorker
+
+    seen = []
+
+    def reward(rollout: Rollout) -> float:
+        seen.append(rollout.seed)
+        return 1.0
+
+    chat: Any = None
+    context = Context(tiny.config(), RANKS, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {})
+    worker = RewardWorker(context, reward_fn=reward)
+    endings: list[Status] = ["stop", "aborted", "length", "aborted"]
+    rollouts = [Rollout(Prompt("p", ()), (), status, seed=i) for i, status in enumerate(endings)]
+    scored = worker.score(rollouts)
+    assert worker.score(rollouts[1:2]) == rollouts[1:2] and worker.score([]) == []
+    return {"seen": seen, "rewards": [r.reward for r in scored], "order": [r.seed for r in scored]}
+
+
 def waking() -> list[str]:
     import waking
 
@@ -551,7 +584,7 @@ def comparing() -> dict[str, Any]:
 
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, refusals, folder,
-    half, schedule, critic, aux_losses, training, waking, comparing,
+    half, schedule, critic, aux_losses, training, waking, comparing, nothing, spared,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A rollout worker and its engine: whether it holds what the model has, and the order in which it is woken."""
+"""A rollout worker and its engine: whether it holds what the model has, the order in which it is woken; and what becomes
+of aborted rollouts in other workers."""
 
 from __future__ import annotations
 
@@ -39,3 +40,11 @@ def test_an_engine_that_was_looked_at_generates_with_what_it_has(units: dict[str
         "/flush_cache",
         "/update_weight_version 0",
     ]
+
+
+def test_nothing_at_all_has_log_probs_and_values_of_no_token(units: dict[str, Any]) -> None:
+    assert units["nothing"] == {"logprobs": [0], "entropy": [0], "values": [0]}
+
+
+def test_aborted_rollouts_are_shown_to_no_reward(units: dict[str, Any]) -> None:
+    assert units["spared"] == {"seen": [0, 2], "rewards": [1.0, 0.0, 1.0, 0.0], "order": [0, 1, 2, 3]}

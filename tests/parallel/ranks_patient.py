@@ -1,0 +1,70 @@
+"""Two ranks with a time-out of a second, one of which works for longer, and in the end is gone.
+
+Prints what became of each wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
+
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+
+import tiny  # noqa: E402
+
+from megarl.parallel import ranks  # noqa: E402
+
+
+def timeouts() -> list[float]:
+    """Seconds that each group of this rank waits."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.rank() >= 0]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return sorted({backend.options._timeout.total_seconds() for backend in backends})
+
+
+def main() -> dict[str, object]:
+    place = ranks.initialize(tiny.config(tp=2, world=2).parallel, timeout_s=60.0)
+    own = ranks.new_host_group([0, 1])
+    made = timeouts()
+    ranks._timeout_s = 1.0
+    ranks._set_timeouts(list(dist.distributed_c10d._world.pg_map), 1.0)
+    inside = []
+    with ranks.patient(60.0):
+        inside += timeouts()
+        if place.rank:
+            time.sleep(2.5)
+        ranks.barrier()
+        dist.barrier(group=own)
+    after = timeouts()
+    try:
+        with ranks.patient(30.0):
+            raise KeyError
+    except KeyError:
+        after += timeouts()
+    heard = []
+    ranks.raise_alarm("first") if place.rank else None
+    ranks.barrier()
+    heard += [ranks.alarm_raised("first"), ranks.alarm_raised("second")]
+    result: dict[str, object] = {"made": made, "inside": inside, "after": after, "heard": heard}
+    if place.rank:
+        print("RESULT " + json.dumps(result), flush=True)
+        os._exit(0)  # as the kernel ends a process that is killed: without a word to anybody
+    try:
+        with ranks.patient(3600.0):
+            ranks.barrier()
+    except RuntimeError as error:
+        result["gone"] = type(error).__name__
+    print("RESULT " + json.dumps(result), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
