@@ -207,7 +207,8 @@ class Conversations:
 
         async def run() -> list[Rollout]:
             if self._tools is None:
-                self._tools = ToolPool(chat.tools, config.tool_timeout)
+                log = engine.log.with_name(f"tools_{engine.index}.log")
+                self._tools = ToolPool(chat.tools, config.tool_timeout, log=log)
             limits = config.request_timeout, config.concurrency
             async with Client(engine.url, engine.api_key, *limits, self._routing) as client:
                 parse = parser(client, engine.tool_call_parser, engine.tool_call_marker)

@@ -280,8 +280,12 @@ def test_sampling_params() -> None:
     assert (warm["temperature"], warm["top_p"], warm["sampling_seed"], warm["stop_token_ids"]) == (0.7, 0.9, 3, [END])
 
 
-def test_the_tools_processes_are_kept_from_one_generation_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SimpleNamespace(url="", api_key="", tool_call_parser="", tool_call_marker="", check_alive=lambda: None)
+def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "logs/engine_0.log"
+    names = dict(url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, log=log)
+    engine = SimpleNamespace(**names, check_alive=lambda: None)
 
     async def only_call(prompts: Any, policy: Any, around: Surroundings, **_: Any) -> list[str]:
         return [(await around.tools.call("pid", {})).text]
