@@ -266,7 +266,8 @@ class Conversations:
 
         async def run() -> list[Rollout]:
             if self._tools is None:
-                self._tools = ToolPool(chat.tools, config.tool_timeout)
+                log = engine.log.with_name(f"tools_{engine.index}.log")
+                self._tools = ToolPool(chat.tools, config.tool_timeout, log=log)
             deadline = asyncio.get_running_loop().time() + config.step_timeout
             limits = config.step_timeout, config.concurrency
             async with Client(engine.url, engine.api_key, *limits, self._routing, engine.version) as client:

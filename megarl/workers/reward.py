@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 from megarl.config import ConfigError, LoraConfig
 from megarl.megatron.model import MegatronModel
 from megarl.models.registry import load_hf_config
-from megarl.parallel.ranks import all_gather_objects
-from megarl.rewards.functions import load_functions, score
+from megarl.parallel.ranks import all_gather_objects, patient
+from megarl.rewards.deadline import GRACE_S
+from megarl.rewards.functions import LARGEST, checked, load_functions, score
 from megarl.types import Rollout, TrainBatch
 from megarl.workers.context import Context, Worker
 
@@ -22,7 +22,7 @@ class RewardWorker(Worker):
     def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None) -> None:
         super().__init__(context)
         if reward_fn is not None:
-            self.functions = {getattr(reward_fn, "__name__", "reward_fn"): reward_fn}
+            self.functions = {getattr(reward_fn, "__name__", "reward_fn"): checked(reward_fn, "reward_fn")}
         else:
             self.functions = load_functions(self.config.reward.functions)
         self.model: MegatronModel | None = None
@@ -56,12 +56,16 @@ class RewardWorker(Worker):
     def _score(self, rollouts: list[Rollout]) -> list[Rollout]:
         with self.clock.phase("reward"):
             share = rollouts[self.ranks.rank :: self.ranks.world]
+            limit = self.config.reward.timeout
             result: list[Rollout] | str
-            try:
-                result = score(share, self.functions)
-            except ValueError as error:
-                result = str(error)
-            parts = all_gather_objects(result)
+            # The longest that the slowest rank may take, if each of its calls takes as long as one may.
+            calls = -(-len(rollouts) // self.ranks.world) * len(self.functions)
+            with patient(max(self.config.run.timeout_s, (limit + GRACE_S) * calls)):
+                try:
+                    result = score(share, self.functions, limit)
+                except ValueError as error:
+                    result = str(error)
+                parts = all_gather_objects(result)
             for part in parts:
                 if isinstance(part, str):
                     raise ConfigError(part)
@@ -71,15 +75,18 @@ class RewardWorker(Worker):
             return scored if self.model is None else self._with_model(scored, self.model)
 
     def _with_model(self, rollouts: list[Rollout], model: MegatronModel) -> list[Rollout]:
-        """The same with the model's score of each conversation, at its last token: the ids that the engine saw."""
-        batch = TrainBatch.from_rollouts(rollouts)
-        scores = model.forward(batch)["scores"][batch.cu_seqlens[1:] - 1].tolist()
-        for rollout, value in zip(rollouts, scores, strict=True):
-            if not math.isfinite(value):
-                raise ConfigError(f"reward.model gave the sample {rollout.prompt.id!r} the score {value}")
-        return [
-            dataclasses.replace(
-                rollout, reward=rollout.reward + value, reward_parts={**rollout.reward_parts, MODEL: value}
-            )
-            for rollout, value in zip(rollouts, scores, strict=True)
-        ]
+        """The same with the model's score of each conversation, at its last token: the ids that the engine saw. What
+        was aborted has none."""
+        whole = [rollout for rollout in rollouts if rollout.status != "aborted"]
+        if not whole:
+            return rollouts
+        batch = TrainBatch.from_rollouts(whole)
+        scores = iter(model.forward(batch)["scores"][batch.cu_seqlens[1:] - 1].tolist())
+        return [rollout if rollout.status == "aborted" else _plus(rollout, next(scores)) for rollout in rollouts]
+
+
+def _plus(rollout: Rollout, value: float) -> Rollout:
+    if not abs(value) <= LARGEST:
+        raise ConfigError(f"reward.model gave the sample {rollout.prompt.id!r} the score {value}")
+    parts = {**rollout.reward_parts, MODEL: value}
+    return dataclasses.replace(rollout, reward=rollout.reward + value, reward_parts=parts)

@@ -50,6 +50,7 @@ def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str,
     case = importlib.import_module(module).CASES[number]
     shutil.copytree(material, folder)
     (folder / "config.yaml").write_text(CONFIG.replace("FOLDER", str(folder)))
+    sys.path.insert(0, str(folder))  # for modules that a case writes there
     case.prepare(folder)
     before = contents(folder), sorted(os.listdir(ROOT))
     given = [text.replace("FOLDER", str(folder)) for text in (*case.command, *case.given)]

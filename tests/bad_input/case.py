@@ -20,7 +20,7 @@ def nothing(folder: Path) -> None:
 @dataclass(frozen=True)
 class Case:
     """In `given`, `command` and `says`, FOLDER stands for the case's own copy of the material: model/, train.jsonl,
-    eval.jsonl, sft.jsonl, config.yaml."""
+    eval.jsonl, sft.jsonl, config.yaml. Modules in it can be imported."""
 
     name: str
     says: tuple[str, ...]

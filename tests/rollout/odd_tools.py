@@ -51,3 +51,106 @@ slow = _tool("slow", _slow, seconds="number")
 pid = _tool("pid", lambda: str(os.getpid()))
 modules = _tool("modules", lambda: [name for name in ("torch", "sglang", "transformers") if name in sys.modules])
 not_a_tool = 3
+
+
+def _background(mark: str, how: str) -> str:
+    """Leaves a process behind: a child, one in a session of its own, or a daemon that keeps all files open."""
+    if how == "child":
+        pid = subprocess.Popen(["sleep", "600"]).pid
+    elif how == "session":
+        pid = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    else:
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.write(writing, str(os.getpid()).encode())
+                while True:
+                    time.sleep(60)
+            os._exit(0)
+        pid = int(os.read(reading, 20))
+    with open(mark, "a") as file:
+        file.write(f"{pid}\n")
+    return "left"
+
+
+def _leave(mark: str, how: str) -> str:
+    _background(mark, "daemon")
+    _background(mark, "session")
+    if how == "die":
+        os._exit(3)
+    if how == "fault":
+        os.kill(os.getpid(), 11)
+    if how == "hang":
+        time.sleep(600)
+    return "left"
+
+
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("not me")
+
+
+def _mute() -> str:
+    raise _Mute
+
+
+def _interrupt() -> str:
+    raise KeyboardInterrupt
+
+
+def _noisy() -> str:
+    sys.stderr.write("x" * 1_000_000)
+    print("printed")
+    print("and written", file=sys.stderr)
+    raise LookupError("no such thing")
+
+
+def _deep() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+def _circle() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def _close() -> str:
+    sys.stdout.close()
+    sys.stderr.close()
+    os.close(1)
+    return "closed"
+
+
+def _close_all() -> str:
+    os.closerange(0, 64)
+    return "closed"
+
+
+def _away() -> str:
+    os.chdir("/")
+    return "away"
+
+
+background = _tool("background", _background, mark="string", how="string")
+leaves = _tool("leaves", _leave, mark="string", how="string")
+mute = _tool("mute", _mute)
+interrupts = _tool("interrupts", _interrupt)
+noisy = _tool("noisy", _noisy)
+octets = _tool("octets", lambda: b"abc")
+generates = _tool("generates", lambda: (i for i in range(3)))
+nan = _tool("nan", lambda: float("nan"))
+nothing = _tool("nothing", lambda: None)
+deep = _tool("deep", _deep)
+circle = _tool("circle", _circle)
+huge = _tool("huge", lambda: "x" * 300_000_000)
+half = _tool("half", lambda: "half \ud83d of it")
+closes = _tool("closes", _close)
+closes_all = _tool("closes_all", _close_all)
+away = _tool("away", _away)
+here = _tool("here", lambda: os.getcwd())
+unshown = _tool("unshown", lambda: _Mute())

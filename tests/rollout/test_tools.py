@@ -1,5 +1,8 @@
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Coroutine
 from contextlib import aclosing
@@ -9,7 +12,17 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rollout.tools import OUTPUT_LIMIT, ToolPool, ToolResult, load_tool, load_tools
+from megarl.rollout import tool_worker
+from megarl.rollout.tools import (
+    OUTPUT_LIMIT,
+    Tool,
+    ToolPool,
+    ToolResult,
+    check_function,
+    check_schema,
+    load_tool,
+    load_tools,
+)
 
 NAMES = ("raises", "hangs", "dies", "exits", "prints", "long", "table", "slow", "pid", "modules")
 
@@ -22,6 +35,111 @@ def run(calls: list[tuple[str, Any]], timeout: float = 30.0, size: int = 2) -> l
             return [await pool.call(name, arguments) for name, arguments in calls]
 
     return asyncio.run(all_of_them())
+
+
+ODD = [
+    *("mute", "interrupts", "noisy", "octets", "generates", "nan", "nothing", "deep", "circle", "huge", "half"),
+    *("closes", "closes_all", "away", "here", "unshown", "pid"),
+]
+
+
+def test_whatever_a_tool_does_the_next_call_works(tmp_path: Path) -> None:
+    """One process, as long as it lives: what comes back is what the policy reads."""
+    log = tmp_path / "logs/tools.log"
+
+    async def all_of_them() -> dict[str, ToolResult]:
+        async with aclosing(ToolPool(load_tools([f"odd_tools:{name}" for name in ODD]), 60.0, 1, log)) as pool:
+            first = {name: await pool.call(name, {}) for name in ODD}
+            for _ in range(30):
+                await pool.call("octets", {})
+            return first
+
+    found = asyncio.run(all_of_them())
+    assert {name for name, result in found.items() if result.ok} == {
+        *("nan", "nothing", "huge", "half", "closes", "away", "here", "pid")
+    }
+    expected = {
+        "mute": "Error: _Mute",
+        "interrupts": "Error: KeyboardInterrupt",
+        "noisy": "Error: no such thing",
+        "octets": "Error: the tool returned bytes; it must return text, or what JSON can hold",
+        "generates": "Error: Object of type generator is not JSON serializable",
+        "nan": "NaN",
+        "nothing": "null",
+        "circle": "Error: Circular reference detected",
+        "half": "half \ufffd of it",
+        "closes": "closed",
+        "closes_all": "Error: the tool's process died",
+        "here": os.getcwd(),
+        "unshown": "Error: Object of type _Mute is not JSON serializable",
+    }
+    assert {name: found[name].text for name in expected} == expected
+    assert "recursion" in found["deep"].text
+    assert found["huge"].text.endswith(f"({300_000_000 - OUTPUT_LIMIT} characters cut)")
+    noted = log.read_text()
+    assert "noisy {}: Error: no such thing" in noted and 'raise LookupError("no such thing")' in noted
+    assert "printed\n" in noted and "and written" in noted and "_Mute: <exception str() failed>" in noted
+    assert noted.count("octets {}") == 10 and "no more of this kind are noted" in noted
+    assert len(noted) < 100_000
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_running, pids))
+
+
+def left(mark: Path) -> list[int]:
+    return [int(line) for line in mark.read_text().split()]
+
+
+def test_nothing_that_tools_started_outlives_the_pool(tmp_path: Path) -> None:
+    """A child, one in a session of its own, a daemon that keeps the pipes open; closing waits for none of them."""
+    mark = tmp_path / "pids"
+    found: list[ToolResult] = []
+
+    async def leave() -> None:
+        async with aclosing(ToolPool(load_tools(["odd_tools:background"]), 60.0, 1)) as pool:
+            for how in ("child", "session", "daemon"):
+                found.append(await pool.call("background", {"mark": str(mark), "how": how}))
+            assert all(map(is_running, left(mark)))
+
+    asyncio.run(leave())
+    assert [result.text for result in found] == ["left"] * 3
+    assert len(left(mark)) == 3 and not any(map(is_running, left(mark)))
+
+
+@pytest.mark.parametrize(
+    ("how", "complaint"),
+    [("die", "process died"), ("fault", "process died"), ("hang", "stopped after 3 s"), ("wait", "")],
+)
+def test_nothing_is_left_of_a_process_that_ended_otherwise(tmp_path: Path, how: str, complaint: str) -> None:
+    mark = tmp_path / "pids"
+
+    async def leave() -> ToolResult:
+        async with aclosing(ToolPool(load_tools(["odd_tools:leaves"]), 3.0, 1)) as pool:
+            return await pool.call("leaves", {"mark": str(mark), "how": how})
+
+    assert complaint in asyncio.run(leave()).text
+    assert len(left(mark)) == 2 and not any(map(is_running, left(mark)))
+
+
+def test_nothing_is_left_when_the_rank_is_killed(tmp_path: Path) -> None:
+    mark = tmp_path / "pids"
+    script = f"""
+import asyncio, os, signal
+from megarl.rollout.tools import ToolPool, load_tools
+async def leave():
+    pool = ToolPool(load_tools(["odd_tools:leaves"]), 60.0, 1)
+    await pool.call("leaves", {{"mark": {str(mark)!r}, "how": "wait"}})
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(leave())
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    ended = subprocess.run([sys.executable, "-c", script], env=dict(os.environ, PYTHONPATH=path), timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(left(mark)) == 2 and gone(left(mark))
 
 
 def is_running(pid: int) -> bool:
@@ -51,8 +169,8 @@ def test_a_tool_that_prints_cannot_forge_an_answer() -> None:
 
 def test_a_tool_that_hangs_is_killed_with_its_children_and_its_place_refilled(tmp_path: Path) -> None:
     mark = tmp_path / "pids"
-    first, hung, second = run([("pid", {}), ("hangs", {"mark": str(mark)}), ("pid", {})], timeout=10.0, size=1)
-    assert not hung.ok and "stopped after 10 s" in hung.text
+    first, hung, second = run([("pid", {}), ("hangs", {"mark": str(mark)}), ("pid", {})], timeout=4.0, size=1)
+    assert not hung.ok and "stopped after 4 s" in hung.text
     assert second.ok and second.text != first.text
     tool, child = map(int, mark.read_text().split())
     assert str(tool) == first.text
@@ -130,8 +248,70 @@ def test_bad_calls_are_refused_in_words(name: str, arguments: Any, complaint: st
     ],
 )
 def test_a_wrong_tool_in_the_configuration(spec: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        load_tool(spec)
+    for load in (load_tool, lambda spec: load_tools([spec])):
+        with pytest.raises(ConfigError, match=complaint):
+            load(spec)
+
+
+def schema(name: Any = "f", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({}, "it must have type=function"),
+        ("text", "it must have type=function"),
+        ({"type": "function"}, "`function` must be a mapping"),
+        (schema(""), "its name must be 1 to 64 of the characters"),
+        (schema("a b"), "its name must be"),
+        (schema("<|im_end|>"), "its name must be"),
+        (schema(3), "its name must be"),
+        (schema("x" * 65), "its name must be"),
+        (schema(description=3), "`description` must be text"),
+        (schema(parameters=[]), "`parameters` must be a mapping"),
+        (schema(parameters={"properties": ["x"]}), "`properties` must map names to mappings"),
+        (schema(parameters={"properties": {"x": "number"}}), "`properties` must map names to mappings"),
+        (schema(parameters={"required": "x"}), "`required` must be a list"),
+        (schema(parameters={"required": ["x"]}), "`required` names 'x', which is not among"),
+        (schema(parameters={"properties": {"x": {"default": float("nan")}}}), "JSON cannot hold it"),
+        (schema(parameters={"properties": {"x": {"default": {1, 2}}}}), "JSON cannot hold it"),
+    ],
+)
+def test_a_schema_that_nobody_could_read(given: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match="rollout.tools: m:f has no OpenAI function schema: .*" + complaint):
+        check_schema(given, "m:f")
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (lambda: "1", "cannot be called with the schema's arguments .x.: got an unexpected keyword argument 'x'"),
+        (lambda x, y: "1", "missing a required argument: 'y'"),
+        ("text", "is a str"),
+        (asyncio.sleep, "is a coroutine"),
+    ],
+)
+def test_a_function_that_does_not_go_with_its_schema(function: Any, complaint: str) -> None:
+    described = schema(parameters={"properties": {"x": {"type": "number"}}, "required": ["x"]})
+    with pytest.raises(ConfigError, match="rollout.tools: .* of m:f .*" + complaint):
+        check_function(Tool(described, function), "m:f")
+
+
+def test_modules_of_tools_are_loaded_in_a_process_of_their_own() -> None:
+    sys.modules.pop("odd_tools", None)
+    tools = load_tools(["odd_tools:table"])
+    assert "odd_tools" not in sys.modules and tools["table"].spec == "odd_tools:table"
+    with pytest.raises(RuntimeError, match="processes of their own"):
+        tools["table"].function()
+
+
+def test_a_module_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tool_worker, "LOAD_LIMIT_S", 2.0)
+    with pytest.raises(ConfigError, match="rollout.tools: slow_module:f was not loaded after 2 s"):
+        load_tools(["slow_module:f"])
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
