@@ -116,8 +116,8 @@ def _check_recompute(settings: Mapping[str, Any]) -> None:
     given = [name for name in ("recompute_method", "recompute_num_layers") if settings.get(name) is not None]
     if way == "full" and len(given) < 2:
         raise ConfigError(f"{section}recompute_granularity=full needs recompute_method and recompute_num_layers, too")
-    if way == "selective" and given:
-        raise ConfigError(f"{section}{given[0]} is for recompute_granularity=full; leave it out")
+    if way == "selective" and "recompute_num_layers" in given:
+        raise ConfigError(f"{section}recompute_num_layers is for recompute_granularity=full; leave it out")
     if way == "full" and settings["recompute_num_layers"] < 1:
         raise ConfigError(f"{section}recompute_num_layers must be at least 1, not {settings['recompute_num_layers']}")
 

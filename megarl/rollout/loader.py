@@ -136,7 +136,7 @@ def oddities(model: torch.nn.Module) -> list[str]:
             for mark, means in _ORDERED_OTHERWISE.items():
                 value = getattr(owner, mark, None)
                 if value is not None and value is not False:
-                    found.append(f"{name} {means} ({mark})")
+                    found.append(f"{name or 'the model'} {means} ({mark})")
     return list(dict.fromkeys(found)) + _moved_experts()
 
 

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from megarl import annotated
 from megarl.config import ConfigError
-from megarl.models.megatron_fields import FIXED, OURS, check, known_fields
+from megarl.models.megatron_fields import _CLASSES, _DDP, _MLA, FIXED, OURS, _described, check, check_ddp, known_fields
 
 # In a process of its own, and by way of this package, which fits Megatron to the machine before it is imported.
 SCRIPT = """
@@ -31,9 +32,47 @@ def test_fields_are_megatrons_own() -> None:
 
 
 def test_what_may_be_passed_through() -> None:
-    check({"recompute_granularity": "full", "num_layers_in_last_pipeline_stage": 2}, mla=False)
-    check({"mscale": 1.0}, mla=True)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    check({**full, "num_layers_in_last_pipeline_stage": 2, "moe_aux_loss_coeff": [0.1, 0.2]}, mla=False)
+    check({"mscale": 1, "recompute_granularity": "selective", "recompute_modules": ["moe"]}, mla=True)
+    check_ddp({"overlap_grad_reduce": True, "bucket_size": None})
     refused = {"tensor_model_parallel_size": "set parallel.tp", "fp16": "not implemented", "x": "not a field"}
     for name, message in refused.items():
         with pytest.raises(ConfigError, match=message):
             check({name: 1}, mla=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("moe_z_loss_coeff", "much", "must be a number, not 'much'"),
+        ("moe_z_loss_coeff", "1e-3", "; write 0.001"),
+        ("recompute_num_layers", 1.5, "must be a whole number, not 1.5"),
+        ("recompute_num_layers", 10**400, "must be at most 2147483647, not an integer of 1329 bits"),
+        ("moe_token_dispatcher_type", "all2all", "must be one of allgather, alltoall, flex"),
+        ("apply_rope_fusion", 1, "must be true or false, not 1"),
+        ("init_method", "normal", "cannot be set: it is of type"),
+        ("attention_dropout", 1.0, "must be at least 0 and below 1"),
+        ("recompute_modules", ["mpl"], "mpl is none of .* did you mean mlp"),
+        ("recompute_granularity", "full", "needs recompute_method and recompute_num_layers"),
+    ],
+)
+def test_values_fit_their_annotations(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check({name: value}, mla=False)
+
+
+def test_values_of_the_gradient_buffers_fit_theirs() -> None:
+    for name, value, message in (
+        ("bucket_size", "big", "whole number"),
+        ("overlap_grad_reduce", "yes", "true or false"),
+    ):
+        with pytest.raises(ConfigError, match=f"train.ddp.{name} must be .*{message}"):
+            check_ddp({name: value})
+
+
+def test_every_default_fits_its_own_field() -> None:
+    """So that what is refused is not what Megatron takes by itself."""
+    for name, field in {**_described(*_CLASSES, _MLA), **_described(_DDP)}.items():
+        if field.default is not ...:
+            annotated.check(name, field.default, field)

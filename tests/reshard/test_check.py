@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.models.registry import family_of
-from megarl.reshard.check import digest, digest_problem, engine_problems, shard_problems
+from megarl.reshard.check import digest, digest_problem, engine_problems, layout_problems, shard_problems
 from megarl.reshard.layout import EngineLayout, TrainLayout, engine_shapes
 
 HF: dict[str, Any] = {
@@ -110,3 +110,30 @@ def test_ranks_with_another_configuration_are_named() -> None:
     assert same != other != digest(HF, TrainLayout(4, 2, 2, ((1,), (0,))), 8)
     assert digest_problem([same] * 4) == ""
     assert "rank(s) 2, 3 have another model or layout than rank 0" in digest_problem([same, same, other, other])
+
+
+def test_dense_and_shared_mlps_are_divided_each_by_its_own_switch() -> None:
+    hf = HF | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "head_dim": 2,
+    }
+    params = family_of(hf).params(hf, 1)
+    dense, shared = "model.layers.0.mlp.gate_up_proj.weight", "model.layers.1.mlp.shared_experts.gate_up_proj.weight"
+    for layout, rows in (
+        (EngineLayout(2, 2), (16, 4)),
+        (EngineLayout(2, 2, mlp_tp=1), (32, 4)),
+        (EngineLayout(2, 2, shared_tp=1), (16, 8)),
+        (EngineLayout(2, 2, mlp_tp=1, shared_tp=1), (32, 8)),
+    ):
+        shapes = engine_shapes(params, layout, 1, 4)
+        assert (shapes[dense][0], shapes[shared][0]) == rows
+
+
+def test_what_an_engine_says_of_its_layers_is_named_with_the_remedy() -> None:
+    assert layout_problems([]) == []
+    (line,) = layout_problems(["model.layers.0.mlp.experts has its experts transposed (use_triton_kernels)"])
+    assert "in the engine, model.layers.0.mlp.experts has its experts transposed" in line
+    assert "leave moe_runner_backend" in line

@@ -47,6 +47,10 @@ def test_engines() -> None:
     attention = {"enable_dp_attention": True, "dp_size": 4, "enable_dp_lm_head": True}
     assert engine_layout(config(tp=8, ep=8, sglang=attention)) == EngineLayout(8, 8, 4, head_tp=2)
     assert engine_layout(config(tp=8, sglang={"attn_dp_size": 2})) == EngineLayout(8, 1, 2)
+    dense, sent = {"moe_dense_tp_size": 1}, {"moe_a2a_backend": "deepep"}
+    assert engine_layout(config(tp=8, ep=8, sglang=dense)) == EngineLayout(8, 8, mlp_tp=1)
+    assert engine_layout(config(tp=8, ep=8, sglang=sent)) == EngineLayout(8, 8, shared_tp=1)
+    assert engine_layout(config(tp=8, ep=8, sglang=dense | sent)) == EngineLayout(8, 8, mlp_tp=1, shared_tp=1)
     drafting = [
         engine_layout(from_dict({"rollout": {"draft_tokens": tokens}, "train": {"mtp": weight}})).draft
         for tokens, weight in ((0, 0.0), (2, 0.0), (0, 0.1), (2, 0.1))
@@ -56,5 +60,23 @@ def test_engines() -> None:
 
 @pytest.mark.parametrize("key", ["pp_size", "ep_num_redundant_experts", "dp_size", "quantization"])
 def test_what_cannot_be_served_is_refused_by_name(key: str) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.sglang"):
-        engine_layout(config(tp=2, sglang={key: 2}))
+    with pytest.raises(ConfigError, match=rf"rollout\.sglang\.{key}"):
+        engine_layout(config(tp=2, sglang={key: "fp8" if key == "quantization" else 2}))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"tp": 8, "sglang": {"moe_dense_tp_size": 2}}, "moe_dense_tp_size=2: SGLang knows 1 and rollout.tp=8 only"),
+        ({"tp": 8, "ep": 4, "sglang": {"moe_a2a_backend": "deepep"}}, "set rollout.ep to rollout.tp=8"),
+        ({"tp": 8, "ep": 8, "draft_tokens": 2, "sglang": {"moe_a2a_backend": "deepep"}}, "set one of them only"),
+        (
+            {"tp": 8, "ep": 8, "sglang": {"moe_a2a_backend": "deepep", "enforce_shared_experts_fusion": True}},
+            "leave the second out",
+        ),
+        ({"tp": 8, "sglang": {"max_total_tokens": "lots"}}, "must be a whole number"),
+    ],
+)
+def test_what_does_not_go_together(rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_layout(config(**rollout))

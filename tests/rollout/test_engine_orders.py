@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -80,18 +82,45 @@ def test_two_ranks(build: Callable[[int], PreTrainedModel], layout: EngineLayout
 
 def test_replicated_attention_redundant_experts_and_a_fused_shared_one(host: str, tmp_path: Path) -> None:
     """Written over and back, each tensor has the bytes that SGLang's own loader gave it, by SGLang's own checksums:
-    on a CPU its attention cannot generate with replicas."""
-    experts = {1: (0, 1, 2, 3, 4, 5, 6, 7, 0, 1)}
-    layout = EngineLayout(2, ep=2, dp=2, experts=experts, fuse_shared=True)
-    settings = {"attn_dp_size": 2, "ep_num_redundant_experts": 2, "enforce_shared_experts_fusion": True}
+    on a CPU its attention cannot generate with replicas. That experts are elsewhere it says itself."""
+    places = [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1], [3, 0, 1, 2, 5, 7, 6, 4, 1, 0]]
+    layout = EngineLayout(2, ep=2, dp=2, mlp_tp=1, experts={1: tuple(places[1])}, fuse_shared=True)
+    settings = {
+        "attn_dp_size": 2,
+        "moe_dense_tp_size": 1,
+        "ep_num_redundant_experts": 2,
+        "init_expert_location": json.dumps({"physical_to_logical_map": places}),
+        "enforce_shared_experts_fusion": True,
+    }
     new = tiny_models.save(tiny_models.deepseek_v3(seed=6), tmp_path / "new")
     with start(host, tiny_models.deepseek_v3(), tmp_path, tp=2, ep=2, sglang=settings) as running:
+        moved = "the engine's experts are not where their numbers say (init_expert_location)"
+        assert [rank["odd"] for rank in looked_at(running.engine, 2)] == [[moved], [moved]]
         before = checksums(running.engine)
         overwrite(running.engine, layout, new, 1)
         changed = checksums(running.engine)
         assert all(there.items().isdisjoint(here.items()) for there, here in zip(before, changed, strict=True))
         overwrite(running.engine, layout, running.folder, 2)
         assert checksums(running.engine) == before
+
+
+def looked_at(engine: Engine, ranks: int = 1) -> list[dict[str, Any]]:
+    """What the engine's ranks say of themselves, in an update in which nothing is written."""
+    boxes = [Mailbox() for _ in range(ranks)]
+    engine.begin_update()
+    engine.order([box.payload({"do": "describe"}) for box in boxes])
+    engine.end_update(0)
+    return [box.answer() for box in boxes]
+
+
+def test_an_engine_that_was_only_looked_at_generates_as_before(qwen3_moe: Running, deepseek_v3: Running) -> None:
+    """Nor is there anything odd in how it keeps its weights."""
+    for running in (qwen3_moe, deepseek_v3):
+        before = [(out.token_ids, out.logprobs) for out in generate(running.engine)]
+        (answer,) = looked_at(running.engine)
+        assert answer["odd"] == [] and any(name.endswith("w13_weight") for name in answer["tensors"])
+        running.engine.check_alive()
+        assert [(out.token_ids, out.logprobs) for out in generate(running.engine)] == before
 
 
 def checksums(engine: Engine) -> list[dict[str, str]]:

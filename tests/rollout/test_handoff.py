@@ -48,7 +48,7 @@ def test_buffers_are_written_in_turn() -> None:
     hand_over.settle()
     assert hand_over.errors == []
     assert engine.model.weight.tolist() == [[0, 0.5], [1, 1.5], [2, 2.5]]
-    assert hand_over.ask({"do": "describe"}) == {"tensors": {"weight": ["float32", [3, 2]]}}
+    assert hand_over.ask({"do": "describe"}) == {"tensors": {"weight": ["float32", [3, 2]]}, "odd": []}
 
 
 def test_what_the_engine_cannot_do_is_noted_and_it_gets_no_more_orders() -> None:

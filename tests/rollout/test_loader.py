@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,7 +64,8 @@ def test_describe_lists_what_a_checkpoint_has() -> None:
             "matrix": ["bfloat16", [4, 6]],
             "vector": ["float32", [5]],
             "kept": ["float32", [2]],
-        }
+        },
+        "odd": [],
     }
 
 
@@ -155,6 +156,49 @@ def test_an_answer_that_is_too_long_says_so() -> None:
 def test_it_does_not_raise_even_where_it_cannot_answer(capfd: pytest.CaptureFixture[str]) -> None:
     loader.load(Model(), [])
     assert "cannot be given" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mark", "value", "words"),
+    [
+        ("load_up_proj_weight_first", True, "has the rows of up before those of gate"),
+        ("use_flashinfer_trtllm_moe", True, "packs them into blocks"),
+        ("w13_swiglu_interleaved", True, "gate and up in turn"),
+        ("use_triton_kernels", True, "transposed"),
+        ("use_marlin", True, "repacked"),
+        ("load_up_proj_weight_first", False, ""),
+        ("_block_fp8_bf16_weight", None, ""),
+    ],
+)
+def test_describe_says_which_layers_keep_weights_otherwise(mark: str, value: Any, words: str) -> None:
+    """Whether the mark is on the layer, or on what computes with its weights."""
+    for of in ("layer", "method"):
+        layer = Model()
+        layer.quant_method = type("Method", (), {})()
+        setattr(layer if of == "layer" else layer.quant_method, mark, value)
+        odd = obey(torch.nn.Sequential(Model(), layer), {"do": "describe"})["odd"]
+        assert len(odd) == bool(words)
+        assert all(line.startswith("1 has ") and words in line for line in odd)
+
+
+def test_describe_says_of_weights_that_they_are_marked() -> None:
+    model = Model()
+    model.matrix.is_shuffled = True  # type: ignore[attr-defined]
+    assert obey(model, {"do": "describe"})["odd"] == ["the model has its weights shuffled (is_shuffled)"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "moved"),
+    [([[0, 1, 2, 3]] * 2, False), ([[0, 1, 2, 3, 0, 1]], False), ([[0, 1, 2, 3], [0, 2, 1, 3]], True)],
+)
+def test_describe_says_where_sglang_has_its_experts(
+    monkeypatch: pytest.MonkeyPatch, experts: list[list[int]], moved: bool
+) -> None:
+    table = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor(experts), num_logical_experts=4)
+    stand_in = SimpleNamespace(get_global_expert_location_metadata=lambda: table)
+    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", stand_in)  # type: ignore[arg-type]
+    odd = obey(Model(), {"do": "describe"})["odd"]
+    assert odd == (["the engine's experts are not where their numbers say (init_expert_location)"] if moved else [])
 
 
 def test_finish_has_sglang_compute_what_it_derives(monkeypatch: pytest.MonkeyPatch) -> None:

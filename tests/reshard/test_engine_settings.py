@@ -1,0 +1,138 @@
+"""Which settings of SGLang's may reach an engine that weights are pushed to."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.reshard import engine_settings
+from megarl.reshard.engine_settings import check, safe_runner
+from megarl.rollout import server_args
+
+RUNNERS = server_args.fields()["moe_runner_backend"].choices
+A2A = server_args.fields()["moe_a2a_backend"].choices
+
+
+def refused(**settings: Any) -> str:
+    server_args.check(settings)
+    try:
+        check(settings)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_runners_of_experts_that_leave_gate_before_up_are_few() -> None:
+    assert "flashinfer_cutlass" in RUNNERS and len(RUNNERS) > 20
+    assert [name for name in RUNNERS if not refused(moe_runner_backend=name)] == ["deep_gemm", "triton"]
+    message = refused(moe_runner_backend="flashinfer_cutlass")
+    assert "rollout.sglang.moe_runner_backend=flashinfer_cutlass" in message and "triton, deep_gemm" in message
+    assert "moe_runner_backend=auto" in refused(moe_runner_backend="auto")  # on Blackwell it is one that swaps
+    assert refused(speculative_moe_runner_backend="marlin")
+
+
+def test_ways_to_send_tokens_to_experts() -> None:
+    assert [name for name in A2A if not refused(moe_a2a_backend=name)] == ["none", "deepep"]
+
+
+def test_every_choice_that_is_allowed_is_one_of_sglangs() -> None:
+    for name, allowed in engine_settings._ALLOWED.items():
+        field = server_args.fields()[name]
+        assert field.group not in engine_settings._FREE, name
+        if isinstance(allowed, tuple) and field.choices:
+            assert set(allowed) <= set(field.choices), name
+    assert {field.group for field in server_args.fields().values()} >= engine_settings._FREE
+    assert engine_settings._WHY.keys() <= server_args.fields().keys()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_expert_location": '{"physical_to_logical_map": [[1, 0]]}'},
+        {"enable_eplb": True},
+        {"ep_num_redundant_experts": 2},
+        {"ep_dispatch_algorithm": "fake"},
+        {"elastic_ep_backend": "mooncake"},
+        {"enable_waterfill": True},
+        {"enable_paged_experts": True},
+        {"kt_weight_path": "/w"},
+        {"quantization": "fp8"},
+        {"modelopt_quant": "fp8"},
+        {"load_format": "flash_rl"},
+        {"load_format": "dummy"},
+        {"model_impl": "transformers"},
+        {"json_model_override_args": '{"num_hidden_layers": 1}'},
+        {"delete_ckpt_after_loading": True},
+        {"weight_cache_mode": "client"},
+        {"cpu_offload_gb": 4},
+        {"offload_group_size": 2},
+        {"enable_lora": True},
+        {"lora_paths": ["a"]},
+        {"pp_size": 2},
+        {"moe_dp_size": 2},
+        {"attn_cp_size": 2},
+        {"dcp_size": 2},
+        {"enable_prefill_cp": True},
+        {"enable_shared_experts_attn_tp": True},
+        {"shared_experts_tp_size": 1},
+        {"enable_dense_mlp_attn_tp": True},
+        {"enable_tp_lm_head_all_to_all": True},
+        {"attention_backend": "intel_amx"},
+        {"attention_backend": "dsa"},
+        {"fp8_gemm_runner_backend": "flashinfer_trtllm"},
+        {"fp4_gemm_runner_backend": "marlin"},
+        {"enable_nvidia_megakernel": True},
+        {"rl_on_policy_target": "fsdp"},
+        {"enable_watermark": True},
+        {"disaggregation_mode": "prefill"},
+        {"speculative_token_map": "/m"},
+        {"enable_multi_layer_eagle": True},
+        {"dllm_algorithm": "x"},
+    ],
+    ids=str,
+)
+def test_what_moves_or_changes_weights_is_refused_by_name(settings: dict[str, Any]) -> None:
+    ((name, value),) = settings.items()
+    message = refused(**settings)
+    assert message.startswith(f"rollout.sglang.{name}={value} is not known to leave an engine's weights in place: ")
+
+
+def test_what_knows_nothing_of_weights_may_be_set() -> None:
+    settings = {
+        "mem_fraction_static": 0.4,
+        "max_total_tokens": 4096,
+        "chunked_prefill_size": 2048,
+        "disable_radix_cache": True,
+        "schedule_policy": "lpm",
+        "enable_metrics": True,
+        "attention_backend": "fa3",
+        "kv_cache_dtype": "fp8_e4m3",
+        "enable_deterministic_inference": True,
+        "cuda_graph_max_bs_decode": 64,
+        "disable_shared_experts_fusion": True,
+        "init_expert_location": "trivial",
+        "quantization": None,
+        "load_format": "safetensors",
+        "context_length": 8192,
+    }
+    assert refused(**settings) == ""
+
+
+def test_a_gpus_engine_is_told_what_to_compute_experts_with() -> None:
+    assert safe_runner({}, blackwell=False) == {"moe_runner_backend": "triton"}
+    assert safe_runner({"moe_a2a_backend": "deepep"}, blackwell=False) == {"moe_runner_backend": "deep_gemm"}
+    told = safe_runner({}, blackwell=True)
+    assert told == {"moe_runner_backend": "triton", "fp8_gemm_runner_backend": "triton"}
+    assert refused(**told) == ""
+
+
+def test_environment_variables_that_move_weights_are_sglangs() -> None:
+    tree = ast.parse((server_args._source() / "environ.py").read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    own = {name for name in engine_settings.ENVIRONMENT if name not in names}
+    # Not declared where the others are: read straight from the environment.
+    source = (server_args._source() / "layers/quantization/fp8.py").read_text()
+    assert all(name in source for name in own) and len(own) <= 1, own
