@@ -125,7 +125,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpus-per-node", type=count(), default=8)
     parser.add_argument("--wire", choices=("bf16", "fp8", "fp32"), default="bf16")
     parser.add_argument("--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: even)")
-    parser.add_argument("--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving")
+    parser.add_argument(
+        "--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
+    )
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of the table")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a picture: who sends how much to whom")
     links = parser.add_argument_group("assumed by the modelled seconds, per GPU and direction")
@@ -173,8 +175,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    options = parse(arguments)
-    return ends_in_a_line(lambda: run(options, Console(highlight=False)))
+    return ends_in_a_line(lambda: run(parse(arguments), Console(highlight=False)))
 
 
 if __name__ == "__main__":
