@@ -29,13 +29,18 @@ def holds(content: bytes, name: str = "own.jsonl") -> Prepare:
 
 
 def third(good: Any, bad: Any) -> Prepare:
-    """Two good rows and a bad one, which may be given as text."""
+    """Two good rows and a bad one, which may be given as text, in Latin-1."""
     rows = [good, good, bad]
-    return holds("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows).encode())
+    return holds("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows).encode("latin-1"))
 
 
 def parquet(rows: list[dict[str, Any]]) -> Prepare:
     return lambda folder: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "own.parquet")
+
+
+def bare_template(folder: Path) -> None:
+    third(TALK, TALK)(folder)
+    (folder / "model/chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
 def cut_parquet(folder: Path) -> None:
@@ -50,8 +55,8 @@ def of_file(
     return Case(name, says, (f"{key}=FOLDER/{file}",), prepare)
 
 
-def prompt(name: str, says: tuple[str, ...], row: Any, *given: str) -> Case:
-    return Case(name, ("own.jsonl:3: ", *says), (*PROMPTS, *given), third(PROMPT, row))
+def prompt(name: str, says: tuple[str, ...], row: Any) -> Case:
+    return Case(name, ("own.jsonl:3: ", *says), PROMPTS, third(PROMPT, row))
 
 
 def talk(name: str, says: tuple[str, ...], row: Any) -> Case:
@@ -134,7 +139,12 @@ LINES = [
     prompt("a huge number", ("4300 digits",), '{"prompt": "x", "ground_truth": 1' + "0" * 5000 + "}"),
     prompt("a key twice", ("has 'prompt' twice",), '{"prompt": "a", "prompt": "b", "ground_truth": 1}'),
     prompt("no prompt", ("no 'prompt'", "question", "data.prompt_key"), {"question": "x", "ground_truth": 1}),
-    prompt("another column", ("no 'q'", "data.prompt_key"), PROMPT, "data.prompt_key=q"),
+    Case(
+        "another column",
+        ("own.jsonl:1: no 'q'", "data.prompt_key"),
+        (*PROMPTS, "data.prompt_key=q"),
+        third(PROMPT, PROMPT),
+    ),
     prompt("prompt null", ("no 'prompt'", "empty"), {"prompt": None, "ground_truth": 1}),
     prompt("prompt without words", ("'prompt' is empty text",), {"prompt": " ", "ground_truth": 1}),
     prompt("prompt a number", ("must be text or a list of chat messages",), {"prompt": 5, "ground_truth": 1}),
@@ -220,6 +230,7 @@ CONVERSATIONS = [
     talk("parameters that are text", ("parameters",), TALK | {"tools": [{"name": "f", "parameters": "x"}]}),
     talk("not JSON", ("not JSON",), "{"),
     talk("latin-1", ("not UTF-8",), '{"messages": "é"}'),
+    Case("sft: a template without an end of turn", ("own.jsonl:1", "<|im_end|>"), SFT, bare_template),
     Case("sft: empty", ("holds no conversation",), SFT, holds(b"\n")),
     Case("sft: prompts for conversations", ("train.jsonl:1", "`messages`"), ("algorithm=sft",)),
     Case("sft: no data", ("data.train is not set", "conversations"), ("algorithm=sft", "data.train=")),
