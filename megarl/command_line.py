@@ -97,6 +97,8 @@ def ends_in_a_line(program: Callable[[], int]) -> int:
     except BrokenPipeError:  # who reads the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        return 130
     except (ConfigError, OSError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.strerror:

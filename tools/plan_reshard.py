@@ -70,7 +70,10 @@ def layouts(options: argparse.Namespace, hf: HFConfig) -> tuple[TrainLayout, Eng
         counts = [int(layers) for layers in options.pp_layers.split(",")] if options.pp_layers else []
     except ValueError:
         raise ConfigError(f"--pp-layers must be numbers such as 4,4,3, not {options.pp_layers[:80]!r}") from None
-    stages = even_stages(int(hf["num_hidden_layers"]), train.pop("pp"), counts)
+    layers, pp = int(hf["num_hidden_layers"]), train.pop("pp")
+    if pp > layers:
+        raise ConfigError(f"--train pp={pp}: {layers} layers do not fill so many stages")
+    stages = even_stages(layers, pp, counts)
     tp, ep, dp, mlp_tp, head_tp = (engine[name] for name in ENGINE)
     draft = family.mtp_layers(hf) > 0
     return TrainLayout(stages=stages, **train), EngineLayout(tp, ep, dp, mlp_tp, head_tp, draft=draft)

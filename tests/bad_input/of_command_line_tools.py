@@ -204,7 +204,7 @@ RESHARD = [
     reshard("a negative size", ("--train tp", "'-2'"), *WAY, "--train", "world=8,tp=-2"),
     reshard("a size beyond number", ("--train tp",), *WAY, "--train", "world=8,tp=1" + "0" * 30),
     reshard("a layout that does not divide", ("3",), *WAY, "--train", "world=8,tp=3"),
-    reshard("experts that do not divide", ("ep",), *WAY, "--train", "world=7,ep=7"),
+    reshard("experts that do not divide", ("ep", "128"), *WAY, "--train", "world=6,ep=3", "--engine", "tp=2,ep=2"),
     reshard("more stages than layers", ("stages",), *WAY, "--train", "world=64,pp=64"),
     reshard("layers in words", ("--pp-layers", "4,4,3"), *WAY, "--pp-layers", "a,b"),
     reshard("layers of other stages", ("[4, 4]",), *WAY, "--pp-layers", "4,4"),
