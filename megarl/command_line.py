@@ -17,14 +17,14 @@ WRONG = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are a line, without the usage before it; `--help` shows that, and the text as it was written."""
+    """One that raises ConfigError for a mistake, without printing its usage; `--help` shows the text as written."""
 
     def __init__(self, description: str | None = None, prog: str | None = None) -> None:
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=prog, description=description, formatter_class=form)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(WRONG, f"error: {one_line(message)}; --help lists what there is\n")
+        raise ConfigError(f"{message}; --help lists what there is")
 
 
 def count(least: int = 1, most: int = 10**12) -> Callable[[str], int]:
@@ -97,6 +97,8 @@ def ends_in_a_line(program: Callable[[], int]) -> int:
     except BrokenPipeError:  # who reads the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        return 130
     except (ConfigError, OSError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.strerror:

@@ -7,7 +7,6 @@ Ratios of bytes moved (read and written) per second to those of a copy; needs an
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 
+from megarl.command_line import Parser, amount, count, ends_in_a_line
+from megarl.config import ConfigError
 from megarl.models.fp8 import BLOCK, grid_shape
 from megarl.reshard.copies import Box, Scaled, pack, pack_fp8, unpack
 
@@ -94,17 +95,16 @@ def measure(gib: float, repeats: int) -> dict[str, float]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=2.0, help="GiB that are copied at a time")
-    parser.add_argument("--repeats", type=int, default=20, help="calls in a row")
+def show() -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("--gib", type=amount(most=1024), default=2.0, help="GiB that are copied at a time")
+    parser.add_argument("--repeats", type=count(most=10**6), default=20, help="calls in a row")
     parser.add_argument("--json", action="store_true", help="one object: bytes per second by name")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("bench_kernels.py measures kernels on an NVIDIA GPU; torch sees none here", file=sys.stderr)
-        return 2
-    found = measure(arguments.gib, arguments.repeats)
-    if arguments.json:
+        raise ConfigError("bench_kernels.py measures kernels on an NVIDIA GPU; torch sees none here")
+    found = measure(options.gib, options.repeats)
+    if options.json:
         print(json.dumps({"device": torch.cuda.get_device_name(), **found}))
         return 0
     copy = found["copy"]
@@ -116,4 +116,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ends_in_a_line(show))

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.command_line import Parser, amount, count, ends_in_a_line, file_to_write
 from megarl.config import ConfigError, ParallelConfig
 from megarl.models.layout import Param, cut_pieces
 from megarl.models.registry import family_of
@@ -383,20 +384,29 @@ def show(world: int, found: dict[str, Any], options: argparse.Namespace) -> None
         print(f"  {name:10}{figures}{way['prepare_s']:11.3f}{way['first_s']:9.3f}  {way['wrong']}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse() -> argparse.Namespace:
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], choices=sorted(LAYOUTS))
     parser.add_argument("--nodes", type=int, default=1, choices=(1, 2))
-    parser.add_argument("--gbit", type=float, default=1.0)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--gbit", type=amount(most=1000), default=1.0)
+    parser.add_argument("--repeats", type=count(most=10**6), default=5)
+    parser.add_argument("--hidden", type=count(64, 1 << 14), default=512, help="a multiple of 64")
     parser.add_argument("--json", type=Path)
     for hidden in ("--interface", "--way"):  # of a rank, which this program starts
         parser.add_argument(hidden, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
     if options.interface:
         run_rank(options)
         return 0
+    if options.hidden % 64:
+        raise ConfigError(
+            f"--hidden must be a multiple of 64, not {options.hidden}: eight heads of a multiple of 8 each"
+        )
+    file_to_write(options.json, "--json")
     remove = None
     try:
         remove = network(options.gbit) if options.nodes == 2 else None
@@ -408,9 +418,6 @@ def main() -> int:
             show(world, results[world], options)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     finally:
         if remove:
             remove()
@@ -418,4 +425,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ends_in_a_line(main))

@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.config import ConfigError
 from megarl.data.packing import plan_micro_batches
+from megarl.data.rows import read_rows
 from megarl.models.cost import quadratic_cost
 from megarl.models.registry import load_hf_config
+from megarl.observe.tracker import read_metrics
 
 Plan = list[list[list[int]]]
 WAYS = ("packed, balanced", "packed, as they come", "padded, balanced", "padded, as they come")
@@ -61,10 +66,16 @@ def long_tailed(count: int, longest: int) -> list[int]:
     return [int(length) for length in drawn.clip(8, longest)]
 
 
-def text_lengths(file: Path, key: str, count: int) -> list[int]:
-    """Of the texts under `key` in a JSONL file, in words, digits and signs: about what tokenizers make of them."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:count]]
-    return [len(re.findall(r"\d|[^\W\d]+|[^\w\s]", str(row[key]))) for row in rows]
+def text_lengths(file: Path, key: str, most: int) -> list[int]:
+    """Of the texts under `key` in a data file, in words, digits and signs: about what tokenizers make of them."""
+    lengths = []
+    for where, row in islice(read_rows(file), most):
+        if not isinstance(row.get(key), str):
+            raise ConfigError(f"{where} has no text {key!r}; name the column of the texts with --key")
+        lengths.append(max(1, len(re.findall(r"\d|[^\W\d]+|[^\w\s]", row[key]))))
+    if not lengths:
+        raise ConfigError(f"{file} holds no texts")
+    return lengths
 
 
 def as_they_come(lengths: Sequence[int], dp: int, budget: int) -> Plan:
@@ -176,12 +187,14 @@ def outside_of_phases(folder: Path) -> float:
     phases = ("generate", "actor_", "critic_", "reference_", "reward_model_", "push_weights", "sleep")
     counted = tuple(f"time/{phase}" for phase in phases)
     shares = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if whole := row.get("time/step"):
-            shares.append(1 - sum(value for name, value in row.items() if name.startswith(counted)) / whole)
+    try:
+        for row in read_metrics(folder).values():
+            if whole := row.get("time/step"):
+                shares.append(1 - sum(value for name, value in row.items() if name.startswith(counted)) / whole)
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigError(f"--run {folder}: its metrics.jsonl is not that of a run") from None
     if not shares:
-        raise SystemExit(f"{folder} has no steps yet")
+        raise ConfigError(f"--run {folder} has no steps yet; is it a run folder?")
     return statistics.fmean(shares)
 
 
@@ -195,20 +208,29 @@ def table(title: str, rows: dict[str, dict[str, float]]) -> Table:
     return shown
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def parse() -> argparse.Namespace:
+    parser = Parser(__doc__)
     parser.add_argument("--texts", type=Path, help="JSONL file of texts, for their lengths")
     parser.add_argument("--key", default="answer", help="of the text in each line")
-    parser.add_argument("--ranks", type=int, default=8, help="data parallel ranks on paper")
-    parser.add_argument("--budget", type=int, default=3072, help="tokens of a micro-batch")
-    parser.add_argument("--longest", type=int, default=4096, help="tokens at which the long-tailed lengths are cut")
-    parser.add_argument("--sequences", type=int, default=512, help="of a step on paper; an eighth of them is measured")
+    parser.add_argument("--ranks", type=count(most=1 << 16), default=8, help="data parallel ranks on paper")
+    parser.add_argument("--budget", type=count(most=1 << 24), default=3072, help="tokens of a micro-batch")
+    parser.add_argument(
+        "--longest", type=count(8, 1 << 24), default=4096, help="tokens at which the long-tailed lengths are cut"
+    )
+    parser.add_argument(
+        "--sequences", type=count(most=1 << 20), default=512, help="of a step on paper; an eighth of them is measured"
+    )
     parser.add_argument("--run", type=Path, help="run folder of a loop")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
     if options.as_rank:
         measure(json.loads(options.as_rank), options.budget)
         return 0
+    share = outside_of_phases(options.run) if options.run else None
     console = Console(width=None if sys.stdout.isatty() else 120)
     sets = {"long-tailed lengths": long_tailed(options.sequences, options.longest)}
     if options.texts:
@@ -226,11 +248,10 @@ def main() -> int:
             for way, (seconds, outside) in found.items()
         }
         console.print(table(f"{name}: {len(part)} sequences on 2 ranks of this machine", measured))
-    if options.run:
-        share = outside_of_phases(options.run)
+    if share is not None:
         console.print(f"{options.run}: {share:.1%} of a step is neither model nor optimizer nor engine")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ends_in_a_line(main))

@@ -26,6 +26,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megarl.command_line import Parser, ends_in_a_line, file_to_write
+from megarl.config import ConfigError
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests/megatron/ranks_layout.py"
 sys.path.insert(0, str(SCRIPT.parent))
@@ -182,7 +185,7 @@ def markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
 def main() -> int:
     import tiny
 
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--family", nargs="+", choices=list(tiny.HF), default=list(tiny.HF), metavar="F")
     parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), metavar="L")
     parser.add_argument("--engine", nargs="+", choices=[*ENGINES, "none"], default=list(ENGINES), metavar="L")
@@ -192,6 +195,26 @@ def main() -> int:
     if options.engine_of:
         print("RESULT " + json.dumps(engine_gap(*options.engine_of)))
         return 0
+    return check(options)
+
+
+def text_with_marks(file: Path) -> str:
+    """Of a file that the table is to go into. Raises ConfigError."""
+    file_to_write(file, "--readme")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--readme {file} is no text; name a file with the two marks") from None
+    if any(text.count(mark) != 1 for mark in MARKS):
+        raise ConfigError(f"--readme {file} must have each of the two marks once: {' and '.join(MARKS)}")
+    return text
+
+
+def check(options: argparse.Namespace) -> int:
+    import tiny
+
+    if options.readme:
+        text_with_marks(options.readme)
     console = Console(width=None if sys.stdout.isatty() else 120)
     results: dict[str, dict[str, dict[str, float]]] = {}
 
@@ -212,7 +235,7 @@ def main() -> int:
     console.print(table(results))
     if options.readme:
         start, end = MARKS
-        text = options.readme.read_text()
+        text = text_with_marks(options.readme)
         pattern = re.compile(f"{re.escape(start)}.*{re.escape(end)}", re.DOTALL)
         options.readme.write_text(pattern.sub(f"{start}\n{markdown(results)}\n{end}", text))
     missed = sum(bool(misses(numbers)) for of_layout in results.values() for numbers in of_layout.values())
@@ -222,4 +245,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ends_in_a_line(main))

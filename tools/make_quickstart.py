@@ -134,10 +134,10 @@ def write_data(out: Path, seed: int, train: int, held_out: int, demonstrations: 
     """Write eval.jsonl, train.jsonl and sft.jsonl, whose problems are all different."""
     draw = random.Random(seed)
     taken: set[str] = set()
-    for name, count in (("eval", held_out), ("train", train)):
+    for name, size in (("eval", held_out), ("train", train)):
         rows = (
             {"id": f"{name}-{i}", "prompt": [question(e)], "ground_truth": value(e), "tools": ["calculator"]}
-            for i, e in enumerate(problems(draw, count, taken))
+            for i, e in enumerate(problems(draw, size, taken))
         )
         write_jsonl(out / f"{name}.jsonl", rows)
     rows = (
@@ -273,7 +273,7 @@ def write_model(folder: Path, family: str, seed: int) -> int:
     return int(model.num_parameters())
 
 
-def main(arguments: list[str]) -> int:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("out", type=Path, help="folder to write into; made where it does not exist")
     parser.add_argument("--family", choices=FAMILIES, default="qwen3_moe")
@@ -282,8 +282,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--train", type=sizes, default=4096, help="prompts to train on (default 4096)")
     parser.add_argument("--held-out", type=sizes, default=256, help="prompts to measure with (default 256)")
     parser.add_argument("--demonstrations", type=sizes, default=25600, help="of the warm-up (default 25600: 400 x 64)")
-    options = parser.parse_args(arguments)
-    return ends_in_a_line(lambda: make(options))
+    return parser.parse_args(arguments)
 
 
 def make(options: argparse.Namespace) -> int:
@@ -308,4 +307,4 @@ def make(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ends_in_a_line(lambda: make(parse(sys.argv[1:]))))

@@ -277,19 +277,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--layout", nargs="+", default=[], metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,cp=,etp=,vpp=], several"
     )
-    parser.add_argument("--gpus", type=count(0, MOST), default=0, help="to search for layouts of, or world of each --layout")
+    parser.add_argument(
+        "--gpus", type=count(0, MOST), default=0, help="to search for layouts of, or world of each --layout"
+    )
     parser.add_argument("--gpu-gb", type=amount(), default=80, help="GB of a GPU (default %(default)g)")
     parser.add_argument("--gpus-per-node", type=count(most=MOST), default=8)
     parser.add_argument("--algorithm", choices=("ppo", "grpo", "sft"), default="grpo", help="default %(default)s")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rollout", default="", metavar="SIZES", help="tp=32[,ep=32]; default: the smallest that fits")
     parser.add_argument("--recompute", choices=WAYS, default="", help="default: the least that fits")
-    parser.add_argument("--tokens", type=count(), default=16384, help="of a micro-batch on a rank (default %(default)s)")
+    parser.add_argument(
+        "--tokens", type=count(), default=16384, help="of a micro-batch on a rank (default %(default)s)"
+    )
     parser.add_argument("--context", type=count(0), default=0, help="the longest conversation (default: --tokens)")
     parser.add_argument("--kv-tokens", type=count(), default=131072, help="of an engine's cache (default %(default)s)")
-    parser.add_argument("--logits-at-once", type=count(), default=512, help="train.logits_at_once (default %(default)s)")
-    parser.add_argument("--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving")
-    parser.add_argument("--batch-tokens", type=count(), default=1 << 20, help="of an optimizer step (default %(default)s)")
+    parser.add_argument("--logits-at-once", type=count(), default=512, help="train.logits_at_once (%(default)s)")
+    parser.add_argument(
+        "--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
+    )
+    parser.add_argument("--batch-tokens", type=count(), default=1 << 20, help="of an optimizer step (%(default)s)")
     parser.add_argument("--measure", action="store_true", help="build it on this CPU and compare; small models only")
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of tables")
     parser.set_defaults(given=arguments)
@@ -303,8 +309,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    options = parse(arguments)
-    return ends_in_a_line(lambda: run(options, Console(highlight=False)))
+    return ends_in_a_line(lambda: run(parse(arguments), Console(highlight=False)))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,10 @@ def layouts(options: argparse.Namespace, hf: HFConfig) -> tuple[TrainLayout, Eng
         counts = [int(layers) for layers in options.pp_layers.split(",")] if options.pp_layers else []
     except ValueError:
         raise ConfigError(f"--pp-layers must be numbers such as 4,4,3, not {options.pp_layers[:80]!r}") from None
-    stages = even_stages(int(hf["num_hidden_layers"]), train.pop("pp"), counts)
+    layers, pp = int(hf["num_hidden_layers"]), train.pop("pp")
+    if pp > layers:
+        raise ConfigError(f"--train pp={pp}: {layers} layers do not fill so many stages")
+    stages = even_stages(layers, pp, counts)
     tp, ep, dp, mlp_tp, head_tp, shared_tp = (engine[name] for name in ENGINE)
     draft = family.mtp_layers(hf) > 0
     return TrainLayout(stages=stages, **train), EngineLayout(tp, ep, dp, mlp_tp, head_tp, shared_tp, draft=draft)
@@ -125,7 +128,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpus-per-node", type=count(), default=8)
     parser.add_argument("--wire", choices=("bf16", "fp8", "fp32"), default="bf16")
     parser.add_argument("--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: even)")
-    parser.add_argument("--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving")
+    parser.add_argument(
+        "--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
+    )
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of the table")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a picture: who sends how much to whom")
     links = parser.add_argument_group("assumed by the modelled seconds, per GPU and direction")
@@ -173,8 +178,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    options = parse(arguments)
-    return ends_in_a_line(lambda: run(options, Console(highlight=False)))
+    return ends_in_a_line(lambda: run(parse(arguments), Console(highlight=False)))
 
 
 if __name__ == "__main__":

@@ -83,19 +83,15 @@ def prepare(source: Path, target: Path) -> dict[str, int]:
     return {split: table.num_rows for split, table in tables.items()}
 
 
-def main() -> int:
+def convert_all() -> int:
     parser = Parser(__doc__)
     parser.add_argument("source", metavar="SRC", type=Path, help="folder with train and test, .jsonl or .parquet")
     parser.add_argument("target", metavar="OUT", type=Path, help="folder for train.parquet and test.parquet")
     options = parser.parse_args()
-
-    def work() -> int:
-        for split, count in prepare(options.source, options.target).items():
-            print(f"{options.target / split}.parquet: {count} problems")
-        return 0
-
-    return ends_in_a_line(work)
+    for split, count in prepare(options.source, options.target).items():
+        print(f"{options.target / split}.parquet: {count} problems")
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ends_in_a_line(convert_all))

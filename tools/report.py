@@ -9,6 +9,7 @@ report.png in the first run folder).
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from dataclasses import dataclass
@@ -216,17 +217,16 @@ def smooth(values: list[float]) -> list[float]:
     return [statistics.fmean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
 
 
-def main(arguments: list[str]) -> int:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where the plot goes (default RUN_DIR/report.png)")
-    options = parser.parse_args(arguments)
-    return ends_in_a_line(lambda: report(options.runs, options.plot))
+    return parser.parse_args(arguments)
 
 
-def report(folders: list[Path], file: Path | None) -> int:
-    runs = [load_run(path) for path in folders]
-    file = file or folders[0] / "report.png"
+def report(options: argparse.Namespace) -> int:
+    runs = [load_run(path) for path in options.runs]
+    file = options.plot or options.runs[0] / "report.png"
     if (form := file.suffix[1:].lower()) not in (known := FigureCanvasBase.get_supported_filetypes()):
         raise ConfigError(f"--plot {file}: a plot has one of the suffixes {', '.join(sorted(known))}, not {form!r}")
     file_to_write(file, "--plot")
@@ -236,6 +236,10 @@ def report(folders: list[Path], file: Path | None) -> int:
     console.print(phase_table(runs))
     print("Files", *file_lines(runs), f"  plot: {file}", sep="\n")
     return 0
+
+
+def main(arguments: list[str]) -> int:
+    return ends_in_a_line(lambda: report(parse(arguments)))
 
 
 if __name__ == "__main__":

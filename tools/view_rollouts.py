@@ -126,7 +126,7 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in text)
 
 
-def main(arguments: list[str]) -> int:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("--step", type=count(), help="which step (default: the last recorded)")
@@ -135,8 +135,7 @@ def main(arguments: list[str]) -> int:
     order.add_argument("--worst", action="store_true", help="lowest reward first")
     order.add_argument("--best", action="store_true", help="highest reward first")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of printing")
-    options = parser.parse_args(arguments)
-    return ends_in_a_line(lambda: show(options))
+    return parser.parse_args(arguments)
 
 
 def show(options: argparse.Namespace) -> int:
@@ -154,6 +153,10 @@ def show(options: argparse.Namespace) -> int:
     else:
         print_rollouts(records, title, Console(highlight=False, soft_wrap=True))
     return 0
+
+
+def main(arguments: list[str]) -> int:
+    return ends_in_a_line(lambda: show(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str,
                 code = main([str(folder / "config.yaml"), *given[1:]])
             else:
                 sys.argv = given
+                sys.path.insert(0, str((ROOT / given[0]).parent))  # as the interpreter does
                 runpy.run_path(str(ROOT / given[0]), run_name="__main__")
                 code = 0
         except SystemExit as leaving:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -115,9 +114,6 @@ AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=
 
 def hf_model(family: str) -> Any:
     """transformers' model, fp32, with seeded weights; norms and biases are not left at ones and zeros."""
-    # The published torchvision is linked against CUDA and cannot be imported beside torch's CPU build; without it
-    # transformers goes without image processing.
-    sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
     import transformers
 
     values = {name: value for name, value in HF[family].items() if name != "architectures"}

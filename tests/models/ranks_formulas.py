@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from typing import Any
 
 import torch
@@ -130,7 +129,6 @@ def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
 def main() -> None:
     if not device.has_cuda():
         cpu_platform.install()
-    sys.modules["torchvision"] = None  # type: ignore[assignment]  # its CUDA build does not import under a CPU torch
     from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -80,9 +79,11 @@ def test_published_sizes(file: str, total: int) -> None:
 @pytest.mark.parametrize(
     "name, hf", [("Qwen2", QWEN2), ("Qwen3Moe", MOE), ("Qwen2", QWEN2 | {"tie_word_embeddings": True})]
 )
-def test_elements_are_those_of_transformers(transformers_models: ModuleType, name: str, hf: dict[str, Any]) -> None:
+def test_elements_are_those_of_transformers(name: str, hf: dict[str, Any]) -> None:
+    import transformers
+
     values = {key: value for key, value in hf.items() if key != "architectures"}
-    model = getattr(transformers_models, f"{name}ForCausalLM")(getattr(transformers_models, f"{name}Config")(**values))
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values))
     assert sum(held(hf)[0]) == model.num_parameters()
     head = 0 if hf["tie_word_embeddings"] else 1024 * 64
     assert sum(held(hf, head=True)[0]) == model.num_parameters() - head + 64

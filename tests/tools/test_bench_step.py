@@ -33,5 +33,6 @@ def test_lengths_of_texts_are_words_digits_and_signs(tmp_path: Path) -> None:
 
 def test_the_share_of_a_step_that_no_phase_accounts_for(tmp_path: Path) -> None:
     step = {"time/step": 10.0, "time/generate": 4.0, "time/actor_update": 5.0, "time/reward": 0.5, "actor/tokens": 9.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n" + json.dumps({"eval/reward_greedy": 1.0}) + "\n")
+    rows = [{"step": 0, "eval/reward_greedy": 1.0}, {"step": 1, **step}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert bench_step.outside_of_phases(tmp_path) == pytest.approx(0.1)

@@ -148,13 +148,13 @@ def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
     [
         (("--train", "tp=8,world=64,zp=3"), "--train has no 'zp'; it is made of world, tp, pp, ep, etp, cp"),
         (("--train", "tp=8"), "--train needs world="),
-        (("--engine", "tp=x"), "--engine tp must be a positive number, not 'x'"),
+        (("--engine", "tp=x"), "--engine tp must be a positive number of at most 1048576, not 'x'"),
         (("--train", "tp=3,world=64"), "tp x cp x pp = 3 x 1 does not divide the 64 ranks"),
         (("--train", "world=64,ep=16,pp=4", "--pp-layers", "4,4"), "[4, 4] are not the layers of 4 stages"),
         (("--pp-layers", "a,b"), "--pp-layers must be numbers"),
-        (("--model", "nowhere"), "there is no model folder or config.json at nowhere"),
+        (("--model", "nowhere"), "--model nowhere is neither a file nor one of"),
         (("--gpus-per-node", "7"), "64 ranks"),
-        (("--bucket-mb", "0"), "--bucket-mb must be positive"),
+        (("--bucket-mb", "0"), "--bucket-mb: must be from 1 to 1048576, not 0"),
         (("--wire", "fp8", "--engine", "tp=8"), "cannot be sent as FP8"),
     ],
 )

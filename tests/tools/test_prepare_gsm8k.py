@@ -62,7 +62,7 @@ def test_parquet(tmp_path):
     [
         ('{"question": "a"\n', r"train.jsonl:1: not JSON"),
         ('{"question": "a"}\n', r"train.jsonl:1: no text 'answer'"),
-        ("5\n", r"train.jsonl:1: no text 'question'"),
+        ("5\n", r"train.jsonl:1: a int, not an object"),
         ('{"question": "a", "answer": "b"}\n', r"train.jsonl:1: the answer does not end in '#### <result>'"),
         ("", r"train.jsonl holds no problems"),
     ],
@@ -71,17 +71,17 @@ def test_bad_rows_leave_nothing(tmp_path, train, message):
     source = write(tmp_path / "in", test=ROWS)
     (source / "train.jsonl").write_text(train)
     done = run(source, tmp_path / "out")
-    assert done.returncode == 1
-    assert done.stderr.startswith("prepare_gsm8k: ") and message in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_missing_files_and_folders(tmp_path):
     done = run(tmp_path / "nowhere", tmp_path / "out")
-    assert done.returncode == 1 and "there is no folder" in done.stderr
+    assert done.returncode == 2 and "there is no folder" in done.stderr
     done = run(write(tmp_path / "in", train=ROWS), tmp_path / "out")
-    assert done.returncode == 1 and "must have one of test.jsonl, test.parquet" in done.stderr
+    assert done.returncode == 2 and "must have one of test.jsonl, test.parquet" in done.stderr
     (tmp_path / "file").write_text("")
     done = run(write(tmp_path / "in", test=ROWS), tmp_path / "file")
-    assert done.returncode == 1 and done.stderr.startswith("prepare_gsm8k: ")
+    assert done.returncode == 2 and done.stderr.startswith("error: ")
     assert not (tmp_path / "out").exists()

@@ -74,7 +74,7 @@ def test_runs_without_evaluation_and_a_plot_elsewhere(run_dir: Path, tmp_path: P
 @pytest.mark.parametrize("name", ["gone", "empty"])
 def test_what_is_no_run_is_one_clear_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    assert tool("report").main([str(tmp_path / name)]) == 1
+    assert tool("report").main([str(tmp_path / name)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and name in error and error.count("\n") == 1
 
@@ -113,5 +113,5 @@ def test_rollouts_as_a_page_escape_everything(with_rollouts: Path, tmp_path: Pat
 
 
 def test_a_step_that_was_not_recorded_is_named(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool("view_rollouts").main([str(with_rollouts), "--step", "9"]) == 1
+    assert tool("view_rollouts").main([str(with_rollouts), "--step", "9"]) == 2
     assert "no rollouts of step 9; it has steps 3 to 4" in capsys.readouterr().err

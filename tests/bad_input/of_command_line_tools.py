@@ -1,0 +1,330 @@
+"""Every program under tools/: numbers that no one means, folders that are no runs, paths that cannot be written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from case import Case, nothing
+
+Prepare = Callable[[Path], None]
+RECORD: dict[str, Any] = {
+    "id": "p",
+    "group": 0,
+    "status": "stop",
+    "reward": 1.0,
+    "reward_parts": {},
+    "advantage": None,
+    "tool_calls": 0,
+    "tool_errors": 0,
+    "seed": 0,
+    "messages": [],
+    "turns": [{"is_action": False, "weight_version": -1, "token_ids": [1]}],
+    "prompt": {"id": "p", "messages": [], "data_source": "", "ground_truth": None, "tools": [], "extra": {}},
+}
+METRICS = b'{"step": 1, "time": 0.0, "time/step": 2.0, "rollout/reward_mean": 0.5}\n'
+PROBLEM = {"question": "1+1?", "answer": "It is #### 2"}
+
+
+def run(metrics: bytes = METRICS, rollouts: bytes | None = None, config: bytes = b"algorithm: grpo\n") -> Prepare:
+    """A run's folder, FOLDER/r, with the rollouts of step 1."""
+
+    def prepare(folder: Path) -> None:
+        (folder / "r/rollouts").mkdir(parents=True)
+        (folder / "r/metrics.jsonl").write_bytes(metrics)
+        (folder / "r/config.yaml").write_bytes(config)
+        lines = json.dumps(RECORD).encode() if rollouts is None else rollouts
+        (folder / "r/rollouts/step_000001.jsonl").write_bytes(lines)
+
+    return prepare
+
+
+def recorded(**changes: Any) -> Prepare:
+    """A second record that differs; None takes a field away."""
+    record = {name: value for name, value in {**RECORD, **changes}.items() if value is not None or name == "advantage"}
+    return run(rollouts="\n".join(json.dumps(row) for row in (RECORD, record)).encode())
+
+
+def texts(train: bytes | dict[str, Any] = b"", test: dict[str, Any] | None = PROBLEM) -> Prepare:
+    """A folder of GSM8K, FOLDER/g."""
+
+    def prepare(folder: Path) -> None:
+        (folder / "g").mkdir()
+        (folder / "g/train.jsonl").write_bytes(train if isinstance(train, bytes) else json.dumps(train).encode())
+        if test is not None:
+            (folder / "g/test.jsonl").write_text(json.dumps(test))
+
+    return prepare
+
+
+def tool(program: str) -> Callable[..., Case]:
+    def case(name: str, says: tuple[str, ...], *arguments: str, prepare: Prepare = nothing) -> Case:
+        return Case(f"{program}: {name}", says, prepare=prepare, command=(f"tools/{program}.py", *arguments))
+
+    return case
+
+
+report = tool("report")
+REPORT = [
+    report("nothing given", ("RUN_DIR", "required")),
+    report("an unknown option", ("unrecognized arguments: --nonsense",), "FOLDER/r", "--nonsense", prepare=run()),
+    report("no folder", ("there is no run folder FOLDER/none",), "FOLDER/none"),
+    report("a file", ("there is no run folder",), "FOLDER/config.yaml"),
+    report("no run", ("has no metrics yet", "is it a run folder?"), "FOLDER/model"),
+    report("one of two is no run", ("FOLDER/model has no metrics",), "FOLDER/r", "FOLDER/model", prepare=run()),
+    report("empty metrics", ("has no metrics yet",), "FOLDER/r", prepare=run(b"")),
+    report("binary metrics", ("metrics.jsonl is no file of metrics",), "FOLDER/r", prepare=run(bytes(range(256)))),
+    report("metrics of zeros", ("no metrics",), "FOLDER/r", prepare=run(bytes(1000))),
+    report("metrics cut off", ("has no metrics yet",), "FOLDER/r", prepare=run(METRICS[:20])),
+    report("nested metrics", ("is no file of metrics",), "FOLDER/r", prepare=run(b"[" * 100000)),
+    report("metrics without steps", ("has no metrics yet",), "FOLDER/r", prepare=run(b'{"loss": 1.0}\n')),
+    report("another program's", ("none of a run's metrics",), "FOLDER/r", prepare=run(b'{"step": 1, "loss": 1.0}\n')),
+    report(
+        "metrics that are text", ("none of a run's",), "FOLDER/r", prepare=run(b'{"step": 1, "time/step": "2 s"}\n')
+    ),
+    report(
+        "steps beyond number", ("no metrics",), "FOLDER/r", prepare=run(b'{"step": 1%s, "time/step": 1}' % (b"0" * 400))
+    ),
+    report("a damaged configuration", ("config.yaml is damaged",), "FOLDER/r", prepare=run(config=b"a: [")),
+    report("a binary configuration", ("config.yaml is damaged",), "FOLDER/r", prepare=run(config=b"\xff\xfe\0")),
+    report("a plot into nowhere", ("--plot", "make it first"), "FOLDER/r", "--plot", "FOLDER/x/a.png", prepare=run()),
+    report(
+        "a plot below a file", ("--plot", "no folder"), "FOLDER/r", "--plot", "FOLDER/config.yaml/a.png", prepare=run()
+    ),
+    report(
+        "a plot where nothing can be",
+        ("--plot", "cannot be written"),
+        "FOLDER/r",
+        "--plot",
+        "/proc/a.png",
+        prepare=run(),
+    ),
+    report("a plot over a folder", ("--plot", "suffix"), "FOLDER/r", "--plot", "FOLDER/model", prepare=run()),
+    report("a plot of no kind", ("--plot", "png", "'docx'"), "FOLDER/r", "--plot", "FOLDER/a.docx", prepare=run()),
+]
+
+view = tool("view_rollouts")
+VIEW = [
+    view("nothing given", ("RUN_DIR", "required")),
+    view("no folder", ("there is no run folder FOLDER/none",), "FOLDER/none"),
+    view("a file", ("there is no run folder",), "FOLDER/train.jsonl"),
+    view("no run", ("has no recorded rollouts", "track.rollouts"), "FOLDER/model"),
+    view("a negative number", ("--show", "from 0", "-3"), "FOLDER/r", "--show", "-3", prepare=run()),
+    view("half a rollout", ("--show", "whole number"), "FOLDER/r", "--show", "1.5", prepare=run()),
+    view("a number beyond number", ("--show", "whole number"), "FOLDER/r", "--show", "9" * 5000, prepare=run()),
+    view("step 0", ("--step", "from 1"), "FOLDER/r", "--step", "0", prepare=run()),
+    view("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=run()),
+    view("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=run()),
+    view("worst and best", ("--best", "not allowed with"), "FOLDER/r", "--worst", "--best", prepare=run()),
+    view("a page into nowhere", ("--html", "make it first"), "FOLDER/r", "--html", "FOLDER/x/a.html", prepare=run()),
+    view("a page over a folder", ("--html", "is a folder"), "FOLDER/r", "--html", "FOLDER/model", prepare=run()),
+    view(
+        "a page where nothing can be", ("--html", "cannot be written"), "FOLDER/r", "--html", "/proc/a", prepare=run()
+    ),
+    view("a page on a full disk", ("No space left",), "FOLDER/r", "--html", "/dev/full", prepare=run()),
+    view("no rollouts", ("holds no rollouts", "--step"), "FOLDER/r", prepare=run(rollouts=b"")),
+    view("binary", ("is no text",), "FOLDER/r", prepare=run(rollouts=bytes(range(256)))),
+    view("cut off", ("line 1",), "FOLDER/r", prepare=run(rollouts=json.dumps(RECORD).encode()[:100])),
+    view("nested", ("line 1",), "FOLDER/r", prepare=run(rollouts=b"[" * 100000)),
+    view("lists", ("jsonl:1 is not a rollout",), "FOLDER/r", prepare=run(rollouts=b"[1]\n")),
+    view("another program's", ("jsonl:1 is not a rollout",), "FOLDER/r", prepare=run(rollouts=b'{"text": "x"}\n')),
+    view("no turns", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(turns=None)),
+    view("turns that are text", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(turns=["x"])),
+    view(
+        "ids that are a number",
+        ("jsonl:2 is not",),
+        "FOLDER/r",
+        prepare=recorded(turns=[{**RECORD["turns"][0], "token_ids": 5}]),
+    ),
+    view(
+        "a text that is a number",
+        ("jsonl:2 is not",),
+        "FOLDER/r",
+        prepare=recorded(turns=[{**RECORD["turns"][0], "text": 5}]),
+    ),
+    view("a reward that is text", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(reward="high")),
+    view("parts that are a number", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(reward_parts=3)),
+    view("an advantage that is text", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(advantage="x")),
+    view("no id", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(id=None)),
+    view("a prompt that is text", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(prompt="x")),
+    view("a prompt of another program", ("jsonl:2 is not",), "FOLDER/r", prepare=recorded(prompt={"text": "x"})),
+]
+
+memory, QWEN = tool("plan_memory"), ("--model", "qwen3-30b-a3b")
+MEMORY = [
+    memory("nothing given", ("--model", "required")),
+    memory("an unknown model", ("--model gpt-5", "qwen3-30b-a3b"), "--model", "gpt-5", "--gpus", "8"),
+    memory("a folder without a model", ("config.json",), "--model", "FOLDER/r", "--gpus", "8", prepare=run()),
+    memory("neither layout nor GPUs", ("--gpus",), *QWEN),
+    memory("negative GPUs", ("--gpus", "-8"), *QWEN, "--gpus", "-8"),
+    memory("half a GPU", ("--gpus", "whole number"), *QWEN, "--gpus", "0.5"),
+    memory("more GPUs than there are", ("--gpus", "1048576"), *QWEN, "--gpus", "1" + "0" * 12),
+    *(
+        memory(f"{option} {value}", (option,), *QWEN, "--gpus", "8", option, value)
+        for option, values in {
+            "--gpu-gb": ("-1", "0", "nan", "inf", "80GB"),
+            "--gpus-per-node": ("0", "-8", "nan"),
+            "--tokens": ("0", "-1", "nan", "1e4"),
+            "--context": ("-1", "nan"),
+            "--kv-tokens": ("0", "-5"),
+            "--logits-at-once": ("0", "-5"),
+            "--bucket-mb": ("0", "-1", "9" * 30),
+            "--batch-tokens": ("0", "-1", "9" * 30),
+            "--algorithm": ("dpo",),
+            "--dtype": ("fp4",),
+            "--recompute": ("some",),
+        }.items()
+        for value in values
+    ),
+    memory("a layout without a world", ("world",), *QWEN, "--layout", "tp=8"),
+    memory("a layout of another kind", ("--layout has no 'zp'", "tp"), *QWEN, "--layout", "world=8,zp=2"),
+    memory("a layout of nothing", ("--layout tp", "'0'"), *QWEN, "--layout", "world=8,tp=0"),
+    memory("a negative layout", ("--layout tp", "'-2'"), *QWEN, "--layout", "world=8,tp=-2"),
+    memory("a layout in words", ("--layout tp", "'two'"), *QWEN, "--layout", "world=8,tp=two"),
+    memory("an endless layout", ("--layout world",), *QWEN, "--layout", "world=1" + "0" * 5000),
+    memory("a layout that does not divide", ("3",), *QWEN, "--layout", "world=8,tp=3"),
+    memory("more experts' ranks than ranks", ("ep=16",), *QWEN, "--layout", "world=8,ep=16"),
+    memory("an engine of nothing", ("--rollout tp",), *QWEN, "--gpus", "8", "--rollout", "tp=0"),
+    memory("an engine of another kind", ("--rollout has no 'pp'",), *QWEN, "--gpus", "8", "--rollout", "pp=2"),
+    memory("too large to measure", ("--measure", "GB"), *QWEN, "--layout", "world=8,tp=2", "--measure"),
+    memory("two to measure", ("--measure", "one"), *QWEN, "--layout", "world=2", "world=4", "--measure"),
+]
+
+reshard = tool("plan_reshard")
+WAY = (*QWEN, "--train", "world=8,tp=2,ep=4", "--engine", "tp=4,ep=4")
+RESHARD = [
+    reshard("nothing given", ("--model", "--train", "--engine", "required")),
+    reshard("an unknown model", ("--model gpt-5", "qwen3-30b-a3b"), *WAY, "--model", "gpt-5"),
+    reshard("no world", ("--train needs world",), *WAY, "--train", "tp=8"),
+    reshard("no size of an engine", ("--engine needs tp",), *WAY, "--engine", "ep=8"),
+    reshard("an engine larger than the job", ("8",), *WAY, "--engine", "tp=16"),
+    reshard("a size in words", ("--engine tp", "'x'"), *WAY, "--engine", "tp=x"),
+    reshard("a negative size", ("--train tp", "'-2'"), *WAY, "--train", "world=8,tp=-2"),
+    reshard("a size beyond number", ("--train tp",), *WAY, "--train", "world=8,tp=1" + "0" * 30),
+    reshard("a layout that does not divide", ("3",), *WAY, "--train", "world=8,tp=3"),
+    reshard("experts that do not divide", ("ep", "128"), *WAY, "--train", "world=6,ep=3", "--engine", "tp=2,ep=2"),
+    reshard("more stages than layers", ("stages",), *WAY, "--train", "world=64,pp=64"),
+    reshard("layers in words", ("--pp-layers", "4,4,3"), *WAY, "--pp-layers", "a,b"),
+    reshard("layers of other stages", ("[4, 4]",), *WAY, "--pp-layers", "4,4"),
+    reshard("a page into nowhere", ("--html", "make it first"), *WAY, "--html", "FOLDER/x/a.html"),
+    reshard("a page over a folder", ("--html", "is a folder"), *WAY, "--html", "FOLDER/model"),
+    *(
+        reshard(f"{option} {value}", (option,), *WAY, option, value)
+        for option, values in {
+            "--gpus-per-node": ("0", "-8", "nan"),
+            "--bucket-mb": ("0", "-1", "9" * 30),
+            "--nic-gbs": ("0", "-1", "nan", "inf", "fast"),
+            "--nvlink-gbs": ("0", "nan"),
+            "--round-us": ("-1", "nan", "inf"),
+            "--wire": ("fp4",),
+        }.items()
+        for value in values
+    ),
+]
+
+gsm8k = tool("prepare_gsm8k")
+GSM8K = [
+    gsm8k("nothing given", ("SRC", "OUT", "required")),
+    gsm8k("no target", ("OUT", "required"), "FOLDER/g", prepare=texts(PROBLEM)),
+    gsm8k("no source", ("there is no folder FOLDER/none",), "FOLDER/none", "FOLDER/out"),
+    gsm8k("a source that is a file", ("there is no folder",), "FOLDER/train.jsonl", "FOLDER/out"),
+    gsm8k("other files", ("must have one of train.jsonl",), "FOLDER/model", "FOLDER/out"),
+    gsm8k("no test", ("must have one of test.jsonl",), "FOLDER/g", "FOLDER/out", prepare=texts(PROBLEM, None)),
+    gsm8k("empty", ("train.jsonl holds no problems",), "FOLDER/g", "FOLDER/out", prepare=texts()),
+    gsm8k("not JSON", ("train.jsonl:1: not JSON",), "FOLDER/g", "FOLDER/out", prepare=texts(b"{")),
+    gsm8k("latin-1", ("train.jsonl:1: not UTF-8",), "FOLDER/g", "FOLDER/out", prepare=texts(b'{"question": "\xe9"}')),
+    gsm8k("lists", ("train.jsonl:1: a list",), "FOLDER/g", "FOLDER/out", prepare=texts(b"[]")),
+    gsm8k("another data set", ("no text 'question'",), "FOLDER/g", "FOLDER/out", prepare=texts({"text": "x"})),
+    gsm8k(
+        "an answer that is a number", ("'answer'",), "FOLDER/g", "FOLDER/out", prepare=texts(PROBLEM | {"answer": 2})
+    ),
+    gsm8k(
+        "an answer without a result",
+        ("'#### <result>'",),
+        "FOLDER/g",
+        "FOLDER/out",
+        prepare=texts(PROBLEM | {"answer": "2"}),
+    ),
+    gsm8k(
+        "a target that is a file",
+        ("OUT FOLDER/config.yaml is no folder",),
+        "FOLDER/g",
+        "FOLDER/config.yaml",
+        prepare=texts(PROBLEM),
+    ),
+    gsm8k("a target below a file", ("OUT", "is no folder"), "FOLDER/g", "FOLDER/config.yaml/x", prepare=texts(PROBLEM)),
+    gsm8k("a target where nothing can be", ("/proc",), "FOLDER/g", "/proc/out", prepare=texts(PROBLEM)),
+]
+
+quickstart = tool("make_quickstart")
+QUICKSTART = [
+    quickstart("nothing given", ("out", "required")),
+    quickstart("a folder of something else", ("FOLDER is not empty", "another folder"), "FOLDER"),
+    quickstart("a file", ("config.yaml is no folder",), "FOLDER/config.yaml"),
+    quickstart("below a file", ("is no folder",), "FOLDER/config.yaml/q"),
+    quickstart("where nothing can be", ("/proc",), "/proc/q"),
+    quickstart("an unknown family", ("--family", "qwen3_moe"), "FOLDER/q", "--family", "nonsense"),
+    *(
+        quickstart(f"{option} {value}", (option,), "FOLDER/q", option, value)
+        for option, value in (
+            ("--seed", "-1"),
+            ("--seed", "x"),
+            ("--train", "-5"),
+            ("--train", "9" * 12),
+            ("--held-out", "nan"),
+            ("--demonstrations", "1.5"),
+        )
+    ),
+]
+
+kernels, step, bench = tool("bench_kernels"), tool("bench_step"), tool("bench_reshard")
+BENCHES = [
+    *(kernels(f"--gib {value}", ("--gib",), "--gib", value) for value in ("0", "-1", "nan", "inf", "two")),
+    kernels("--repeats 0", ("--repeats",), "--repeats", "0"),
+    *(
+        step(f"{option} {value}", (option,), option, value)
+        for option, values in {
+            "--ranks": ("0", "-1", "nan", "9" * 12),
+            "--budget": ("0", "9" * 12),
+            "--longest": ("1", "-5"),
+            "--sequences": ("0", "-1", "9" * 12),
+        }.items()
+        for value in values
+    ),
+    step("no texts", ("there is no data file FOLDER/none.jsonl",), "--texts", "FOLDER/none.jsonl"),
+    step("texts of another column", ("train.jsonl:1 has no text 'answer'", "--key"), "--texts", "FOLDER/train.jsonl"),
+    step("texts that are no JSON", ("not JSON",), "--texts", "FOLDER/g/train.jsonl", prepare=texts(b"{")),
+    step("texts without one", ("holds no texts",), "--texts", "FOLDER/g/train.jsonl", prepare=texts()),
+    step("no run", ("--run", "no steps"), "--run", "FOLDER/none"),
+    step("a run of another program", ("--run", "no steps"), "--run", "FOLDER/r", prepare=run(b'{"step": 1}\n')),
+    step("a binary run", ("--run", "metrics.jsonl"), "--run", "FOLDER/r", prepare=run(bytes(range(256)))),
+    step("a run in words", ("--run",), "--run", "FOLDER/r", prepare=run(b'{"step": 1, "time/step": "x"}\n')),
+    *(
+        bench(f"{option} {value}", (option,), option, value)
+        for option, values in {
+            "--ranks": ("0", "3", "x"),
+            "--nodes": ("3",),
+            "--gbit": ("0", "-1", "nan"),
+            "--repeats": ("0", "-1"),
+            "--hidden": ("0", "-64", "100", "9" * 12),
+        }.items()
+        for value in values
+    ),
+    bench("figures into nowhere", ("--json", "make it first"), "--json", "FOLDER/x/a.json"),
+    bench("figures over a folder", ("--json", "is a folder"), "--json", "FOLDER/model"),
+]
+
+parity = tool("check_parity")
+PARITY = [
+    parity("an unknown family", ("--family", "nonsense", "qwen3_moe"), "--family", "nonsense"),
+    parity("an unknown layout", ("--layout", "tp=3"), "--layout", "tp=3"),
+    parity("an unknown engine", ("--engine", "tp=16"), "--engine", "tp=16"),
+    parity("a table into nothing", ("--readme", "make it first"), "--readme", "FOLDER/x/README.md"),
+    parity("a table into another file", ("--readme", "two marks"), "--readme", "FOLDER/config.yaml"),
+    parity("a table into a folder", ("--readme", "is a folder"), "--readme", "FOLDER/model"),
+    parity("a table into a model", ("--readme", "is no text"), "--readme", "FOLDER/model/model.safetensors"),
+]
+
+CASES = [*REPORT, *VIEW, *MEMORY, *RESHARD, *GSM8K, *QUICKSTART, *BENCHES, *PARITY]
