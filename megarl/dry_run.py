@@ -28,7 +28,7 @@ from megarl.rollout.engine import check_here
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
-ESTIMATES |= dict.fromkeys(("reshard staging", "records of routing"), "at most ")
+ESTIMATES |= dict.fromkeys(("micro-batches", "reshard staging", "records of routing"), "at most ")
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
 
 
@@ -140,7 +140,7 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
             " ".join(map(str, layers)) + (f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""),
         ),
     ]
-    sequences, per_epoch = checks.sequences_per_step(config), run.num_update // run.epochs
+    sequences, per_epoch = checks.sequences_per_step(config), max(1, run.num_update // run.epochs)
     what = "pairs" if config.algorithm == "reward_model" else "sequences"
     samples = f" prompts x {rollout.samples_per_prompt}" if config.generates else ""
     batch = [

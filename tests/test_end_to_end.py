@@ -109,7 +109,7 @@ def reward_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ppo_run(folder: Path, reward_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "ppo"
-    train(folder, run_dir, f"reward.model={reward_run}/export")
+    train(folder, run_dir, f"reward.model={reward_run}/export", "critic.warmup_rollouts=1")
     return run_dir
 
 
@@ -148,10 +148,17 @@ def test_three_steps_of_ppo(ppo_run: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["rollout/logprob_diff_p95"] <= 1e-4  # not the largest: a tie of two experts may fall either way
-        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
-        for name in ("actor/ppo_kl", "actor/pg_clipfrac", "critic/vf_clipfrac", "critic/vf_loss", "actor/entropy"):
-            assert name in row, name
-        assert row["time/generate"] > 0 and row["time/actor_update"] > 0 and row["time/push_weights"] > 0
+        names = ["critic/grad_norm", "critic/vf_loss", "time/generate", "time/push_weights"]
+        if row["step"] > 1:  # in the first only the critic is updated
+            names += ["actor/grad_norm", "actor/entropy", "time/actor_update"]
+            assert "actor/ppo_kl" in row and "actor/pg_clipfrac" in row
+        assert "critic/vf_clipfrac" in row and all(row[name] > 0 for name in names)
+    assert "actor/lr" not in rows[0]
+    # Two updates a step, four of the policy: a cosine on a line that ends at 5, and one of the critic that ends at 7.
+    for name, peak, first, end in (("actor", 2e-4, 1, 5), ("critic", 1e-3, 0, 7)):
+        for step, row in enumerate(rows[first:]):
+            rates = [peak * (0.5 + 0.5 * math.cos(math.pi * (2 * step + k) / end)) for k in (1, 2)]
+            assert row[f"{name}/lr"] == pytest.approx(sum(rates) / 2)
     assert list(ppo_run.glob("**/events.out.tfevents*"))
 
 
@@ -182,7 +189,8 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(
     checkpoint = "checkpoints/step_000001"
     shutil.copytree(ppo_run / checkpoint, resumed / checkpoint)
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", f"reward.model={reward_run}/export")
+    given = f"reward.model={reward_run}/export", "critic.warmup_rollouts=1"
+    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *given)
     rows = [row for row in metrics_of(resumed) if "rollout/reward_mean" in row]
     assert [row["step"] for row in rows] == [2, 3]
     first = load_file(ppo_run / "export" / "model.safetensors")
@@ -266,6 +274,16 @@ def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path,
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
     assert line.startswith("error: reward function broken on the sample") and "ZeroDivisionError" in line
+    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
+
+
+def test_updates_in_vain_end_the_run_with_one_line(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
+    given = ("reward.functions=[sum_reward:enormous]", f"rollout.replay={ppo_run}", "run.max_skipped=1")
+    done = start(folder, tmp_path / "run", *given)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: 2 updates of the critic in a row were skipped, from step 1 on")
+    assert "largest |return| 1e+30" in line and "run.max_skipped=1: look at the rewards" in line
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 

@@ -69,6 +69,7 @@ BOUNDS = {
     "step": 1e-4,  # largest difference of any weight after one clipped AdamW step, in units of the learning rate
     "packing": 5e-6,  # loss with other micro-batches
     "packing_step": 1e-4,
+    "in flight": 0.0,  # micro-batches of which a rank still has something, beyond those that the schedule has at work
     "vocabulary": 5e-6,  # vocab_parallel_logprobs with padding that fills a rank, part of one, or nothing
     "swapped": 0.0,  # forward with the first weights swapped in, after a step
     "replay same experts": 0.0,  # log-probs, loss, gradients with the model's own experts given, against not given

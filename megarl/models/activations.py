@@ -124,3 +124,30 @@ def logits_bytes(vocab_size: int, hidden: int, tp: int, tokens: int, at_once: in
     """
     words = padded_vocab(vocab_size, tp) // tp
     return min(tokens, at_once) * words * (size + 16) + words * hidden * (4 + size) + 2 * tokens * hidden * size
+
+
+def micro_batch_bytes(
+    settings: Mapping[str, Any],
+    layers: Sequence[int],
+    tokens: int,
+    tp: int = 1,
+    cp: int = 1,
+    first: bool = True,
+    last: bool = True,
+    mtp: int = 0,
+    replays: bool = False,
+) -> int:
+    """The most that a pipeline stage has on the device of a micro-batch itself, as `megatron/micro_batch.py` moves it.
+
+    tokens: of it on this rank, of a cp-th part. The first stage has tokens and positions, 8 bytes each; the last what
+    they are to predict, and for all parts three indices of 8 bytes, the mask, and at most nine columns in fp32. With
+    `mtp` layers of multi-token prediction there are further tokens. A policy that replays routing has 2 bytes for each
+    expert that a token went through in `layers`, of the tokens that sequence parallelism gives to this rank.
+    """
+    found = 16 * tokens if first or (last and mtp) else 0
+    if last:
+        found += 8 * (1 + mtp) * tokens + (3 * 8 + 1 + 9 * 4) * tokens * cp
+    if replays:
+        experts = sum(is_moe(settings, layer) for layer in layers) * int(settings.get("moe_router_topk") or 0)
+        found += -(-2 * experts * tokens // tp)
+    return found

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 from megarl.config import Config, LoraConfig, ParallelConfig, critic_config
@@ -20,6 +20,7 @@ from megarl.models.activations import (
     is_moe,
     layer_elements,
     logits_bytes,
+    micro_batch_bytes,
     micro_batches_in_flight,
 )
 from megarl.models.adapters import adapter_params
@@ -110,14 +111,15 @@ def plan_memory(
     layers = _layers(_settings(hf, config), parallel)
     for stage in range(parallel.pp):
         states: dict[str, int] = {}
-        training = {"activations": 0, "logits": 0}
+        training = {"activations": 0, "logits": 0, "micro-batches": 0}
         for mine in trained.values():
             # Stages are runs of ranks: those of the other model that have some of this one's.
             first, last = stage * len(mine) // parallel.pp, -(-(stage + 1) * len(mine) // parallel.pp)
-            held, kept = max(mine[first:last], key=lambda one: sum(one[0].values()))
+            held, kept, cut = max(mine[first:last], key=lambda one: sum(one[0].values()))
             states |= held
             # One model computes at a time: the greater of the two counts.
             training["activations"] = max(training["activations"], kept)
+            training["micro-batches"] = max(training["micro-batches"], cut)
         if stage == parallel.pp - 1 and role == "actor":
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             at_once = config.train.logits_at_once
@@ -140,9 +142,9 @@ def plan_memory(
     return stages
 
 
-def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tuple[dict[str, int], int]]:
-    """By pipeline stage of a model in its own layout: bytes of its states by part, and of what it keeps for the
-    backward pass."""
+def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tuple[dict[str, int], int, int]]:
+    """By pipeline stage of a model in its own layout: bytes of its states by part, of what it keeps for the backward
+    pass, and of the micro-batches at work."""
     parallel, size = config.parallel, BYTES[config.model.dtype]
     settings = _settings(hf, config)
     layers = _layers(settings, parallel)
@@ -161,7 +163,11 @@ def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tup
         else:
             kept, runs[-1] = 0, runs[-1] + layers[-1][-1:] * ahead
         kept += activation_elements(settings, runs, parallel.tp, _tokens(config), in_flight, parallel.etp)
-        found.append(({f"{role} {part}": amount for part, amount in states.items()}, kept * size))
+        ends = stage == 0, stage == parallel.pp - 1
+        replays = role == "actor" and config.train.replay_routing
+        cut = micro_batch_bytes(settings, mine, _tokens(config), parallel.tp, parallel.cp, *ends, mtp, replays)
+        states = {f"{role} {part}": amount for part, amount in states.items()}
+        found.append((states, kept * size, ceil(cut * in_flight)))
     return found
 
 

@@ -32,7 +32,7 @@ class TrainingWorker(Worker):
             if values is not None and values.is_floating_point():
                 every = item.name == "sequence_reward"  # the others are of tokens, and only those of actions are used
                 where = torch.ones_like(values, dtype=torch.bool) if every else batch.loss_mask
-                self.require_finite(f"batch's {item.name}", values, where)
+                self.require_finite(f"{item.name} in the batch", values, where)
         with self.clock.phase(f"{self.role}_update"):
             metrics = self.model.train_step(batch, loss_fn, self.temperature)
         if not metrics[f"{self.role}/skipped"]:
@@ -53,7 +53,7 @@ class TrainingWorker(Worker):
         wrong = where & ~torch.isfinite(values)
         if bool(wrong.any()):
             raise ConfigError(
-                f"step {self.step}: the {self._name}'s {what} are not finite: {float(values[wrong][0])} in "
+                f"step {self.step}: not finite: {what} of the {self._name}, {float(values[wrong][0])} in "
                 f"{int(wrong.sum())} of {int(where.sum())} places; {self._remedy}"
             )
         return values

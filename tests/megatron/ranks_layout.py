@@ -265,19 +265,20 @@ def vocabulary(real: int) -> float:
 
 @contextmanager
 def watched(model: Any) -> Iterator[list[int]]:
-    """By how many the micro-batches of which this rank still has tokens ever surpass those in flight."""
+    """By how many the micro-batches of which this rank still has something ever surpass those in flight."""
     from megarl.megatron import model as module
 
     parallel, make = model.config.parallel, module.make_micro_batch
     allowed = round(micro_batches_in_flight(parallel.pp, model.ranks.pp_rank, parallel.vpp) * parallel.vpp)
-    made: list[weakref.ref[torch.Tensor]] = []
+    made: list[list[weakref.ref[torch.Tensor]]] = []
     excess = [-allowed]
 
     def watch(*args: Any) -> Any:
         micro = make(*args)
-        made.append(weakref.ref(micro.tokens))
+        made.append([weakref.ref(micro.tokens), weakref.ref(micro.batch.loss_weights)])
         gc.collect()
-        excess[0] = max(excess[0], sum(ref() is not None for ref in made) - allowed)
+        alive = sum(any(ref() is not None for ref in refs) for refs in made)
+        excess[0] = max(excess[0], alive - allowed)
         return micro
 
     module.make_micro_batch = watch

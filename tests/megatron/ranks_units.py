@@ -369,6 +369,29 @@ def routing() -> dict[str, Any]:
     return result | {"refused": {name: refused(record) for name, record in (records | {"topk": [[1, 2, 3]]}).items()}}
 
 
+def who_gets_routing() -> dict[str, list[Any]]:
+    """Shapes of the routing of each micro-batch, by role, of a batch with a record, and with train.replay_routing."""
+    from megarl.megatron import model as module
+    from megarl.models.routing import routing_shape
+
+    shape, batch, make = routing_shape(tiny.HF["deepseek_v3"], {}), tiny.batch(), module.make_micro_batch
+    recorded = batch.with_(routing=torch.full((len(batch.tokens), len(shape.moe_layers), shape.topk), -1).short())
+    found: dict[str, list[Any]] = {}
+    for role in ("actor", "critic", "reward_model"):
+        model, shapes = build("deepseek_v3", role, train={"replay_routing": True}), []
+
+        def watch(*args: Any, shapes: list[Any] = shapes) -> Any:
+            micro = make(*args)
+            shapes.append(None if micro.routing is None else list(micro.routing.shape[1:]))
+            return micro
+
+        module.make_micro_batch = watch
+        model.forward(recorded)
+        module.make_micro_batch = make
+        found[role] = shapes
+    return found | {"shape": [len(shape.moe_layers), shape.topk]}
+
+
 def nll(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
     return TokenLoss(-output.logprobs, {})  # type: ignore[operator]
 
@@ -587,8 +610,8 @@ def comparing() -> dict[str, Any]:
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, refusals, folder,
-    half, schedule, critic, aux_losses, training, waking, comparing, nothing, spared,
+    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
+    refusals, folder, half, schedule, critic, aux_losses, training, waking, comparing, nothing, spared,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -20,3 +20,9 @@ def test_a_record_that_is_none_of_this_model_is_one_error(units: dict[str, Any])
     assert "names the experts [0, 0] for a token in layer 1, not 2 different ones of 8" in refused["zeros"]
     assert "[8, 1]" in refused["foreign"] and "[-1, 3]" in refused["half"]
     assert "of 1 layers with 3 experts a token, the trainer's model has 1 with 2" in refused["topk"]
+
+
+def test_only_the_model_that_replays_has_routing(units: dict[str, Any]) -> None:
+    found = units["who_gets_routing"]
+    assert len(found["actor"]) > 1 and set(map(tuple, found["actor"])) == {tuple(found["shape"])}
+    assert set(found["critic"]) == set(found["reward_model"]) == {None}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict, load_config
-from megarl.models.activations import activation_elements, logits_bytes, micro_batches_in_flight
+from megarl.models.activations import activation_elements, logits_bytes, micro_batch_bytes, micro_batches_in_flight
 from megarl.models.memory import (
     Elements,
     engine_bytes,
@@ -230,7 +230,28 @@ def test_records_of_routing_are_on_the_host() -> None:
     plain, replayed = (plan_memory(MOE, config_of(**sizes, train={"replay_routing": on}))[0] for on in (False, True))
     # Two bytes for each of 4 layers and 2 experts, in the rollouts and in the batch.
     assert replayed.host == plain.host | {"records of routing": 2 * 1500 * 4 * 2 * 2}
-    assert (replayed.states, replayed.peak) == (plain.states, plain.peak)
+    assert replayed.states == plain.states
+    # The device has those of the micro-batch at work.
+    assert replayed.training["micro-batches"] - plain.training["micro-batches"] == 3072 * 4 * 2 * 2
+
+
+def test_a_device_has_the_micro_batches_at_work_and_its_own_part_of_them() -> None:
+    """Whatever the number of micro-batches in a step, and for the critic without routing."""
+    sizes: dict[str, Any] = {
+        "parallel": {"world_size": 8, "tp": 2, "pp": 2, "cp": 2},
+        "train": {"replay_routing": True},
+    }
+    few, many = (plan_memory(MOE, config_of(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000))
+    assert [stage.training for stage in few] == [stage.training for stage in many]
+    assert many[0].host["records of routing"] == 1000 * few[0].host["records of routing"]
+    first, last = (stage.training["micro-batches"] for stage in few)
+    routing = 2 * 2 * 2 * 3072 // 2  # two layers, two experts, half of the rank's tokens
+    assert first == 2 * (16 * 3072 + routing)  # two in flight
+    assert last == 8 * 3072 + (3 * 8 + 1 + 9 * 4) * 2 * 3072 + routing
+    trained = config_of(algorithm="reward_model", **{name: sizes[name] for name in ("parallel",)})
+    assert plan_memory(MOE, trained)[1].training["micro-batches"] == last - routing
+    assert micro_batch_bytes({}, (), 10, last=False) == 160
+    assert micro_batch_bytes({}, (), 10, first=False, mtp=2) == 160 + 3 * 80 + 610
 
 
 @pytest.mark.parametrize(
@@ -356,7 +377,8 @@ def test_what_a_run_without_rollouts_needs() -> None:
     assert trained.generation == {} and trained.training["logits"] == 0
     ppo = plan_memory(QWEN2, config_of(), QWEN2)[0]
     assert ppo.host["reference weights"] == ppo.states["actor weights"]
-    assert ppo.training_total == sum(ppo.states.values()) + ppo.training["activations"] + ppo.training["logits"]
+    assert ppo.training.keys() == {"activations", "logits", "micro-batches"}
+    assert ppo.training_total == sum(ppo.states.values()) + sum(ppo.training.values())
 
 
 def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:

@@ -31,14 +31,13 @@ def test_skipped_updates_in_a_row_end_the_run_and_say_why(units: dict[str, Any])
 
 def test_what_a_loss_is_given_is_finite_where_it_counts(units: dict[str, Any]) -> None:
     inputs = units["training"]["inputs"]
-    assert inputs["sequence_reward"].startswith(
-        "step 4: the actor's batch's sequence_reward are not finite: nan in 1 of 2"
-    )
+    said = inputs["sequence_reward"]
+    assert said.startswith("step 4: not finite: sequence_reward in the batch of the actor, nan in 1 of 2 places; look")
     for name in ("advantages", "returns", "rollout_logprobs"):
-        assert f"batch's {name} are not finite: inf in " in inputs[name]
+        assert f"not finite: {name} in the batch of the actor, inf in " in inputs[name]
     assert units["training"]["harmless"] == 0.0
 
 
 def test_what_a_model_says_and_what_an_update_makes_of_it_is_finite(units: dict[str, Any]) -> None:
-    assert "step 4: the actor's log-probs are not finite: nan in " in units["training"]["outputs"]
+    assert "step 4: not finite: log-probs of the actor, nan in " in units["training"]["outputs"]
     assert "an update of the actor has made weights that are not finite (on rank 0;" in units["training"]["lost"]

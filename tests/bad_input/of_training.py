@@ -1,0 +1,80 @@
+"""Settings of losses, schedules and updates that contradict each other, or under which nothing would be trained."""
+
+from case import Case
+
+GRPO = "algorithm=grpo"
+SFT = ("algorithm=sft", "data.train=FOLDER/sft.jsonl")
+
+CASES = [
+    Case(
+        "a critic's warm-up as long as the run",
+        ("critic.warmup_rollouts=2", "run.num_rollout=2", "lower the first or raise the second"),
+        ("critic.warmup_rollouts=2",),
+    ),
+    Case(
+        "a critic's warm-up beyond the run",
+        ("critic.warmup_rollouts=20 leaves none of run.num_rollout=5",),
+        ("critic.warmup_rollouts=20", "run.num_rollout=5"),
+    ),
+    Case(
+        "a run cut down to its warm-up",
+        ("critic.warmup_rollouts=1 leaves none of run.num_rollout=1",),
+        ("critic.warmup_rollouts=1", "run.num_rollout=1"),
+    ),
+    Case(
+        "the policy's rate rises",
+        ("actor_optimizer.min_lr=0.1 is above actor_optimizer.lr=0.01",),
+        ("actor_optimizer.min_lr=0.1", "actor_optimizer.lr=0.01"),
+    ),
+    Case(
+        "the critic's rate rises",
+        ("critic.optimizer.min_lr=0.001 is above critic.optimizer.lr=0.0001",),
+        ("critic.optimizer.min_lr=1e-3", "critic.optimizer.lr=1e-4"),
+    ),
+    Case(
+        "the rate of SFT rises",
+        ("actor_optimizer.min_lr=1 is above actor_optimizer.lr=1e-06",),
+        (*SFT, "actor_optimizer.min_lr=1"),
+    ),
+    Case("k1 as a loss", ("kl.estimator=k1", "kl.place=loss", "null"), ("kl.place=loss", "kl.estimator=k1")),
+    Case("k1 as a loss of GRPO", ("kl.estimator=k1",), (GRPO, "kl.place=loss", "kl.estimator=k1")),
+    Case(
+        "the unbiased loss as a reward",
+        ("kl.estimator=k3_unbiased with kl.place=reward", "null", "kl.place to loss"),
+        ("kl.estimator=k3_unbiased",),
+    ),
+    Case("the unbiased loss as GRPO's reward", ("kl.estimator=k3_unbiased",), (GRPO, "kl.estimator=k3_unbiased")),
+    Case(
+        "an estimator that nobody knows",
+        ("kl.estimator must be one of k1, k2, k3, k3_unbiased", "did you mean k3?"),
+        ("kl.estimator=k33",),
+    ),
+    Case("an estimator by number", ("kl.estimator must be one of", "not 3"), ("kl.estimator=3",)),
+    Case("a place that nobody knows", ("kl.place must be one of reward, loss, none",), ("kl.place=losses",)),
+    Case("no place", ("kl.place must be one of reward, loss, none, not None",), ("kl.place=null",)),
+    Case("a mean that nobody knows", ("loss.mean must be one of token, sequence",), ("loss.mean=sequences",)),
+    Case("no mean", ("loss.mean must be one of token, sequence, not None",), ("loss.mean=null",)),
+    Case("means are no list", ("loss.mean must be one of",), ("loss.mean=[token]",)),
+    Case("a misspelt mean", ("unknown key loss.means", "did you mean loss.mean"), ("loss.means=token",)),
+    Case("a dual clip that clips everything", ("loss.dual_clip must be above 1",), ("loss.dual_clip=1",)),
+    Case("a mean of one in a group", ("samples_per_prompt=1", "2 or more"), (GRPO, "rollout.samples_per_prompt=1")),
+    Case("a group of equals", ("rollout.temperature=0", "above 0"), (GRPO, "rollout.temperature=0")),
+    Case("epochs and updates", ("num_update=3 is not a multiple", "epochs=2"), ("run.num_update=3", "run.epochs=2")),
+    Case("more epochs than updates", ("run.num_update=1", "run.epochs=3"), ("run.epochs=3",)),
+    Case("more updates than rollouts", ("batch of 16 sequences in 17",), ("run.num_update=17",)),
+    Case("more updates than conversations", ("batch of 4 sequences in 5",), (*SFT, "run.num_update=5")),
+    Case(
+        "SFT cannot replay routing",
+        ("train.replay_routing=true", "sft has no engine"),
+        (*SFT, "train.replay_routing=true"),
+    ),
+    Case("an unknown schedule", ("actor_optimizer.schedule must be one of cosine",), ("actor_optimizer.schedule=cos",)),
+    Case("targets without LoRA", ("lora.targets", "set lora.rank"), ("lora.targets=[linear_qkv]",)),
+    Case("LoRA of nothing", ("lora.targets", "linear_qkw"), ("lora.rank=4", "lora.targets=[linear_qkw]")),
+    Case(
+        "routing of recorded rollouts",
+        ("train.replay_routing=true with rollout.replay",),
+        ("train.replay_routing=true", "rollout.replay=FOLDER"),
+    ),
+    Case("an unknown algorithm", ("algorithm must be one of ppo, grpo", "did you mean sft?"), ("algorithm=sfft",)),
+]
