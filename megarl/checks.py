@@ -23,6 +23,8 @@ from megarl.rewards.functions import load_functions
 from megarl.rollout import server_args
 from megarl.rollout.tools import load_tools
 
+COLDEST = 0.001
+
 
 def data_parallel(config: Config) -> int:
     return config.parallel.world_size // (config.parallel.tp * config.parallel.cp * config.parallel.pp)
@@ -213,7 +215,12 @@ def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> No
             "algorithm=grpo compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 every "
             "advantage is 0; set it to 2 or more"
         )
-    if config.rollout.temperature == 0:
+    if 0 < (temperature := config.rollout.temperature) < COLDEST:
+        raise ConfigError(
+            f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {COLDEST}: log-probs are "
+            "of logits divided by it"
+        )
+    if temperature == 0:
         if name == "grpo":
             raise ConfigError(
                 "algorithm=grpo with rollout.temperature=0 gives a prompt the same answer every time, so every "
@@ -229,6 +236,19 @@ def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> No
         )
     if kl.place != "none" and kl.target is not None and kl.coef == 0:
         warnings.append("kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.place to none")
+
+
+def check_optimizers(config: Config) -> None:
+    """What two keys say about learning rates and steps must fit together."""
+    both = {"actor_optimizer": config.actor_optimizer, "critic.optimizer": config.critic.optimizer}
+    for section, settings in both.items():
+        if (least := settings.min_lr) > settings.lr:
+            raise ConfigError(f"{section}.min_lr={least:g} is above {section}.lr={settings.lr:g}, where the decay begins")
+    if config.algorithm == "ppo" and config.critic.warmup_rollouts >= config.run.num_rollout:
+        raise ConfigError(
+            f"critic.warmup_rollouts={config.critic.warmup_rollouts} leaves none of run.num_rollout="
+            f"{config.run.num_rollout} steps in which the policy is trained"
+        )
 
 
 def check_batch(config: Config, warnings: list[str]) -> None:

@@ -74,6 +74,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     if not passes(strict.check, config):  # it may have been made in Python
         return Report(errors, warnings, {}, [])
     laid_out = passes(check_layout, config.parallel) and passes(checks.check_nodes, config)
+    passes(checks.check_optimizers, config)
     passes(checks.check_algorithm, config, warnings, "reward" in roles_with_options)
     passes(checks.check_data, config, dry_run, warnings)
     laid_out = laid_out and passes(checks.check_batch, config, warnings)

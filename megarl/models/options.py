@@ -91,7 +91,8 @@ def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, .
     value = hf.get(key, default)
     if value is not None and value != default and value not in allowed:
         known = ", ".join(str(item) for item in (default, *allowed))
-        raise ConfigError(f"config.json of {_name(hf)}: {key}={value!r} is not implemented (implemented: {known})")
+        found = f"{key}={strict.shown(value)}"
+        raise ConfigError(f"config.json of {_name(hf)}: {found} is not implemented (implemented: {known})")
 
 
 def require_common(
@@ -112,7 +113,10 @@ def require_common(
     kinds = hf.get("layer_types") or ()
     if layer_types is not None:
         if kinds and list(kinds) != list(layer_types):
-            raise ConfigError(f"config.json of {_name(hf)}: layer_types={kinds} is not implemented: not {layer_types}")
+            raise ConfigError(
+                f"config.json of {_name(hf)}: layer_types={strict.shown(kinds)} is not implemented: it would be "
+                f"{strict.shown(list(layer_types))}"
+            )
         return
     for kind in kinds:
         if kind != "full_attention":

@@ -34,8 +34,8 @@ class Chat:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: no tokenizer in {folder}: {error}") from None
+        except Exception as error:  # noqa: B036  the tokenizers package raises nothing narrower
+            raise ConfigError(f"model.path: no tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from None
         return cls(tokenizer, tools)
 
     def check_vocabulary(self, size: int) -> None:
