@@ -26,6 +26,8 @@ from megarl.rewards.functions import load_functions
 from megarl.rollout import server_args, tool_calls
 from megarl.rollout.tools import load_tools
 
+COLDEST = 0.001
+
 
 def data_parallel(config: Config) -> int:
     return config.parallel.world_size // (config.parallel.tp * config.parallel.cp * config.parallel.pp)
@@ -270,7 +272,12 @@ def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> No
             "algorithm=grpo compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 every "
             "advantage is 0; set it to 2 or more"
         )
-    if config.rollout.temperature == 0:
+    if 0 < (temperature := config.rollout.temperature) < COLDEST:
+        raise ConfigError(
+            f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {COLDEST}: log-probs are "
+            "of logits divided by it"
+        )
+    if temperature == 0:
         if name == "grpo":
             raise ConfigError(
                 "algorithm=grpo with rollout.temperature=0 gives a prompt the same answer every time, so every "

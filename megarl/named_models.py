@@ -5,9 +5,11 @@ Pure, like `checks.py`: they read files, raise ConfigError, and append to `warni
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
+from megarl import strict
 from megarl.checkpoint.hf import open_hf
 from megarl.config import Config, ConfigError
 from megarl.models.classifier import VALUE_HEAD, is_classifier
@@ -18,14 +20,13 @@ from megarl.models.registry import family_of, load_hf_config
 def policy_and_critic(config: Config, dry_run: bool, warnings: list[str]) -> tuple[HFConfig, HFConfig | None]:
     """config.json of the policy and, for PPO, of the critic."""
     if dry_run and config.model.hf_config:
-        hf = load_hf_config(config.model.hf_config)
+        hf = _known(load_hf_config(config.model.hf_config))
     elif config.model.path:
-        hf = load_hf_config(_whole_folder(config.model.path, "model.path"))
-        if not list(Path(config.model.path).glob("tokenizer*")):
-            raise ConfigError(f"model.path={config.model.path} has no tokenizer; put tokenizer.json beside config.json")
+        trains_head = config.algorithm == "reward_model"
+        hf = _whole_folder(config.model.path, "model.path", trains_head, mtp=config.train.mtp > 0)
+        _check_tokenizer(config.model.path, int(hf["vocab_size"]))
     else:
         raise ConfigError("model.path is not set; it must name the HF folder of the policy")
-    family_of(hf)
     if is_classifier(hf) and config.algorithm != "reward_model":
         raise ConfigError(
             f"model.path={config.model.path} is a classifier, {hf['architectures'][0]}, which writes no words; a "
@@ -40,7 +41,7 @@ def policy_and_critic(config: Config, dry_run: bool, warnings: list[str]) -> tup
     if dry_run and config.model.hf_config and not Path(config.critic.path).exists():
         warnings.append(f"critic.path={config.critic.path} is not here; planned as if it were the policy's model")
         return hf, hf
-    critic = load_hf_config(_whole_folder(config.critic.path, "critic.path"))
+    critic = _whole_folder(config.critic.path, "critic.path", head=True)
     if critic.get("vocab_size") != hf.get("vocab_size"):
         raise ConfigError(
             f"critic.path={config.critic.path} has a vocabulary of {critic.get('vocab_size')}, the policy of "
@@ -60,8 +61,7 @@ def reward_model(hf: HFConfig, config: Config, dry_run: bool, warnings: list[str
     if dry_run and not Path(path).exists():
         warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
         return hf
-    found = load_hf_config(_whole_folder(path, "reward.model"))
-    family_of(found)
+    found = _whole_folder(path, "reward.model", head=True)
     if VALUE_HEAD not in open_hf(path).names():
         raise ConfigError(
             f"reward.model={path} has no {VALUE_HEAD}: it is no reward model; train one with algorithm=reward_model"
@@ -95,23 +95,47 @@ def _vocabulary(folder: str) -> dict[str, int]:
         file = Path(folder) / name
         if not file.is_file():
             continue
-        try:
-            tree = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{file} is not valid JSON: {error}") from None
         if name == "vocab.json":
-            return dict(tree)
-        words = (tree.get("model") or {}).get("vocab") or {}  # a list of (token, score) for a unigram model
-        ids = dict(words) if isinstance(words, dict) else {word: i for i, (word, _) in enumerate(words)}
-        return ids | {token["content"]: token["id"] for token in tree.get("added_tokens") or ()}
+            return strict.read_json(file)
+        try:
+            return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
+        except Exception as error:  # noqa: B036  the package raises nothing narrower
+            raise ConfigError(f"{file} is no tokenizer: {' '.join(str(error).split())[:200]}") from None
     return {}
 
 
-def _whole_folder(path: str, key: str) -> str:
-    """The folder, if it has a config.json and safetensors."""
+def _check_tokenizer(folder: str, size: int) -> None:
+    """Raise ConfigError unless a folder has a tokenizer that can be read, of ids that a model of `size` words knows."""
+    if not list(Path(folder).glob("tokenizer*")):
+        raise ConfigError(f"model.path={folder} has no tokenizer; put tokenizer.json beside config.json")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        if (file := Path(folder) / name).is_file():
+            strict.read_json(file)
+    word, highest = max(_vocabulary(folder).items(), key=lambda item: item[1], default=("", -1))
+    if highest >= size:
+        raise ConfigError(
+            f"model.path={folder}: the tokenizer gives {word!r} the id {highest}, but config.json has "
+            f"vocab_size={size}; the tokenizer is another model's"
+        )
+
+
+def _whole_folder(path: str, key: str, head: bool, mtp: bool = False) -> HFConfig:
+    """config.json of a folder that has all the weights that it describes. head: not of the output layer, in place of
+    which there is a head of one value, or will be. mtp: with those of multi-token prediction."""
     if not Path(path).is_dir():
         raise ConfigError(f"{key}={path}: there is no such folder; put the model there, or correct the path")
-    load_hf_config(path)
+    hf = _known(load_hf_config(path))
     if not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"{key}={path} has no *.safetensors files; convert the weights to safetensors")
-    return path
+    heads = (VALUE_HEAD, "lm_head.weight") if head or is_classifier(hf) else ()
+    open_hf(path).check(dict(hf), optional=heads, mtp=mtp)
+    return hf
+
+
+def _known(hf: HFConfig) -> HFConfig:
+    """The same config.json, if there is a table for it and it has what the table reads."""
+    family = family_of(hf)
+    family.check(hf)
+    family.megatron_config(hf)
+    family.gpt_kwargs(hf)
+    return hf

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
 from megarl.dry_run import Report, render, validate
+from megarl.models.registry import family_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -106,11 +109,16 @@ def test_lora_is_planned(plan) -> None:
         (["rollout.ep=2"], r"rollout.ep=2 does not divide rollout.tp=1"),
         (["rollout.max_context=1024"], r"max_context=1024 is beyond the model's 512 positions"),
         (["rollout.max_new_tokens=256"], r"max_new_tokens=256 leaves no room for a prompt"),
+        (["run.num_update=1", "run.epochs=3"], r"run.num_update=1 is not a multiple of run.epochs=3"),
         (["run.num_update=3", "run.epochs=2"], r"run.num_update=3 is not a multiple of run.epochs=2"),
         (["run.num_update=65"], r"cuts a batch of 64 sequences in 65 mini-batches"),
         (["algorithm=grpo", "rollout.samples_per_prompt=1"], r"every advantage is 0; set it to 2 or more"),
         (["algorithm=grpo", "rollout.temperature=0"], r"every advantage is 0; set it above 0"),
         (["kl.place=loss", "kl.estimator=k1"], r"kl.estimator=k1 with kl.place=loss.*set kl.estimator to null, or kl."),
+        (["rollout.temperature=1e-5"], r"rollout.temperature=1e-05 is neither 0, which is greedy, nor at least 0.001"),
+        (["actor_optimizer.min_lr=1"], r"actor_optimizer.min_lr=1 is above actor_optimizer.lr=1e-06"),
+        (["critic.optimizer.lr=0", "critic.optimizer.min_lr=1e-9"], r"critic.optimizer.min_lr=1e-09 is above"),
+        (["critic.warmup_rollouts=100"], r"critic.warmup_rollouts=100 leaves none of run.num_rollout=100 steps"),
         (["reward.functions=[]"], r"reward.functions is empty"),
         (["reward.functions=[megarl.rewards.gsm8k:nothing]"], r"has no 'nothing'"),
         (["rollout.tools=[megarl.rollout.tools:abacus]"], r"megarl.rollout.tools has no abacus"),
@@ -125,10 +133,6 @@ def test_lora_is_planned(plan) -> None:
         (
             ["train.replay_routing=true", "rollout.replay=/"],
             r"recorded rollouts hold no routing; set the first to false",
-        ),
-        (
-            ["train.replay_routing=true", "model.megatron.moe_router_topk=4"],
-            r"a token through 2 experts, which train.r",
         ),
         (["train.replay_routing=true", "model.megatron.moe_router_fusion=true"], r"cannot be told what to choose"),
         (
@@ -145,8 +149,10 @@ def test_lora_is_planned(plan) -> None:
         ),
         (["train.replay_routing=true", "rollout.sglang.chunked_prefill_size=-1"], r"size must be positive"),
         (["rollout.sglang.enable_return_routed_experts=true"], r"cannot be set; it is decided by train.replay_routing"),
+        (["model.megatron.num_layers=2"], r"num_layers cannot be set: the model's config.json decides it"),
         (["model.megatron.num_layer=3"], r"num_layer is not a field of Megatron's.*; did you mean num_layers"),
-        (["model.megatron.q_lora_rank=3"], r"q_lora_rank is not a field of Megatron's TransformerConfig"),
+        (["model.megatron.q_lora_rank=3"], r"q_lora_rank cannot be set: the model's config.json decides it"),
+        (["model.megatron.cache_mla_latents=true"], r"latents is not a field of Megatron's TransformerConfig"),
         (["model.megatron.bf16=true"], r"model.megatron.bf16 has a key of its own: set model.dtype"),
         (["model.megatron.context_parallel_size=2"], r"has a key of its own: set parallel.cp"),
         (["rollout.sglang.mem_fraction=0.5"], r"mem_fraction is not a field of SGLang's.*did you mean mem_fr"),
@@ -262,14 +268,14 @@ def test_a_run_needs_its_files(plan, tmp_path: Path) -> None:
         elif missing == "no config.json":
             (folder / "config.json").write_text(json.dumps(MOE))
         elif "safetensors" in missing:
-            (folder / "model.safetensors").touch()
-    (folder / "tokenizer.json").touch()
+            write_weights(folder, MOE)
+    write_tokenizer(folder, ("a",))
     assert plan(f"model.path={folder}", dry_run=False).ok
     # A critic that reads other tokens.
     other = tmp_path / "critic"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(MOE | {"vocab_size": 2048}))
-    (other / "model.safetensors").touch()
+    write_weights(other, MOE | {"vocab_size": 2048})
     errors = plan(f"model.path={folder}", f"critic.path={other}", dry_run=False).errors
     assert len(errors) == 1 and "vocabulary of 2048, the policy of 1024" in errors[0]
 
@@ -277,18 +283,30 @@ def test_a_run_needs_its_files(plan, tmp_path: Path) -> None:
 def write_model(folder: Path, hf: dict[str, Any], words: tuple[str, ...], tensors: tuple[str, ...] = ()) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf))
-    vocabulary = {"model": {"vocab": {word: i for i, word in enumerate(words)}}}
-    added = {"added_tokens": [{"id": len(words), "content": "<end>"}]}
-    (folder / "tokenizer.json").write_text(json.dumps(vocabulary | added))
-    save_file({name: torch.zeros(1, 64) for name in tensors}, folder / "model.safetensors")
+    write_tokenizer(folder, words)
+    write_weights(folder, hf, tensors)
     return folder
+
+
+def write_tokenizer(folder: Path, words: tuple[str, ...]) -> None:
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_weights(folder: Path, hf: dict[str, Any], heads: tuple[str, ...] = ()) -> None:
+    table = {tensor.name: tensor.shape for param in family_of(hf).params(hf, 1) for tensor in param.hf}
+    save_file(
+        {name: torch.zeros(shape) for name, shape in {**table, **dict.fromkeys(heads, (1, 64))}.items()},
+        folder / "model.safetensors",
+    )
 
 
 def test_a_reward_model_must_have_a_head_and_the_policys_tokens(plan, tmp_path: Path) -> None:
     policy, head = write_model(tmp_path / "policy", MOE, ("a", "b")), ("score.weight",)
     reward = {**MOE, "architectures": ["Qwen3MoeForSequenceClassification"], "num_hidden_layers": 2}
     cases: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], str]] = {
-        "headless": (reward, ("a", "b"), ("other",), "has no score.weight: it is no reward model; train one"),
+        "headless": (reward, ("a", "b"), (), "has no score.weight: it is no reward model; train one"),
         "larger": (reward | {"vocab_size": 2048}, ("a", "b"), head, "vocabulary of 2048, the policy of 1024"),
         "words": (reward, ("a", "c"), head, r"another tokenizer than model.path=.*differ in '[bc]', token 1; .*must"),
         "added": (reward, ("a", "b", "c"), head, "differ in .*, token 2"),

@@ -22,6 +22,7 @@ from megarl.models.fp8 import SCALE, grid_shape, is_fp8
 from megarl.models.layout import PADDING, Param, pieces
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.quantise import dequantise
+from megarl.strict import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}  # config, tokenizer, code that config.json names
@@ -144,10 +145,12 @@ def open_hf(folder: str | Path) -> HFWeights:
         raise ConfigError(f"there is no model folder {folder}")
     load_hf_config(path)
     if (path / INDEX).is_file():
-        try:
-            files = dict(json.loads((path / INDEX).read_text())["weight_map"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path / INDEX} is no index of safetensors: {error!r}") from None
+        files = read_json(path / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise ConfigError(f"{path / INDEX} is no index of safetensors: it has no weight_map")
+        for name, file in files.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ConfigError(f"{path / INDEX} says that {name} is in {file!r}, which is no file beside it")
         held = {file: set(_open(path / file).keys()) for file in sorted(set(files.values()))}
         for name, file in files.items():
             if name not in held[file]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.nn.functional import silu
 
+from megarl.config import ConfigError
 from megarl.models.layout import (
     Columns,
     Cut,
@@ -47,7 +48,7 @@ def common_config(hf: HFConfig) -> dict[str, Any]:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        init_method_std=hf.get("initializer_range", 0.02),
+        init_method_std=0.02 if (std := hf.get("initializer_range")) is None else std,
     )
 
 
@@ -56,6 +57,20 @@ def grouped_config(hf: HFConfig, bias: bool = False, qk_norm: bool = False) -> d
     return common_config(hf) | dict(
         num_query_groups=groups(hf), kv_channels=head_dim(hf), add_qkv_bias=bias, qk_layernorm=qk_norm
     )
+
+
+def require_heads(hf: HFConfig) -> None:
+    """Refuse heads that do not divide, and those that rotary embeddings cannot turn in pairs."""
+    heads, hidden = need(hf, "num_attention_heads"), need(hf, "hidden_size")
+    if heads % groups(hf):
+        raise ConfigError(f"config.json: num_key_value_heads={groups(hf)} does not divide num_attention_heads={heads}")
+    if not hf.get("head_dim") and hidden % heads:
+        raise ConfigError(
+            f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim"
+        )
+    turned = head_dim(hf) * rope(hf)["partial_rotary_factor"]
+    if turned % 2:
+        raise ConfigError(f"config.json: rotary embeddings turn pairs, not {turned:g} of head_dim={head_dim(hf)}")
 
 
 def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:

@@ -17,9 +17,42 @@ from megarl.config import ConfigError
 from megarl.models import blocks
 from megarl.models.family import Extras, Family
 from megarl.models.layout import Columns, HFConfig, HFTensor, Param, Replicated, Rows, Slot
-from megarl.models.options import need, require, require_common, rope
+from megarl.models.options import (
+    Experts,
+    Few,
+    Size,
+    need,
+    require,
+    require_common,
+    require_experts,
+    require_types,
+    rope,
+)
+from megarl.strict import Positive
 
 HEADS = "num_attention_heads"
+FIELDS: dict[str, Any] = {
+    "n_routed_experts": Experts,
+    "num_experts_per_tok": Experts,
+    "n_shared_experts": Few,
+    "moe_intermediate_size": Size,
+    "first_k_dense_replace": Few,
+    "routed_scaling_factor": Positive,
+    "n_group": Experts,
+    "topk_group": Experts,
+    "norm_topk_prob": bool,
+    "num_nextn_predict_layers": Few,
+    "num_mtp_layers": Few,
+}
+"""Of routing and experts; GLM-4.5 has the same."""
+LATENT: dict[str, Any] = {
+    "q_lora_rank": Size,
+    "kv_lora_rank": Size,
+    "qk_nope_head_dim": Size,
+    "qk_rope_head_dim": Size,
+    "v_head_dim": Size,
+}
+"""Of attention."""
 
 
 def _config_v3(hf: HFConfig) -> dict[str, Any]:
@@ -87,7 +120,7 @@ def experts_config(hf: HFConfig) -> dict[str, Any]:
         moe_ffn_hidden_size=need(hf, "moe_intermediate_size"),
         moe_shared_expert_intermediate_size=shared or None,
         moe_router_topk=need(hf, "num_experts_per_tok"),
-        moe_router_topk_scaling_factor=float(hf.get("routed_scaling_factor", 1.0)),
+        moe_router_topk_scaling_factor=float(hf.get("routed_scaling_factor") or 1.0),
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
@@ -248,7 +281,10 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
 
 
 def _check(hf: HFConfig) -> None:
+    require_types(hf, FIELDS | LATENT)
     require_common(hf)
+    if need(hf, "qk_rope_head_dim") % 2:
+        raise ConfigError(f"config.json: rotary embeddings turn pairs, not qk_rope_head_dim={hf['qk_rope_head_dim']}")
     require(hf, "attention_bias", False)
     require(hf, "moe_layer_freq", 1)
     require(hf, "num_key_value_heads", need(hf, HEADS))
@@ -261,19 +297,15 @@ def _check_v2(hf: HFConfig) -> None:
     require(hf, "scoring_func", "softmax")
     require(hf, "topk_method", "greedy", ("group_limited_greedy",))
     require(hf, "norm_topk_prob", False)
-    if not _limited(hf):
-        return
-    groups, group_topk, experts = hf["n_group"], need(hf, "topk_group"), num_experts(hf)
-    if hf.get("topk_method", "greedy") == "greedy":
-        raise ConfigError(
-            f"config.json: topk_method='greedy' with topk_group={group_topk} of n_group={groups} is not implemented: "
-            "SGLang would limit the choice to these groups; HF does with topk_method='group_limited_greedy'"
-        )
-    if experts % groups or need(hf, "num_experts_per_tok") > group_topk * (experts // groups):
-        raise ConfigError(
-            f"config.json: n_routed_experts={experts} in n_group={groups} groups, of which topk_group={group_topk} "
-            f"have too few for num_experts_per_tok={hf['num_experts_per_tok']}, or groups are not of equal size"
-        )
+    if _limited(hf):
+        groups, group_topk = hf["n_group"], need(hf, "topk_group")
+        if hf.get("topk_method", "greedy") == "greedy":
+            raise ConfigError(
+                f"config.json: topk_method='greedy' with topk_group={group_topk} of n_group={groups} is not "
+                "implemented: SGLang would limit the choice to these groups; HF does with "
+                "topk_method='group_limited_greedy'"
+            )
+    require_groups(hf)
 
 
 def _check_v3(hf: HFConfig) -> None:
@@ -281,6 +313,21 @@ def _check_v3(hf: HFConfig) -> None:
     require(hf, "rope_interleave", True)
     require(hf, "topk_method", "noaux_tc")
     check_sigmoid_routing(hf)
+
+
+def require_groups(hf: HFConfig) -> None:
+    """Refuse experts that cannot be chosen as told."""
+    require_experts(hf, experts := num_experts(hf))
+    groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    if chosen > groups:
+        raise ConfigError(f"config.json: topk_group={chosen} of n_group={groups} groups")
+    if experts % groups:
+        raise ConfigError(f"config.json: n_routed_experts={experts} in n_group={groups} groups are not of equal size")
+    if (topk := need(hf, "num_experts_per_tok")) > (there := chosen * (experts // groups)):
+        raise ConfigError(
+            f"config.json: topk_group={chosen} of n_group={groups} groups with {there} of n_routed_experts={experts} "
+            f"in all have too few for num_experts_per_tok={topk}"
+        )
 
 
 def check_sigmoid_routing(hf: HFConfig) -> None:
@@ -297,6 +344,7 @@ def check_sigmoid_routing(hf: HFConfig) -> None:
             f"config.json: num_experts_per_tok={topk} with topk_group={group_topk} is not implemented: HF ranks a "
             f"group by its best 2 experts, Megatron by num_experts_per_tok / topk_group = {topk // group_topk}"
         )
+    require_groups(hf)
 
 
 def _dense_layers(hf: HFConfig) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl import strict
 from megarl.config import ConfigError
 from megarl.models.layout import Param
 
@@ -39,7 +40,9 @@ def is_fp8(hf: Mapping[str, Any]) -> bool:
                 f"config.json: quantization_config with {key}={found.get(key)!r} is not implemented (implemented: "
                 f"{', '.join(map(repr, known))}); convert the weights to bfloat16"
             )
-    for name in found.get("modules_to_not_convert") or found.get("ignored_layers") or ():
+    left_out = found.get("modules_to_not_convert") or found.get("ignored_layers") or []
+    strict.require(left_out, list[str], "config.json: modules_to_not_convert of quantization_config")
+    for name in left_out:
         if str(name).endswith("_proj"):
             raise ConfigError(f"config.json: quantization_config that leaves out {name} is not implemented")
     return True

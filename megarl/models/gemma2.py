@@ -15,7 +15,8 @@ from torch.nn.functional import gelu
 from megarl.models import blocks
 from megarl.models.family import Extras, Family
 from megarl.models.layout import HFConfig, Param
-from megarl.models.options import need, require, require_common, require_default_rope
+from megarl.models.options import Size, need, require, require_common, require_default_rope, require_types
+from megarl.strict import Count, Positive
 
 GELU_TANH = partial(gelu, approximate="tanh")
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -57,7 +58,18 @@ def _layer_types(hf: HFConfig) -> list[str]:
     return [FULL if layer % 2 else SLIDING for layer in range(need(hf, "num_hidden_layers"))]
 
 
+FIELDS: dict[str, Any] = {
+    "head_dim": Size,
+    "sliding_window": Count,
+    "query_pre_attn_scalar": Positive,
+    "attn_logit_softcapping": Positive,
+    "final_logit_softcapping": Positive,
+}
+
+
 def _check(hf: HFConfig) -> None:
+    require_types(hf, FIELDS)
+    blocks.require_heads(hf)
     require_common(hf, activation="gelu_pytorch_tanh", layer_types=_layer_types(hf))
     require(hf, "hidden_activation", "gelu_pytorch_tanh")
     require(hf, "attention_bias", False)

@@ -12,7 +12,7 @@ import torch
 from megarl.models import blocks, deepseek
 from megarl.models.family import Family
 from megarl.models.layout import HFConfig, Param
-from megarl.models.options import need, require_common, require_default_rope, rope
+from megarl.models.options import need, require_common, require_default_rope, require_types, rope
 
 
 def _config(hf: HFConfig) -> dict[str, Any]:
@@ -41,7 +41,9 @@ def _options(hf: HFConfig) -> tuple[bool, bool]:
 
 
 def _check(hf: HFConfig) -> None:
+    require_types(hf, {**deepseek.FIELDS, "use_qk_norm": bool})
     require_common(hf, partial_rotary=True)
+    blocks.require_heads(hf)
     require_default_rope(hf)
     deepseek.check_sigmoid_routing(hf)
 

@@ -42,8 +42,32 @@ FIXED = {
     "window_attn_skip_freq": "config.json says which layers have windows",
     "layernorm_zero_centered_gamma": "weights of norms are what they are in the checkpoint",
     "finalize_model_grads_func": "it is a function",
+    "moe_router_force_load_balancing": "it sends tokens anywhere, for benchmarks",
 }
 """Fields that cannot be set at all, and why."""
+
+DECIDED = frozenset(
+    # sizes, norms and MLPs
+    "num_layers hidden_size ffn_hidden_size normalization layernorm_epsilon gated_linear_unit activation_func "
+    "activation_func_clamp_value add_bias_linear glu_linear_offset apply_residual_connection_post_layernorm "
+    # attention
+    "num_attention_heads num_query_groups kv_channels add_qkv_bias qk_layernorm qk_l2_norm softmax_scale softmax_type "
+    "attention_output_gate multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
+    "rope_type rotary_base rotary_percent rotary_interleaved rotary_scaling_factor original_max_position_embeddings "
+    "beta_fast beta_slow mscale mscale_all_dim no_rope_freq mrope_section "
+    # experts
+    "num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate "
+    "moe_latent_size moe_apply_probs_on_input moe_router_topk moe_router_pre_softmax moe_router_score_function "
+    "moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
+    "moe_router_topk_limited_devices "
+    # kinds of layers that no family here has
+    "experimental_attention_variant heterogeneous_block_specs is_hybrid_model linear_attention_freq "
+    "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
+    "dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk mamba_head_dim mamba_num_groups mamba_num_heads "
+    "mamba_state_dim".split()
+)
+"""Fields that say what the model computes, which config.json decides: with others, other weights would be trained or
+none of some layers. A family's table may give fields beside these: what is not the model's may be set."""
 
 DDP_FIXED = {
     "use_distributed_optimizer": "it is always on",
@@ -95,6 +119,8 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = PLAIN) -> Non
             raise ConfigError(f"model.megatron.{name} has a key of its own: set {OURS[name]}")
         if name in FIXED:
             raise ConfigError(f"model.megatron.{name} cannot be set: {FIXED[name]}")
+        if name in DECIDED and name in known_fields(True):
+            raise ConfigError(f"model.megatron.{name} cannot be set: the model's config.json decides it; leave it out")
         if name not in known_fields(mla):
             kind = "MLATransformerConfig" if mla else "TransformerConfig"
             raise ConfigError(_unknown("model.megatron", name, kind, known_fields(mla)))

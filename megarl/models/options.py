@@ -1,12 +1,82 @@
-"""Reading config.json strictly: an option that a table does not implement is refused by its name."""
+"""Reading config.json strictly: an option that a table does not implement is refused by its name, as is a value of the
+wrong type or out of range. Types are as of `strict.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from megarl import strict
 from megarl.config import ConfigError
 from megarl.models.fp8 import is_fp8
+from megarl.strict import Count, Positive, Range
+
+Size = Annotated[int, Range(1, 1 << 24)]
+Heads = Annotated[int, Range(1, 1 << 16)]
+Layers = Annotated[int, Range(1, 1000)]
+Experts = Annotated[int, Range(1, 4096)]
+Few = Annotated[int, Range(0, 1000)]
+"""No model has more; a table of all layers and experts must be made in seconds."""
+
+FIELDS: dict[str, Any] = {
+    "vocab_size": Size,
+    "hidden_size": Size,
+    "intermediate_size": Size,
+    "num_hidden_layers": Layers,
+    "num_attention_heads": Heads,
+    "num_key_value_heads": Heads,
+    "head_dim": Size,
+    "max_position_embeddings": Count,
+    "rms_norm_eps": Annotated[float, Range(above=0, below=1)],
+    "initializer_range": Annotated[float, Range(0, 100)],
+    "tie_word_embeddings": bool,
+    "attention_bias": bool,
+    "rope_theta": Positive,
+    "rope_scaling": dict,
+    "rope_parameters": dict,
+    "partial_rotary_factor": Annotated[float, Range(above=0, most=1)],
+    "layer_types": list[str],
+    "quantization_config": dict,
+}
+"""What families read, with its type. Null is as absent, and `need` is for what may not be."""
+
+ROPE: dict[str, Any] = {
+    "type": str,
+    "rope_type": str,
+    "rope_theta": Positive,
+    "partial_rotary_factor": Annotated[float, Range(above=0, most=1)],
+    "factor": Annotated[float, Range(1, 1e6)],
+    "original_max_position_embeddings": Count,
+    "beta_fast": Positive,
+    "beta_slow": Positive,
+    "low_freq_factor": Positive,
+    "high_freq_factor": Positive,
+    "mscale": Annotated[float, Range(0, 1000)],
+    "mscale_all_dim": Annotated[float, Range(0, 1000)],
+}
+"""The same of rope_parameters or rope_scaling."""
+
+
+def require_types(hf: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError for a field of the wrong type or out of range: of those that all families read, and of the
+    family's `own`. The first that a family checks, for what follows reads them."""
+    _require_kinds(hf, {**FIELDS, **(own or {})}, hf)
+    _require_kinds(hf, ROPE, rope(hf))
+
+
+def _require_kinds(hf: Mapping[str, Any], kinds: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    for key, kind in kinds.items():
+        if values.get(key) is not None:
+            strict.require(values[key], kind, f"config.json of {_name(hf)}: {key}")
+
+
+def require_experts(hf: Mapping[str, Any], experts: int) -> None:
+    """Refuse more chosen experts than there are, and tables that nobody waits for."""
+    layers, topk = need(hf, "num_hidden_layers"), need(hf, "num_experts_per_tok")
+    if topk > experts:
+        raise ConfigError(f"config.json of {_name(hf)}: num_experts_per_tok={topk}, but there are {experts} experts")
+    if layers * experts > 1 << 17:
+        raise ConfigError(f"config.json of {_name(hf)}: no model has {experts} experts in each of {layers} layers")
 
 
 def need(hf: Mapping[str, Any], key: str) -> Any:
@@ -21,7 +91,8 @@ def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, .
     value = hf.get(key, default)
     if value is not None and value != default and value not in allowed:
         known = ", ".join(str(item) for item in (default, *allowed))
-        raise ConfigError(f"config.json of {_name(hf)}: {key}={value!r} is not implemented (implemented: {known})")
+        found = f"{key}={strict.shown(value)}"
+        raise ConfigError(f"config.json of {_name(hf)}: {found} is not implemented (implemented: {known})")
 
 
 def require_common(
@@ -42,11 +113,16 @@ def require_common(
     kinds = hf.get("layer_types") or ()
     if layer_types is not None:
         if kinds and list(kinds) != list(layer_types):
-            raise ConfigError(f"config.json of {_name(hf)}: layer_types={kinds} is not implemented: not {layer_types}")
+            raise ConfigError(
+                f"config.json of {_name(hf)}: layer_types={strict.shown(kinds)} is not implemented: it would be "
+                f"{strict.shown(list(layer_types))}"
+            )
         return
     for kind in kinds:
         if kind != "full_attention":
             raise ConfigError(f"config.json of {_name(hf)}: layer_types with {kind!r} is not implemented")
+    if kinds and len(kinds) != (layers := need(hf, "num_hidden_layers")):
+        raise ConfigError(f"config.json of {_name(hf)}: layer_types has {len(kinds)} entries for {layers} layers")
 
 
 def tied(hf: Mapping[str, Any]) -> bool:

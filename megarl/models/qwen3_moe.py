@@ -9,7 +9,16 @@ from megarl.config import ConfigError
 from megarl.models import blocks
 from megarl.models.family import Family
 from megarl.models.layout import HFConfig, Param
-from megarl.models.options import need, require, require_common, require_default_rope
+from megarl.models.options import (
+    Experts,
+    Size,
+    need,
+    require,
+    require_common,
+    require_default_rope,
+    require_experts,
+    require_types,
+)
 
 
 def megatron_config(hf: HFConfig) -> dict[str, Any]:
@@ -32,8 +41,20 @@ def layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     return blocks.grouped_attention(hf, layer, qk_norm=True) + moe
 
 
+FIELDS: dict[str, Any] = {
+    "num_experts": Experts,
+    "num_local_experts": Experts,
+    "num_experts_per_tok": Experts,
+    "moe_intermediate_size": Size,
+    "norm_topk_prob": bool,
+}
+
+
 def _check(hf: HFConfig) -> None:
+    require_types(hf, FIELDS)
     require_common(hf)
+    blocks.require_heads(hf)
+    require_experts(hf, _num_experts(hf))
     require(hf, "attention_bias", False)
     require(hf, "decoder_sparse_step", 1)
     require(hf, "mlp_only_layers", [])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from megarl import strict
 from megarl.config import Config, ConfigError
 from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
 from megarl.models.classifier import CLASSIFIER, POLICY
@@ -49,12 +49,9 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
             raise ConfigError(f"there is no config.json in {path}: it is not an HF model folder")
     if not file.is_file():
         raise ConfigError(f"there is no model folder or config.json at {path}")
-    try:
-        values = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} holds a {type(values).__name__}, not a mapping")
+    values = strict.read_json(file)
+    for key, kind in {"architectures": list[str] | None, "model_type": str | None}.items():
+        strict.require(values.get(key), kind, f"{file}: {key}")  # by these the family is found that knows the others
     return values
 
 

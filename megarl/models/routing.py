@@ -24,18 +24,12 @@ class RoutingShape:
 def routing_shape(hf: HFConfig, megatron: Mapping[str, Any]) -> RoutingShape:
     """Of a model with the further fields `megatron` (`model.megatron`) of Megatron's configuration.
 
-    Raises ConfigError for a dense model, and where trainer and engine would choose different numbers of experts.
+    Raises ConfigError for a dense model.
     """
-    table = family_of(hf).megatron_config(hf)
-    settings = {**table, **megatron}
+    settings = {**family_of(hf).megatron_config(hf), **megatron}
     if not settings.get("num_moe_experts"):
         name = family_of(hf).architecture
         raise ConfigError(f"train.replay_routing=true, but {name} has no experts; set it to false")
-    if settings["moe_router_topk"] != table["moe_router_topk"]:
-        raise ConfigError(
-            f"model.megatron.moe_router_topk={settings['moe_router_topk']}, but the engine sends a token through "
-            f"{table['moe_router_topk']} experts, which train.replay_routing=true replays; leave the first out"
-        )
     layers, frequency = int(settings["num_layers"]), settings.get("moe_layer_freq", 1)
     pattern = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in range(layers)]
     return RoutingShape(

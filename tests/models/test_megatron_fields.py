@@ -5,12 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megarl import annotated
 from megarl.config import ConfigError
-from megarl.models.megatron_fields import _CLASSES, _DDP, _MLA, FIXED, OURS, _described, check, check_ddp, known_fields
+from megarl.models.megatron_fields import (
+    _CLASSES,
+    _DDP,
+    _MLA,
+    DECIDED,
+    FIXED,
+    OURS,
+    _described,
+    check,
+    check_ddp,
+    known_fields,
+)
+from megarl.models.registry import family_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
+import tiny  # noqa: E402
 
 # In a process of its own, and by way of this package, which fits Megatron to the machine before it is imported.
 SCRIPT = """
@@ -29,14 +45,37 @@ def test_fields_are_megatrons_own() -> None:
         assert own <= known_fields(mla)
         assert not {name for name in known_fields(mla) - own if not name.startswith("_")}
     assert (OURS.keys() | FIXED.keys()) <= known_fields(False)
+    assert known_fields(True) >= DECIDED
+
+
+FREE = {
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",  # of weights that are then loaded
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
+}
+
+
+@pytest.mark.parametrize("family", tiny.HF)
+def test_what_a_table_gives_config_json_decides(family: str) -> None:
+    given = family_of(tiny.HF[family]).megatron_config(tiny.HF[family]).keys()
+    assert given - FREE <= DECIDED | FIXED.keys()
+    for name in given - FREE:
+        with pytest.raises(ConfigError, match=f"model.megatron.{name} cannot be set: "):
+            check({name: None}, mla=True)
+    check(dict.fromkeys(given & FREE), mla=True)
 
 
 def test_what_may_be_passed_through() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     check({**full, "num_layers_in_last_pipeline_stage": 2, "moe_aux_loss_coeff": [0.1, 0.2]}, mla=False)
-    check({"mscale": 1, "recompute_granularity": "selective", "recompute_modules": ["moe"]}, mla=True)
+    check({"attention_dropout": 0.1, "recompute_granularity": "selective", "recompute_modules": ["moe"]}, mla=True)
     check_ddp({"overlap_grad_reduce": True, "bucket_size": None})
     refused = {"tensor_model_parallel_size": "set parallel.tp", "fp16": "not implemented", "x": "not a field"}
+    refused |= {"num_layers": "the model's config.json decides it", "mscale": "the model's config.json decides it"}
     for name, message in refused.items():
         with pytest.raises(ConfigError, match=message):
             check({name: 1}, mla=False)

@@ -1,5 +1,5 @@
-"""A rollout worker and its engine: whether it holds what the model has, the order in which it is woken; and what becomes
-of aborted rollouts in other workers."""
+"""A rollout worker and its engine: whether it holds what the model has, and the order in which it is woken; and what
+becomes of aborted rollouts in other workers."""
 
 from __future__ import annotations
 
