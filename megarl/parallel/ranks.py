@@ -11,6 +11,7 @@ from datetime import timedelta
 from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megarl.config import ConfigError, ParallelConfig
@@ -90,31 +91,131 @@ def _nearest_multiples(value: int, of: int) -> str:
     return f"{low} and {high}" if low else str(high)
 
 
+@dataclass(frozen=True)
+class Place:
+    """What a launcher says of this process in the environment; without one it is the only rank."""
+
+    rank: int
+    world: int
+    launched: bool
+
+
+def place() -> Place:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises ConfigError where they make no sense."""
+    launched = "RANK" in os.environ
+    if not launched and "WORLD_SIZE" not in os.environ:
+        return Place(0, 1, False)
+    remedy = "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; to start without it, unset them"
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
+    world = _number("WORLD_SIZE", remedy, least=1)
+    if world > 1:
+        missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(f"the environment has no {' and no '.join(missing)}: {remedy}")
+    rank = _number("RANK", remedy)
+    if rank >= world:
+        raise ConfigError(f"the environment says RANK={rank} of WORLD_SIZE={world}: {remedy}")
+    _number("LOCAL_RANK", remedy)
+    if not 0 < _number("MASTER_PORT", remedy, default="29500") < 2**16:
+        raise ConfigError(f"MASTER_PORT={os.environ['MASTER_PORT']} is no port: {remedy}")
+    return Place(rank, world, True)
+
+
+def _number(name: str, remedy: str, least: int = 0, default: str = "") -> int:
+    text = os.environ.get(name, default or str(least))
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise ConfigError(f"the environment says {name}={text!r}, which is no number from {least}: {remedy}")
+    return int(text)
+
+
 def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
-    """Join the process group that torchrun describes in the environment; build Megatron's. Once per process."""
+    """Join the process group that torchrun describes in the environment; build Megatron's. Once per process.
+
+    All ranks talk once before this returns: NCCL makes a group when it is first used, which must not be a push of
+    weights or a pipeline's exchange, in which not all of its ranks may take part.
+    """
     global _host_group, _timeout_s
     check_layout(parallel)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != parallel.world_size:
+    here = place()
+    if here.world != parallel.world_size:
         raise ConfigError(
-            f"{world} ranks were started but parallel.world_size={parallel.world_size}: start as many, for example "
-            f"with torchrun --nproc-per-node {parallel.world_size}"
+            f"{here.world} ranks were started but parallel.world_size={parallel.world_size}: start as many, with "
+            f"torchrun --nproc-per-node {parallel.world_size}, or by `.venv/bin/python -m megarl.train` without torchrun"
         )
     import megarl.megatron  # noqa: F401  isort: skip  fits Megatron-Core to a machine without GPU, so it comes first
     from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
     device.select()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     timeout, _timeout_s = timedelta(seconds=timeout_s), timeout_s
-    dist.init_process_group(device.backend(), timeout=timeout)
+    # Not `device_id`, by which NCCL's groups are made at once: with it, torch 2.13 has the ranks outside of a gloo
+    # group take part in a split of NCCL's world that those in it know nothing of.
+    dist.init_process_group(
+        device.backend(), store=_store(here, timeout), rank=here.rank, world_size=here.world, timeout=timeout
+    )
+    meet()
     _host_group = dist.new_group(backend="gloo", timeout=timeout)
     ranks = layout(parallel, timeout_s)
     vars(parallel_state).update(_layouts[ranks.sizes])
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     return ranks
+
+
+def meet(group: dist.ProcessGroup | None = None) -> None:
+    """All ranks of a group, or of the job, talk to each other once, on the device."""
+    total = torch.ones(1, device=device.device())
+    dist.all_reduce(total, group=group)
+    if int(total) != dist.get_world_size(group):
+        raise RuntimeError(f"{int(total)} of {dist.get_world_size(group)} ranks have met")
+
+
+def _store(here: Place, timeout: timedelta) -> dist.Store:
+    """Where ranks find each other. One that is alone needs no port that somebody else may have."""
+    if here.world == 1:
+        return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={address} cannot be resolved ({error.strerror or error}): it must be an address of the node "
+            "of rank 0 that all nodes reach"
+        ) from None
+    kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            address, port, here.world, is_master=here.rank == 0 and not kept_by_torchrun, timeout=timeout
+        )
+    except dist.DistNetworkError as error:
+        if here.rank == 0 and ("EADDRINUSE" in str(error) or "in use" in str(error)):
+            raise ConfigError(
+                f"MASTER_PORT={port} is in use on this machine: set MASTER_PORT to one that is free"
+            ) from None
+        raise
+
+
+def keep_store() -> tuple[dist.Store, dict[str, str]]:
+    """A store for ranks on this machine, on a port that nobody else has, and what tells them of it.
+
+    It lives as long as the first: a launcher keeps it, as the rank that did might be the first to end.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store, meeting
+
+
+def first_to_say(text: str) -> bool | None:
+    """Whether this rank is the first of all to ask with this text; None where there is nobody to ask."""
+    if not dist.is_initialized():
+        return None
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=5))
+        return bool(store.add(f"said {text}", 1) == 1)
+    except RuntimeError:
+        return None
 
 
 def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
@@ -141,6 +242,8 @@ def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
             distributed_timeout_minutes=max(1, int(timeout_s // 60)),
         )
         _layouts[sizes] = _globals(parallel_state)
+        if parallel.pp > 1:  # the others are for collectives of all their ranks
+            meet(parallel_state.get_pipeline_model_parallel_group())
     ranks = Ranks(
         rank=dist.get_rank(),
         world=dist.get_world_size(),
