@@ -22,10 +22,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Literal
+from typing import Literal, NoReturn
 
 from megarl.config import ConfigError
 from megarl.rollout.engine_host import die_with_parent
@@ -131,11 +131,21 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 @contextmanager
 def one_line() -> Iterator[None]:
     """Around a script's own flow: whatever ends it early is told in one line, and gives the documented exit status."""
-    catch_signals()
     try:
+        catch_signals()
         yield
     except BaseException as error:  # noqa: B036  the end of the program
         sys.exit(tell(error))
+
+
+def exit_with(program: Callable[[], int]) -> NoReturn:
+    """Run a program that tells by itself, but for a signal before it gets so far; exit with its status."""
+    try:
+        catch_signals()
+        status = program()
+    except Ended as error:
+        status = tell(error)
+    sys.exit(status)
 
 
 def tell(error: BaseException) -> int:

@@ -59,6 +59,10 @@ class Words:
                 self._said.append(Word(**json.loads(self._socket.recv(2**16))))
         return self._said
 
+    def fileno(self) -> int:
+        """Can be read from when somebody has said something."""
+        return self._socket.fileno()
+
     def close(self) -> None:
         self._socket.close()
 
@@ -106,8 +110,8 @@ def _killed(rank: int, number: int) -> str:
 class Launch:
     """One run of `command` as `world` ranks. saves: whether a first SIGTERM is answered by saving, at its leisure."""
 
-    def __init__(self, command: Sequence[str], world: int, saves: bool) -> None:
-        self.command, self.world, self.saves = command, world, saves
+    def __init__(self, command: Sequence[str], world: int, saves: bool, grace: float = GRACE_S) -> None:
+        self.command, self.world, self.saves, self.grace = command, world, saves, grace
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.pending: list[int] = []  # signals that have come
         self.asked = 0
@@ -126,6 +130,7 @@ class Launch:
                 if time.monotonic() > self.deadline:
                     killed |= self._send(signal.SIGKILL)
                 time.sleep(_LOOK_S)
+            self._look()  # what came to all at once
             codes = {n: rank.returncode for n, rank in enumerate(self.ranks) if n not in killed}
             status, text = verdict(codes, words.read(), self.asked)
         finally:
@@ -168,7 +173,7 @@ class Launch:
 
     def _end(self) -> None:
         self._send(signal.SIGINT)
-        self.deadline = time.monotonic() + GRACE_S
+        self.deadline = time.monotonic() + self.grace
 
     def _send(self, number: int) -> set[int]:
         """To all that are there; which ranks these are."""

@@ -97,5 +97,4 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    ending.catch_signals()
-    sys.exit(main())
+    ending.exit_with(main)

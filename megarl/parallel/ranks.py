@@ -140,7 +140,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
     if here.world != parallel.world_size:
         raise ConfigError(
             f"{here.world} ranks were started but parallel.world_size={parallel.world_size}: start as many, with "
-            f"torchrun --nproc-per-node {parallel.world_size}, or by `.venv/bin/python -m megarl.train` without torchrun"
+            f"torchrun --nproc-per-node {parallel.world_size}, or without torchrun by python -m megarl.train"
         )
     import megarl.megatron  # noqa: F401  isort: skip  fits Megatron-Core to a machine without GPU, so it comes first
     from megatron.core import parallel_state, tensor_parallel  # isort: skip
@@ -176,13 +176,7 @@ def _store(here: Place, timeout: timedelta) -> dist.Store:
     if here.world == 1:
         return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        socket.getaddrinfo(address, port)
-    except OSError as error:
-        raise ConfigError(
-            f"MASTER_ADDR={address} cannot be resolved ({error.strerror or error}): it must be an address of the node "
-            "of rank 0 that all nodes reach"
-        ) from None
+    _check_address(address)
     kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         return dist.TCPStore(
@@ -190,10 +184,38 @@ def _store(here: Place, timeout: timedelta) -> dist.Store:
         )
     except dist.DistNetworkError as error:
         if here.rank == 0 and ("EADDRINUSE" in str(error) or "in use" in str(error)):
-            raise ConfigError(
-                f"MASTER_PORT={port} is in use on this machine: set MASTER_PORT to one that is free"
-            ) from None
+            raise _port_in_use(port) from None
         raise
+
+
+def check_meeting(nodes: int, node_rank: str, address: str, port: str) -> None:
+    """What a user says of where the nodes shall meet, on one of them. Raises ConfigError where they cannot."""
+    if not node_rank.isdecimal() or int(node_rank) >= nodes:
+        raise ConfigError(f"NODE_RANK={node_rank} must be the number of this node, from 0 to NNODES - 1 = {nodes - 1}")
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"MASTER_PORT={port} must be a free port of node 0, from 1 to 65535")
+    _check_address(address)
+    if int(node_rank) == 0:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
+            try:
+                probe.bind(("", int(port)))
+            except OSError:
+                raise _port_in_use(int(port)) from None
+
+
+def _check_address(address: str) -> None:
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR={address} cannot be resolved ({getattr(error, 'strerror', None) or error}): it must be an "
+            "address of the node of rank 0 that all nodes reach"
+        ) from None
+
+
+def _port_in_use(port: int) -> ConfigError:
+    return ConfigError(f"MASTER_PORT={port} is in use or not allowed here: set MASTER_PORT to one that is free")
 
 
 def keep_store() -> tuple[dist.Store, dict[str, str]]:
