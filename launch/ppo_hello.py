@@ -12,6 +12,6 @@ with one_line():  # whatever ends it; not needed
     flow = HybridFlow("configs/quickstart.yaml", ["run.dir=runs/hello", *sys.argv[1:]])
     flow.register_worker("actor")
     flow.register_worker("critic")
-    flow.register_worker("reward", reward_fn=lambda rollout: float(f" {rollout.prompt.ground_truth}." in rollout.answer))
+    flow.register_worker("reward", reward_fn=lambda done: float(f" {done.prompt.ground_truth}." in done.answer))
     metrics = flow.run(num_rollout=3, num_update=2)
     print(f"reward {metrics['rollout/reward_mean']:.2f}, KL {metrics['actor/ppo_kl']:.4f}")

@@ -9,7 +9,7 @@ import sys
 from megarl import ending
 from megarl.config import ConfigError, load_config
 from megarl.dry_run import validate
-from megarl.parallel.ranks import check_meeting
+from megarl.parallel.meeting import check_meeting
 
 try:
     nodes = sys.argv[1]

@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = validate(config, dry_run=True)
             print(render(report))
             return 0 if report.ok else 2
-        from megarl.parallel import ranks
+        from megarl.parallel import meeting
 
-        if not ranks.place().launched and config.parallel.world_size > 1:
+        if not meeting.place().launched and config.parallel.world_size > 1:
             return start_ranks(config, arguments)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # advice to the authors of trainers
         from megarl.flow import HybridFlow
@@ -68,7 +68,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, then run this program as all ranks on this machine; returns their exit status."""
     from megarl import launcher
     from megarl.dry_run import validate
-    from megarl.parallel.ranks import keep_store
+    from megarl.parallel.meeting import keep_store
     from megarl.rollout.engine import start_host
     from megarl.rollout.hosting import SHARED
 
@@ -88,8 +88,8 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
                 host = start_host(config)  # one for all engines, and they load while the ranks do
             os.environ[SHARED] = host.path
         try:
-            store, meeting = keep_store()
-            return ranks.run(meeting)
+            store, meeting_place = keep_store()
+            return ranks.run(meeting_place)
         finally:
             if host is not None:
                 del os.environ[SHARED]
