@@ -214,4 +214,5 @@ def _first_to_say(text: str) -> bool:
         first = ranks.first_to_say(text)
         if first is not None:
             return bool(first)
-    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+    local = os.environ.get("LOCAL_RANK", "0")
+    return not local.isdigit() or int(local) == 0  # a mistake may be one node's own

@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(prog="python -m megarl.train", description="Train by RL, SFT or on preferences.")
+    parser = _Parser("python -m megarl.train", description="Train by RL, SFT or on preferences.", allow_abbrev=False)
     parser.add_argument("config", nargs="?", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")

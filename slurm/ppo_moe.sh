@@ -21,6 +21,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 set -euo pipefail
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "error: this is for Slurm: sbatch slurm/ppo_moe.sh [CONFIG] [key=value ...]" >&2 && exit 2; }
 cd "${MEGARL_ROOT:-$SLURM_SUBMIT_DIR}"
 [ -x .venv/bin/python ] || { echo "error: no .venv in $PWD: run bash launch/install.sh there, and submit from there" >&2 && exit 2; }
 
