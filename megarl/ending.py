@@ -65,6 +65,10 @@ class Ended(SystemExit):
         return f"ended by {name_of(self.number)}"
 
 
+ORDERLY = (Stopped, Ended, KeyboardInterrupt)
+"""What ends a run without anything being wrong."""
+
+
 class _Signals:
     """What this process has been asked for."""
 
@@ -85,7 +89,10 @@ def catch_signals() -> None:
         return
     if given := os.environ.pop(LAUNCHER, ""):
         parent, _, _Signals.launcher = given.partition(":")
-        die_with_parent(int(parent))
+        if os.getppid() == int(parent):
+            die_with_parent(int(parent))
+        elif not os.path.exists(f"/proc/{parent}"):  # else there is a script in between
+            os._exit(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a job in the background
             signal.signal(number, _on_signal)

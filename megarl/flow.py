@@ -105,7 +105,7 @@ class HybridFlow:
             return metrics
         except BaseException as error:
             ending.begin()
-            self.log.failed(error)
+            self.log.ended(error, isinstance(error, ending.ORDERLY))
             raise
         finally:
             for worker in reversed(self.workers):

@@ -90,9 +90,9 @@ class RunLog:
         self._tracker.log(step, metrics)
         self._note(self._progress.evaluation(step, metrics))
 
-    def failed(self, error: BaseException) -> None:
-        """Say in log.txt what ends the run. A traceback goes to logs/rank_N.log, and the error gets a note of that."""
-        orderly = not isinstance(error, Exception)  # a signal, or asked to stop
+    def ended(self, error: BaseException, orderly: bool) -> None:
+        """Say in log.txt what ends the run early. Where that is neither `orderly` nor a mistake of the user's, the
+        traceback goes to logs/rank_N.log, and the error gets a note that says so."""
         if self.writes:
             self._note(str(error) if orderly else f"{type(error).__name__}: {error}")
         if orderly or (isinstance(error, ConfigError) and error.__cause__ is None):

@@ -109,9 +109,8 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
     from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
     device.select()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
+    if not here.launched:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
     timeout, _timeout_s = timedelta(seconds=timeout_s), timeout_s
     # Not `device_id`, by which NCCL's groups are made at once: with it, torch 2.13 has the ranks outside of a gloo
     # group take part in a split of NCCL's world that those in it know nothing of.
