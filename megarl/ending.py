@@ -179,8 +179,7 @@ def describe(error: BaseException) -> tuple[Kind, int, str]:
     if isinstance(error, (Ended, KeyboardInterrupt)):
         number = error.number if isinstance(error, Ended) else signal.SIGINT
         return "ended", 128 + number, f"ended by {name_of(number)}"
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    who = f"rank {os.environ.get('RANK', '0')}" if several else "the run"
+    who = f"rank {os.environ.get('RANK', '0')}" if os.environ.get("WORLD_SIZE", "1") != "1" else "the run"
     where = next((note for note in getattr(error, "__notes__", ()) if note.startswith(WHOLE)), "")
     if lost := _lost_peer(error):
         return "lost", 1, _line(f"error: {who} lost another rank: {lost}" + (f"; {where}" if where else ""))
