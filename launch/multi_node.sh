@@ -8,11 +8,13 @@
 # Where a node has several networks, name the one to use: GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
-[ $# -ge 1 ] || { echo "usage: NNODES=.. NODE_RANK=.. MASTER_ADDR=.. bash launch/multi_node.sh CONFIG [key=value ...]" >&2 && exit 2; }
-: "${NNODES:?set it to the number of nodes}" "${NODE_RANK:?set it to the number of this node, from 0}"
-: "${MASTER_ADDR:?set it to an address of node 0}"
+[ $# -ge 1 ] || { echo "error: no configuration; usage: NNODES=.. NODE_RANK=.. MASTER_ADDR=.. bash launch/multi_node.sh CONFIG [key=value ...]" >&2 && exit 2; }
+for name in NNODES NODE_RANK MASTER_ADDR; do
+    [ -n "${!name:-}" ] || { echo "error: set $name, as the head of launch/multi_node.sh shows" >&2 && exit 2; }
+done
+export NODE_RANK MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
 . launch/ranks_here.sh
 ranks=$(ranks_here "$NNODES" "$@")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec .venv/bin/python -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$ranks" \
-    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" -m megarl.train "$@"
+exec .venv/bin/python -m megarl.torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$ranks" \
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m megarl.train "$@"

@@ -1,12 +1,17 @@
-"""PPO in a dozen lines, the same path as the YAML form. Run: torchrun --nproc-per-node 2 launch/ppo_hello.py"""
+"""PPO in a dozen lines, the same path as the YAML form; run it as two ranks, after launch/quickstart.sh:
+
+    .venv/bin/python -m megarl.torchrun --standalone --nproc-per-node 2 launch/ppo_hello.py [section.key=value ...]
+"""
 
 import sys
 
+from megarl.ending import one_line
 from megarl.flow import HybridFlow
 
-flow = HybridFlow("configs/quickstart.yaml", ["run.dir=runs/hello", *sys.argv[1:]])
-flow.register_worker("actor")
-flow.register_worker("critic")
-flow.register_worker("reward", reward_fn=lambda rollout: float(f" {rollout.prompt.ground_truth}." in rollout.answer))
-metrics = flow.run(num_rollout=3, num_update=2)
-print(f"reward {metrics['rollout/reward_mean']:.2f}, KL {metrics['actor/ppo_kl']:.4f}")
+with one_line():  # whatever ends it; not needed
+    flow = HybridFlow("configs/quickstart.yaml", ["run.dir=runs/hello", *sys.argv[1:]])
+    flow.register_worker("actor")
+    flow.register_worker("critic")
+    flow.register_worker("reward", reward_fn=lambda done: float(f" {done.prompt.ground_truth}." in done.answer))
+    metrics = flow.run(num_rollout=3, num_update=2)
+    print(f"reward {metrics['rollout/reward_mean']:.2f}, KL {metrics['actor/ppo_kl']:.4f}")

@@ -1,21 +1,28 @@
 # Sourced by the launch forms. ranks_here NODES CONFIG [key=value ...] checks the configuration and prints how many
 # ranks each node runs; for a mistake it prints one line and fails, before any rank is started.
+[ -x .venv/bin/python ] || { echo "error: there is no .venv in $PWD: run bash launch/install.sh first" >&2 && exit 2; }
 ranks_here() {
     .venv/bin/python -W ignore - "$@" <<'PYTHON'
+import os
 import sys
 
+from megarl import ending
 from megarl.config import ConfigError, load_config
 from megarl.dry_run import validate
+from megarl.parallel.meeting import check_meeting
 
-nodes = int(sys.argv[1])
 try:
+    nodes = sys.argv[1]
+    if not nodes.isdecimal() or int(nodes) < 1:
+        raise ConfigError(f"NNODES={nodes} must be the number of nodes, at least 1")
+    if "NODE_RANK" in os.environ:
+        check_meeting(int(nodes), os.environ["NODE_RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     config = load_config(sys.argv[2], sys.argv[3:])
-    if config.parallel.world_size % nodes:
+    if config.parallel.world_size % int(nodes):
         raise ConfigError(f"parallel.world_size={config.parallel.world_size} does not divide by {nodes} nodes")
     validate(config).raise_errors()
-except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
-print(config.parallel.world_size // nodes)
+except Exception as error:
+    sys.exit(ending.tell(error))
+print(config.parallel.world_size // int(nodes))
 PYTHON
 }

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # One machine, by torchrun: bash launch/single_node.sh CONFIG [key=value ...]
-# `python -m megarl.train CONFIG` does the same; this form is for those who want torchrun's own options (TORCHRUN_ARGS).
+# `.venv/bin/python -m megarl.train CONFIG` does the same; this form is for those who want torchrun's own options, such
+# as TORCHRUN_ARGS="--log-dir logs --redirects 3". How a run ends, and its exit status: megarl/ending.py.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
-[ $# -ge 1 ] || { echo "usage: bash launch/single_node.sh CONFIG [key=value ...]" >&2 && exit 2; }
+[ $# -ge 1 ] || { echo "error: no configuration; usage: bash launch/single_node.sh CONFIG [key=value ...]" >&2 && exit 2; }
 . launch/ranks_here.sh
+unset NODE_RANK
 ranks=$(ranks_here 1 "$@")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # shellcheck disable=SC2086  # TORCHRUN_ARGS is a list of words
-exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" ${TORCHRUN_ARGS:-} -m megarl.train "$@"
+exec .venv/bin/python -m megarl.torchrun --standalone --nproc-per-node "$ranks" ${TORCHRUN_ARGS:-} -m megarl.train "$@"

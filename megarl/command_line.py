@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None = None, prog: str | None = None) -> None:
         form = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, formatter_class=form)
+        super().__init__(prog=prog, description=description, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists what there is")

@@ -8,7 +8,6 @@ algorithm is written as if there were one process.
 from __future__ import annotations
 
 import dataclasses
-import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megarl import ending
 from megarl.checkpoint import room
 from megarl.checkpoint.manifest import Entry
 from megarl.checkpoint.sharded import restore_model, save_model
@@ -27,6 +27,7 @@ from megarl.data.preferences import Preferences, read_preferences
 from megarl.data.prompts import PromptLoader, read_prompts, render_prompts
 from megarl.data.sft import Conversations, sft_rollouts
 from megarl.dry_run import validate
+from megarl.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.registry import family_of, load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
@@ -51,9 +52,6 @@ WORKERS: dict[str, Callable[..., Worker]] = {
     "reward": RewardWorker,
     "reward_model": RewardModelWorker,
 }
-
-REQUEUE_EXIT_CODE = 85
-"""Exit status of a run that was asked to stop (SIGUSR1, SIGTERM) and saved itself: go on with run.resume=auto."""
 
 LOOK_FOR_ROOM_S = 10.0
 """How often an export that found no room looks for it again."""
@@ -80,7 +78,6 @@ class HybridFlow:
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
         self.registered: dict[str, tuple[Callable[..., Worker], dict[str, Any]]] = {}
         self.step = 0
-        self._stop_asked = False
 
     def register_worker(self, role: str, worker: Callable[..., Worker] | None = None, **options: Any) -> None:
         """Say which worker plays a role, and with which options: `worker(context, **options)`."""
@@ -91,8 +88,10 @@ class HybridFlow:
     def run(self, num_rollout: int | None = None, num_update: int | None = None) -> dict[str, float]:
         """Train for `num_rollout` steps of `num_update` optimizer steps each; returns the last step's metrics.
 
-        Both default to the configuration. Call once per process. Raises ConfigError for a user's mistake.
+        Both default to the configuration. Call once per process. Raises ConfigError for a user's mistake, Stopped where
+        it was asked to stop and has saved, and Ended where a signal ends it; `ending.one_line` tells them apart.
         """
+        ending.catch_signals()
         run = self.config.run
         run = dataclasses.replace(
             run,
@@ -116,6 +115,10 @@ class HybridFlow:
             metrics = self._loop()
             finished = True
             return metrics
+        except BaseException as error:
+            ending.begin()
+            self.log.ended(error, isinstance(error, ending.ORDERLY))
+            raise
         finally:
             for worker in reversed(self.workers):
                 worker.close()
@@ -168,7 +171,8 @@ class HybridFlow:
         run = self.config.run
         metrics: dict[str, float] = {}
         lost: StorageError | None = None
-        self._catch_signals()
+        if run.save_every:
+            ending.answer_by_saving()
         while self.step < run.num_rollout:
             if self._eval_due(first=0):
                 self.log.metrics(self.step, self._evaluate())
@@ -183,8 +187,7 @@ class HybridFlow:
             if stop or (run.save_every and (last or self.step % run.save_every == 0)):
                 lost = self._save(must=stop)
             if stop:
-                self.log.say(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
-                raise SystemExit(REQUEUE_EXIT_CODE)
+                raise ending.Stopped(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
         if self._eval_due(first=1):
             evaluation = self._evaluate()
             self.log.metrics(self.step, evaluation)
@@ -352,22 +355,4 @@ class HybridFlow:
 
     def _is_asked_to_stop(self) -> bool:
         """Whether any rank has got a signal that asks for it; the same on all."""
-        asked = self._stop_asked or signal.SIGUSR1 in signal.sigpending()
-        return any(ranks.all_gather_objects(asked))
-
-    def _catch_signals(self) -> None:
-        """A first SIGTERM or SIGUSR1 asks for a stop at the end of the step; a second SIGTERM ends the run at once.
-
-        Slurm sends SIGUSR1 to every process of a job, and it would end those that do not know it, such as the one by
-        which torch shares memory. So it is blocked, which processes started from here on inherit, and looked for.
-        """
-
-        def ask(number: int, frame: Any) -> None:
-            if self._stop_asked and number == signal.SIGTERM:
-                raise SystemExit(143)
-            self._stop_asked = True
-
-        signal.signal(signal.SIGUSR1, ask)  # for threads that were there before, which may get it
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        if self.config.run.save_every:
-            signal.signal(signal.SIGTERM, ask)
+        return any(ranks.all_gather_objects(ending.asked_to_stop()))

@@ -1,34 +1,36 @@
 """Entry point: configuration -> flow -> run.
 
-    python -m megarl.train configs/quickstart.yaml [section.key=value ...] [--dry-run]
+    .venv/bin/python -m megarl.train configs/quickstart.yaml [section.key=value ...] [--dry-run]
 
-Under `torchrun` (or srun + torchrun) every rank runs this file. Without it, a configuration that needs more ranks
-than one starts them itself, as `torchrun --standalone` would, as long as they fit on one machine.
+A configuration that needs more ranks than one starts them itself, as long as they fit on one machine. Under torchrun
+(`megarl.torchrun`, which launch/ and slurm/ use, or torch's own) every rank runs this file. How it ends, and with which
+exit status, is in `ending.py`.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megarl import ending
+from megarl.command_line import Parser
 from megarl.config import Config, ConfigError, describe_keys, describe_ranges, load_config
 
 
-class CommandLine(argparse.ArgumentParser):
-    """One whose mistakes are as those of a configuration."""
+class _Parser(Parser):
+    """Its mistakes are told like those of a configuration: once, by however many ranks they are made."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help")
+        raise ConfigError(f"{message}; usage: {self.prog} CONFIG [section.key=value ...] [--dry-run] [--keys]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = CommandLine(prog="python -m megarl.train", description="Train by RL, SFT or on preferences.")
+    parser = _Parser("Train by RL, SFT or on preferences.", prog="python -m megarl.train")
     parser.add_argument("config", nargs="?", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
@@ -50,27 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(render(report), flush=True)
             report.raise_errors()
             return 0
-        if "RANK" not in os.environ and config.parallel.world_size > 1:
+        from megarl.parallel import meeting
+
+        if not meeting.place().launched and config.parallel.world_size > 1:
             return start_ranks(config, arguments)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # advice to the authors of trainers
         from megarl.flow import HybridFlow
 
         HybridFlow(config).run()
         return 0
-    except ConfigError as error:
-        # Every rank raises the same error for a mistake in the configuration; one line is enough.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+    except BaseException as error:  # noqa: B036  the end of the program
+        return ending.tell(error)
 
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, then run this program as all ranks on this machine; returns their exit status."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+    from megarl import launcher
     from megarl.dry_run import validate
+    from megarl.parallel.meeting import keep_store
     from megarl.rollout.engine import start_host
     from megarl.rollout.hosting import SHARED
 
@@ -81,34 +80,22 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
             f"parallel.world_size={world} needs more than one machine of {config.parallel.ranks_per_node} ranks: "
             "start it with slurm/ppo_moe.sh or launch/multi_node.sh"
         )
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world,
-        run_id="megarl",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-    )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say themselves what is wrong
-    host = None
-    if config.generates and not config.rollout.replay and SHARED not in os.environ:
-        host = start_host(config)  # one for all engines, and they load while the ranks do
-        os.environ[SHARED] = host.path
-    try:
-        elastic_launch(launch, sys.executable)("-m", "megarl.train", *arguments)
-        return 0
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as signalled:
-        return 128 + int(signalled.sigval)
-    finally:
-        if host is not None:
-            del os.environ[SHARED]
-            host.close()
+    ranks = launcher.Launch((sys.executable, "-m", "megarl.train", *arguments), world, saves=config.run.save_every > 0)
+    with launcher.noted(ranks.pending):
+        host = None
+        if config.generates and not config.rollout.replay and SHARED not in os.environ:
+            with launcher.blocked((signal.SIGINT, signal.SIGUSR1)):
+                host = start_host(config)  # one for all engines, and they load while the ranks do
+            os.environ[SHARED] = host.path
+        try:
+            store, meeting_place = keep_store()
+            return ranks.run(meeting_place)
+        finally:
+            if host is not None:
+                del os.environ[SHARED]
+                host.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ending.exit_with(main)

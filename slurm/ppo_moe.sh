@@ -21,8 +21,9 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 set -euo pipefail
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "error: this is for Slurm: sbatch slurm/ppo_moe.sh [CONFIG] [key=value ...]" >&2 && exit 2; }
 cd "${MEGARL_ROOT:-$SLURM_SUBMIT_DIR}"
-[ -x .venv/bin/python ] || { echo "no .venv in $PWD: run bash launch/install.sh there, and submit from there" >&2 && exit 2; }
+[ -x .venv/bin/python ] || { echo "error: no .venv in $PWD: run bash launch/install.sh there, and submit from there" >&2 && exit 2; }
 
 config=${1:-configs/deepseek_v3_671b.yaml}
 [ $# -eq 0 ] || shift
@@ -30,6 +31,7 @@ config=${1:-configs/deepseek_v3_671b.yaml}
 case " $*" in *" run.resume="*) ;; *) set -- "$@" run.resume=auto ;; esac
 set -- "$config" "$@"
 
+unset NODE_RANK
 . launch/ranks_here.sh
 nodes=$SLURM_JOB_NUM_NODES
 ranks=$(ranks_here "$nodes" "$@")
@@ -43,10 +45,10 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 #   GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0
 echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $nodes nodes x $ranks ranks, rendezvous at $address:$port"
 
-# USR1 reaches every process of the step. torchrun would die of it, so it ignores it; the ranks catch it and save.
+# USR1 reaches every process of the step, and is for the ranks, which save; nothing shall die of it before they are up.
 # A step gets one CPU unless it asks for them all.
 launch='trap "" USR1
-    exec .venv/bin/python -m torch.distributed.run --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
+    exec .venv/bin/python -m megarl.torchrun --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
         --nproc-per-node "$0" --master-addr "$1" --master-port "$2" -m megarl.train "${@:3}"'
 srun --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --kill-on-bad-exit=1 \
     bash -c "$launch" "$ranks" "$address" "$port" "$@" &

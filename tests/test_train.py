@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from torch.distributed.launcher import api as launcher
 
-from megarl import dry_run
+from megarl import dry_run, launcher
 from megarl.config import load_config
 from megarl.rollout import engine, hosting
 from megarl.train import main, start_ranks
@@ -113,10 +110,11 @@ def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(monkeypatch: pyt
     monkeypatch.setattr(engine, "start_host", lambda config: host)
     monkeypatch.setattr(dry_run, "validate", lambda config: dry_run.Report([], [], {}, []))
 
-    def launch(settings: Any, program: str) -> Callable[..., None]:
-        return lambda *arguments: seen.append(os.environ.get(hosting.SHARED))
+    def run(self: launcher.Launch, environment: dict[str, str]) -> int:
+        seen.append(os.environ.get(hosting.SHARED))
+        return 0
 
-    monkeypatch.setattr(launcher, "elastic_launch", launch)
+    monkeypatch.setattr(launcher.Launch, "run", run)
     assert start_ranks(load_config(QUICKSTART, []), [QUICKSTART]) == 0
     assert (seen, closed, os.environ.get(hosting.SHARED)) == (["/the/socket"], [True], None)
     assert start_ranks(load_config(QUICKSTART, ["rollout.replay=elsewhere"]), [QUICKSTART]) == 0

@@ -1,6 +1,6 @@
 """How fast the reshard's kernels are on a GPU, beside torch's copy of the same bytes in the same run.
 
-    python tools/bench_kernels.py [--gib 2] [--repeats 20] [--json]
+    .venv/bin/python tools/bench_kernels.py [--gib 2] [--repeats 20] [--json]
 
 Ratios of bytes moved (read and written) per second to those of a copy; needs an NVIDIA GPU, and exits with 2 without.
 """

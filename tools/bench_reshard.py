@@ -4,7 +4,7 @@
   gather    every rank gathers all full tensors and cuts its own shards out of them, as most frameworks do
   megatron  megatron.core.resharding, which brings weights into another Megatron layout; see `Megatron` below
 
-  python tools/bench_reshard.py [--ranks 4 8] [--nodes 1|2] [--repeats 5] [--hidden 512] [--json FILE]
+  .venv/bin/python tools/bench_reshard.py [--ranks 4 8] [--nodes 1|2] [--repeats 5] [--hidden 512] [--json FILE]
 
 All ranks are processes of this machine and talk by gloo. With --nodes 2 they are two network namespaces with a wire of
 --gbit between them (needs root and iproute2). Seconds are the median over repeats, of the slowest rank.

@@ -1,6 +1,6 @@
 """How much of a training step is spent on real tokens, and how long ranks wait for each other: planned and measured.
 
-    python tools/bench_step.py [--texts gsm8k.jsonl --key answer] [--ranks 8] [--budget 3072] [--run RUN_DIR]
+    .venv/bin/python tools/bench_step.py [--texts gsm8k.jsonl --key answer] [--ranks 8] [--budget 3072] [--run RUN_DIR]
 
 Four ways to cut the same sequences into micro-batches: packed end to end or padded to the longest of each, and by a
 token budget with balanced costs (what MegaRL does) or so many sequences each, as they come. First on paper, for many

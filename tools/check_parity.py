@@ -1,6 +1,6 @@
 """Whether every family computes the same in every layout, in training and in the engine: one table, 0 as exit status.
 
-    python tools/check_parity.py [--family qwen3_moe ...] [--layout cp=2 ...] [--engine none] [--readme README.md]
+    .venv/bin/python tools/check_parity.py [--family qwen3_moe ...] [--layout cp=2 ...] [--engine none] [--readme FILE]
 
 Tiny random models in fp32. In each layout, as ranks on this machine, Megatron's log-probs, loss, every gradient and one
 step of its distributed optimizer are compared with `transformers`, one sequence at a time, and with torch's AdamW; and

@@ -1,6 +1,6 @@
 """Make the quickstart's material: a tiny random MoE with a real tokenizer, and an arithmetic task with a calculator.
 
-    python tools/make_quickstart.py OUT [--family qwen3_moe|deepseek_v3] [--seed N]
+    .venv/bin/python tools/make_quickstart.py OUT [--family qwen3_moe|deepseek_v3] [--seed N]
 
 writes OUT/model (an HF folder of about 1 M parameters, fp32), OUT/sft.jsonl, OUT/train.jsonl and OUT/eval.jsonl.
 

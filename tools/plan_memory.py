@@ -1,9 +1,9 @@
 """What a rank of a model's training needs, on paper: no GPU, no weights, no process.
 
-    python tools/plan_memory.py --model qwen3-235b --gpus 128 --gpu-gb 80                      # proposes layouts
-    python tools/plan_memory.py --model deepseek-v3 --algorithm ppo --gpu-gb 141 --rollout tp=32,ep=32 \\
+    .venv/bin/python tools/plan_memory.py --model qwen3-235b --gpus 128 --gpu-gb 80            # proposes layouts
+    .venv/bin/python tools/plan_memory.py --model deepseek-v3 --algorithm ppo --gpu-gb 141 --rollout tp=32,ep=32 \\
         --layout world=512,tp=8,pp=16,ep=32 world=512,tp=8,pp=8,ep=64                          # which of these fit
-    python tools/plan_memory.py --model tiny/config.json --layout world=2,tp=2 --measure       # and is it true?
+    .venv/bin/python tools/plan_memory.py --model tiny/config.json --layout world=2,tp=2 --measure   # and is it true?
 
 Bytes of a rank by part, for actor, critic and reference together, as `--dry-run` shows them for a configuration. Ranks
 of a pipeline stage need the same. With --measure the model is built here on the CPU and its tensors are counted.

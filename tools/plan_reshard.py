@@ -1,6 +1,6 @@
 """How a model's weights would go from Megatron's ranks to SGLang's, on paper: no GPU, no weights, no process.
 
-    python tools/plan_reshard.py --model deepseek-v3 --train tp=8,pp=16,ep=32,world=512 --engine tp=32,ep=32
+    .venv/bin/python tools/plan_reshard.py --model deepseek-v3 --train tp=8,pp=16,ep=32,world=512 --engine tp=32,ep=32
 
 Plans the push of every rank and prints bytes, balance, rounds and staging beside the bound that ownership sets, which
 is computed apart from the planner; the time it should take; and the split of the layers over the stages that would be

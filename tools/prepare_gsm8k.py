@@ -1,4 +1,4 @@
-"""Make verl-style parquet of GSM8K: python tools/prepare_gsm8k.py SRC OUT
+"""Make verl-style parquet of GSM8K: .venv/bin/python tools/prepare_gsm8k.py SRC OUT
 
 SRC is a folder with train and test as .jsonl or .parquet files of `question` and `answer`, as in
 https://github.com/openai/grade-school-math and in the data set openai/gsm8k. Writes OUT/train.parquet and

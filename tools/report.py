@@ -1,6 +1,6 @@
 """What runs came to: a table and a plot.
 
-    python tools/report.py RUN_DIR [RUN_DIR...] [--plot FILE]
+    .venv/bin/python tools/report.py RUN_DIR [RUN_DIR...] [--plot FILE]
 
 Shows the held-out reward before and after training, greedy and sampled, the reward of the first and last steps, where
 the time went and where the files lie; and draws the reward curves and the seconds per phase into FILE (by default

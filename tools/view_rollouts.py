@@ -1,6 +1,6 @@
 """Look at the conversations of a run.
 
-    python tools/view_rollouts.py RUN_DIR [--step N] [--show N] [--worst | --best] [--html FILE]
+    .venv/bin/python tools/view_rollouts.py RUN_DIR [--step N] [--show N] [--worst | --best] [--html FILE]
 
 Prints the rollouts of one step (the last one recorded by default), turn by turn: what the policy wrote is bright, what
 it was only given, and is not trained on, is dimmed. `--html` writes them into a page instead.

@@ -42,23 +42,24 @@ RESULTS = ("metrics.jsonl", "rollouts", "checkpoints", "export")
 README = """\
 This folder is one run of MegaRL. What is in it:
 
-config.yaml      every key of the configuration as it ran; `python -m megarl.train config.yaml run.dir=...` repeats it
+config.yaml      every key of the configuration as it ran; to repeat it, in the project's folder:
+                 .venv/bin/python -m megarl.train <this folder>/config.yaml run.dir=...
 changes.jsonl    keys that were changed when the run was resumed, each with the first step that it held for
                  ({"step": 21, "key": "actor_optimizer.lr", "old": 1e-06, "new": 5e-07, "time": ...}); config.yaml has
                  the last values. What a run is cannot change: algorithm, run.seed, model.path, model.dtype, data.train
                  and how it is dealt out, lora, critic.path, and whether train.mtp is 0
 log.txt          what the run said, with the time
-logs/            what each SGLang engine said
+logs/            what each SGLang engine said; the traceback of a rank that failed
 metrics.jsonl    one line of metrics per step and per evaluation: {"step": 12, "time": ..., "rollout/reward_mean": ...}
-tensorboard/     the same for TensorBoard: tensorboard --logdir <this folder>
+tensorboard/     the same for TensorBoard: .venv/bin/python -m tensorboard.main --logdir <this folder>
 rollouts/        step_000012.jsonl holds every conversation of step 12: turns with token ids, texts, log-probs and
-                 advantages, reward, seed. Look at them with: python tools/view_rollouts.py <this folder> --step 12
+                 advantages, reward, seed. Look: .venv/bin/python tools/view_rollouts.py <this folder> --step 12
 checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest
 export/          the trained policy as a Hugging Face folder, written at the end
 adapter/         with LoRA, its adapters alone, as PEFT writes them
 .lock            held by the process that writes here; it may be deleted when none runs
 
-A table and a plot of it all: python tools/report.py <this folder>
+A table and a plot of it all: .venv/bin/python tools/report.py <this folder>
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ class RunLog:
         self.run_dir = Path(config.run.dir)
         self.tokenizer: Any = None
         self.writes = place.rank == 0
+        self._rank = place.rank
         self._record_rollouts = config.track.rollouts
         self._warned: set[str] = set()
         self._folder: RunFolder | None = None
@@ -132,6 +134,22 @@ class RunLog:
         assert self._tracker is not None
         self._tracker.log(step, metrics)
         self._note(self._progress.evaluation(step, metrics))
+
+    def ended(self, error: BaseException, orderly: bool) -> None:
+        """Say in log.txt what ends the run early. Where that is neither `orderly` nor a mistake of the user's, the
+        traceback goes to logs/rank_N.log, and the error gets a note that says so."""
+        if self.writes:
+            self._note(str(error) if orderly else f"{type(error).__name__}: {error}")
+        if orderly or (isinstance(error, ConfigError) and error.__cause__ is None):
+            return
+        file = self.run_dir / "logs" / f"rank_{self._rank}.log"
+        try:
+            file.parent.mkdir(exist_ok=True)
+            with file.open("a", encoding="utf-8", errors="backslashreplace") as log:
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{''.join(traceback.format_exception(error))}\n")
+            error.add_note(f"the whole traceback is in {file}")
+        except OSError:
+            pass  # then it goes to the terminal
 
     def close(self) -> None:
         self._progress.close()

@@ -11,11 +11,12 @@ from datetime import timedelta
 from math import prod
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megarl import strict
 from megarl.config import ConfigError, ParallelConfig
-from megarl.parallel import device
+from megarl.parallel import device, meeting
 
 T = TypeVar("T")
 
@@ -92,30 +93,57 @@ def _nearest_multiples(value: int, of: int) -> str:
 
 
 def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
-    """Join the process group that torchrun describes in the environment; build Megatron's. Once per process."""
+    """Join the process group that torchrun describes in the environment; build Megatron's. Once per process.
+
+    All ranks talk once before this returns: NCCL makes a group when it is first used, which must not be a push of
+    weights or a pipeline's exchange, in which not all of its ranks may take part.
+    """
     global _host_group, _timeout_s
     check_layout(parallel)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != parallel.world_size:
+    here = meeting.place()
+    if here.world != parallel.world_size:
         raise ConfigError(
-            f"{world} ranks were started but parallel.world_size={parallel.world_size}: start as many, for example "
-            f"with torchrun --nproc-per-node {parallel.world_size}"
+            f"{here.world} ranks were started but parallel.world_size={parallel.world_size}: start as many, with "
+            f"torchrun --nproc-per-node {parallel.world_size}, or without torchrun by python -m megarl.train"
         )
     import megarl.megatron  # noqa: F401  isort: skip  fits Megatron-Core to a machine without GPU, so it comes first
     from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
     device.select()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
+    if not here.launched:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
     timeout, _timeout_s = timedelta(seconds=timeout_s), timeout_s
-    dist.init_process_group(device.backend(), timeout=timeout)
+    # Not `device_id`, by which NCCL's groups are made at once: with it, torch 2.13 has the ranks outside of a gloo
+    # group take part in a split of NCCL's world that those in it know nothing of.
+    dist.init_process_group(
+        device.backend(), store=meeting.store(here, timeout), rank=here.rank, world_size=here.world, timeout=timeout
+    )
+    meet()
     _host_group = dist.new_group(backend="gloo", timeout=timeout)
     ranks = layout(parallel, timeout_s)
     vars(parallel_state).update(_layouts[ranks.sizes])
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     return ranks
+
+
+def meet(group: dist.ProcessGroup | None = None) -> None:
+    """All ranks of a group, or of the job, talk to each other once, on the device."""
+    total = torch.ones(1, device=device.device())
+    dist.all_reduce(total, group=group)
+    if int(total) != dist.get_world_size(group):
+        raise RuntimeError(f"{int(total)} of {dist.get_world_size(group)} ranks have met")
+
+
+def first_to_say(text: str) -> bool | None:
+    """Whether this rank is the first of all to ask with this text; None where there is nobody to ask."""
+    if not dist.is_initialized():
+        return None
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=5))
+        return bool(store.add(f"said {text}", 1) == 1)
+    except RuntimeError:
+        return None
 
 
 def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
@@ -143,6 +171,8 @@ def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
         )
         _layouts[sizes] = _globals(parallel_state)
         _set_timeouts(list(dist.distributed_c10d._world.pg_map), timeout_s)  # Megatron makes some with torch's own
+        if parallel.pp > 1:  # the others are for collectives of all their ranks
+            meet(parallel_state.get_pipeline_model_parallel_group())
     ranks = Ranks(
         rank=dist.get_rank(),
         world=dist.get_world_size(),

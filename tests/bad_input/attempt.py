@@ -15,6 +15,7 @@ import runpy
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -61,6 +62,7 @@ def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str,
     given = [text.replace("FOLDER", str(folder)) for text in (*case.command, *case.given)]
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    os.environ.update({name: text.replace("FOLDER", str(folder)) for name, text in case.environment.items()})
     os.chdir(ROOT)
     out, err, code = io.StringIO(), io.StringIO(), None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -69,6 +71,15 @@ def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str,
                 from megarl.train import main
 
                 code = main([str(folder / "config.yaml"), *given[1:]])
+            elif given[0] == "bash":
+                done = subprocess.run(given, capture_output=True, text=True)
+                out.write(done.stdout)
+                err.write(done.stderr)
+                code = done.returncode
+            elif given[0] == "-m":
+                sys.argv = given[1:]
+                runpy.run_module(given[1], run_name="__main__")
+                code = 0
             else:
                 sys.argv = given
                 sys.path.insert(0, str((ROOT / given[0]).parent))  # as the interpreter does

@@ -6,8 +6,8 @@ is a line in the table of its area, or a module with a list CASES.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PROGRAM = "megarl.train"
@@ -30,4 +30,7 @@ class Case:
     prepare: Callable[[Path], None] = nothing
     """Spoils the copy."""
     command: tuple[str, ...] = (PROGRAM,)
-    """PROGRAM, which is given the configuration and `given`; or a tool's file with its whole command line."""
+    """PROGRAM, which is given the configuration and `given`; or a tool's file with its whole command line, or `-m` and
+    a module, or `bash` and a script."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables besides those of this process."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -191,7 +193,7 @@ def test_the_launch_forms_start_torchrun_with_the_configs_ranks(tmp_path: Path) 
         shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\ncase "$*" in *torch.distributed.run*) echo "$*" ;; *) echo $((4 / $4)) ;; esac\n')
+    python.write_text('#!/bin/sh\ncase "$*" in *megarl.torchrun*) echo "$*" ;; *) echo $((4 / $4)) ;; esac\n')
     python.chmod(0o755)
 
     def run(form: str, **env: str) -> str:
@@ -201,3 +203,73 @@ def test_the_launch_forms_start_torchrun_with_the_configs_ranks(tmp_path: Path) 
     assert "--standalone --nproc-per-node 4 -m megarl.train c.yaml run.seed=2" in run("single_node.sh")
     words = run("multi_node.sh", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 29500" in words
+
+
+def test_torchrun_ends_as_documented(tmp_path: Path) -> None:
+    """A rank that is killed, ranks that have saved, and an agent that waits for another node."""
+    command = [sys.executable, "-m", "megarl.torchrun", "--nproc-per-node", "2"]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "scratch"), "PYTHONPATH": str(ROOT)}
+    (tmp_path / "scratch").mkdir()
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*command, *arguments], cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE
+        )
+
+    (tmp_path / "killed.py").write_text(KILLED)
+    (tmp_path / "saves.py").write_text(SAVES)
+    waits = start("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "1", "saves.py")
+    killed, saves = start("--standalone", "killed.py"), start("--standalone", "saves.py")
+    _, text = killed.communicate(timeout=120)
+    assert (killed.returncode, text.count("\n")) == (137, 1), text
+    assert text.startswith("error: rank 1 was killed by SIGKILL")
+    while not len(list(tmp_path.glob("there_*"))) == 2:
+        assert saves.poll() is None, saves.communicate()
+        time.sleep(0.05)
+    saves.terminate()
+    assert saves.communicate(timeout=120)[1] == "saved step 3\n" and saves.returncode == 85
+    waits.terminate()
+    assert waits.communicate(timeout=120)[1] == "ended by SIGTERM\n" and waits.returncode == 143
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+KILLED = """
+import os, signal, time
+from megarl import ending
+with ending.one_line():
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+"""
+SAVES = """
+import os, pathlib, time
+from megarl import ending
+with ending.one_line():
+    ending.answer_by_saving()
+    pathlib.Path("there_" + os.environ["RANK"]).touch()
+    while not ending.asked_to_stop():
+        time.sleep(0.02)
+    raise ending.Stopped("saved step 3")
+"""
+
+IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core"}
+
+
+def test_whatever_is_imported_is_in_both_lists() -> None:
+    """Not only what happens to come with something else."""
+    own = {path.stem for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("tools/*.py")]} | {"megarl", "tests"}
+    imported: dict[str, str] = {}
+    for path in [file for folder in ("megarl", "tests", "tools", "launch") for file in (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            imported |= {name.split(".")[0]: path.name for name in names}
+    for name in own | set(sys.stdlib_module_names) | OPTIONAL:
+        imported.pop(name, None)
+    for platform in ("cpu", "cuda"):
+        listed = {re.split(r"[=<>\[ ]", line)[0].lower() for line in pins(platform)}
+        missing = {name: file for name, file in imported.items() if IMPORTED_AS.get(name, name) not in listed}
+        assert not missing, platform
+
+
+OPTIONAL = {"torch_memory_saver", "transformer_engine", "sgl_kernel", "sgl_kernel_stub", "apex"}

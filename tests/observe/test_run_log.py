@@ -81,3 +81,26 @@ def test_a_full_disk_does_not_stop_a_run(tmp_path: Path) -> None:
     texts = [str(warning.message) for warning in said]
     assert sum("log.txt" in text for text in texts) == 1 and sum("record rollouts" in text for text in texts) == 1
     assert list(read_metrics(tmp_path)) == [1, 2]
+
+
+def test_what_ends_a_run_is_written_down(tmp_path: Path) -> None:
+    def fail(error: BaseException) -> BaseException:
+        try:
+            raise error
+        except BaseException as failure:  # noqa: B036  as it was raised
+            return failure
+
+    logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
+    fault, mistake = fail(ZeroDivisionError("no \udcff")), fail(ConfigError("run.dir is wrong"))
+    logs[1].ended(fault, orderly=False)
+    logs[0].ended(mistake, orderly=False)
+    logs[0].ended(fail(SystemExit("ended by SIGTERM")), orderly=True)
+    for log in logs:
+        log.close()
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank_1.log"]
+    text = (tmp_path / "logs/rank_1.log").read_text()
+    assert "Traceback" in text and "in fail" in text
+    assert fault.__notes__ == [f"the whole traceback is in {tmp_path}/logs/rank_1.log"]
+    assert not hasattr(mistake, "__notes__")
+    said = (tmp_path / "log.txt").read_text()
+    assert "ConfigError: run.dir is wrong\n" in said and "  ended by SIGTERM\n" in said and "Zero" not in said

@@ -24,6 +24,7 @@ def ask(number, frame):
     asked = True
 child = subprocess.Popen(["sleep", "600"])  # an engine, started before the handler is there
 signal.signal(signal.SIGUSR1, ask)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
@@ -52,9 +53,7 @@ validate = MagicMock()
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder to submit from whose megarl.train is the payload."""
-    (tmp_path / "megarl").mkdir()
-    shutil.copy(ROOT / "megarl" / "config.py", tmp_path / "megarl")
-    (tmp_path / "megarl" / "__init__.py").touch()
+    shutil.copytree(ROOT / "megarl", tmp_path / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "megarl" / "train.py").write_text(PAYLOAD)
     (tmp_path / "megarl" / "dry_run.py").write_text(STAND_IN)
     (tmp_path / "launch").mkdir()

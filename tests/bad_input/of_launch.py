@@ -1,0 +1,164 @@
+"""How a run is started: command lines, what a launcher's environment says, the scripts in launch/ and slurm/."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+
+from case import PROGRAM, Case
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ("-m", "megarl.train")
+TORCHRUN = ("-m", "megarl.torchrun", "--standalone")
+HERE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+TWO = ("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=2")
+HOSTS: list[socket.socket] = []  # keep their ports until this process ends
+
+
+def a_folder(folder: Path) -> None:
+    (folder / "folder.yaml").mkdir()
+
+
+def a_dead_link(folder: Path) -> None:
+    (folder / "link.yaml").symlink_to("nowhere.yaml")
+
+
+def take_port(folder: Path) -> None:
+    taken = socket.socket()
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind(("", 29517))
+        taken.listen()
+    except OSError:
+        pass  # somebody else has it
+    HOSTS.append(taken)
+
+
+def not_installed(folder: Path) -> None:
+    """The scripts without a .venv beside them."""
+    for name in ("launch", "slurm"):
+        shutil.copytree(ROOT / name, folder / name)
+
+
+def environment(**values: str | None) -> dict[str, str]:
+    return {name: text for name, text in {**HERE, **values}.items() if text is not None}
+
+
+def line(name: str, says: tuple[str, ...], *given: str) -> Case:
+    return Case(f"command line: {name}", says, command=(*TRAIN, *given))
+
+
+def told(name: str, says: tuple[str, ...], *given: str, **values: str | None) -> Case:
+    return Case(f"environment: {name}", says, given, environment=environment(**values))
+
+
+def script(name: str, says: tuple[str, ...], *command: str, **values: str) -> Case:
+    return Case(f"script: {name}", says, command=("bash", *command), environment=values)
+
+
+NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+MULTI, CONFIG = "launch/multi_node.sh", "FOLDER/config.yaml"
+UNKNOWN = "unrecognized arguments"
+
+CASES = [
+    line("nothing", ("name a configuration", "configs/quickstart.yaml", "usage")),
+    line("a flag alone", ("name a configuration",), "--dry-run"),
+    line("an unknown flag", (UNKNOWN, "--dryrun", "usage"), CONFIG, "--dryrun"),
+    line("part of a flag", (UNKNOWN, "--dry", "usage"), CONFIG, "--dry"),
+    line("a short flag", (UNKNOWN, "-x"), CONFIG, "-x"),
+    line("a value for a flag", ("--dry-run", "ignored explicit argument 'yes'"), CONFIG, "--dry-run=yes"),
+    line("a word for a flag", ("'yes'", "not of the form key=value"), CONFIG, "--dry-run", "yes"),
+    line("a value for --keys", ("--keys", "ignored explicit argument"), "--keys=run"),
+    line("a key as a flag", (UNKNOWN, "--run.seed=3"), CONFIG, "--run.seed=3"),
+    line("the configuration as a flag", (UNKNOWN, "--config=FOLDER/config.yaml"), f"--config={CONFIG}"),
+    line("a missing configuration", ("no configuration file FOLDER/none.yaml",), "FOLDER/none.yaml"),
+    line("a missing configuration, dry", ("no configuration file FOLDER/none.yaml",), "FOLDER/none.yaml", "--dry-run"),
+    line("an empty name", ("no configuration file",), ""),
+    line("a recipe's name alone", ("no configuration file quickstart",), "quickstart"),
+    line("an override first", ("no configuration file run.seed=3",), "run.seed=3", CONFIG),
+    line("two configurations", ("config.yaml'", "not of the form key=value"), CONFIG, CONFIG),
+    line("a key without a value", ("'run.seed' is not of the form key=value",), CONFIG, "run.seed"),
+    line("a key and its value apart", ("'run.seed' is not of the form key=value",), CONFIG, "run.seed", "3"),
+    line("a value without a key", ("unknown",), CONFIG, "=3"),
+    line("a section without a key", ("unknown",), CONFIG, "run.=3"),
+    line("a key without a section", ("unknown",), CONFIG, ".seed=3"),
+    line("the model's folder", ("no configuration file FOLDER/model",), "FOLDER/model"),
+    line("a device", ("no configuration file /dev/null",), "/dev/null"),
+    line("a file as a folder", ("no configuration file FOLDER/config.yaml/x",), "FOLDER/config.yaml/x"),
+    Case(
+        "command line: a folder by that name",
+        ("no configuration file FOLDER/folder.yaml",),
+        prepare=a_folder,
+        command=(*TRAIN, "FOLDER/folder.yaml"),
+    ),
+    Case(
+        "command line: a dead link",
+        ("no configuration file FOLDER/link.yaml",),
+        prepare=a_dead_link,
+        command=(*TRAIN, "FOLDER/link.yaml"),
+    ),
+    Case(
+        "more ranks than this machine may have",
+        ("parallel.world_size=4", "slurm/ppo_moe.sh", "launch/multi_node.sh"),
+        ("parallel.world_size=4", "parallel.ranks_per_node=2"),
+    ),
+    told("fewer ranks than configured", ("2 ranks were started", "parallel.world_size=1", "--nproc-per-node 1")),
+    told("one rank of two", ("1 ranks were started", "--nproc-per-node 2"), *TWO, WORLD_SIZE="1"),
+    told("no RANK", ("no RANK", "torchrun sets"), *TWO, RANK=None),
+    told("no WORLD_SIZE", ("no WORLD_SIZE", "unset"), *TWO, WORLD_SIZE=None),
+    told("no MASTER_ADDR", ("no MASTER_ADDR",), *TWO, MASTER_ADDR=None),
+    told("no MASTER_PORT", ("no MASTER_PORT",), *TWO, MASTER_PORT=None),
+    told("WORLD_SIZE in words", ("WORLD_SIZE='two'", "number from 1"), *TWO, WORLD_SIZE="two"),
+    told("WORLD_SIZE empty", ("WORLD_SIZE=''", "number from 1"), *TWO, WORLD_SIZE=""),
+    told("WORLD_SIZE of 0", ("WORLD_SIZE='0'", "number from 1"), *TWO, WORLD_SIZE="0"),
+    told("WORLD_SIZE negative", ("WORLD_SIZE='-2'",), *TWO, WORLD_SIZE="-2"),
+    told("WORLD_SIZE with a point", ("WORLD_SIZE='2.0'",), *TWO, WORLD_SIZE="2.0"),
+    told("RANK in words", ("RANK='first'", "number from 0"), *TWO, RANK="first"),
+    told("RANK negative", ("RANK='-1'",), *TWO, RANK="-1"),
+    told("RANK in other digits", ("RANK='\u0661'",), *TWO, RANK="\u0661"),
+    told("RANK beyond the world", ("RANK=2 of WORLD_SIZE=2",), *TWO, RANK="2"),
+    told("LOCAL_RANK in words", ("LOCAL_RANK='x'",), *TWO, LOCAL_RANK="x"),
+    told("MASTER_PORT in words", ("MASTER_PORT='http'",), *TWO, MASTER_PORT="http"),
+    told("MASTER_PORT of 0", ("MASTER_PORT=0",), *TWO, MASTER_PORT="0"),
+    told("MASTER_PORT too large", ("MASTER_PORT=70000",), *TWO, MASTER_PORT="70000"),
+    told("MASTER_ADDR of nobody", ("MASTER_ADDR=none.invalid cannot be resolved",), *TWO, MASTER_ADDR="none.invalid"),
+    told("MASTER_ADDR empty", ("MASTER_ADDR",), *TWO, MASTER_ADDR=" "),
+    Case(
+        "environment: a port in use",
+        ("MASTER_PORT=29517 is in use", "set MASTER_PORT"),
+        TWO,
+        take_port,
+        environment=HERE,
+    ),
+    Case("torchrun: an unknown option", ("torchrun: ", UNKNOWN, "--rank"), command=(*TORCHRUN, "--rank", "2", "x.py")),
+    Case("torchrun: no program", ("torchrun: ", "training_script"), command=TORCHRUN),
+    Case("torchrun: ranks in words", ("torchrun: ", "two"), command=(*TORCHRUN, "--nproc-per-node", "two", "x.py")),
+    Case("a flow of one's own: no override", ("'fast' is not of the form",), command=("launch/ppo_hello.py", "fast")),
+    Case("a flow of one's own: no such key", ("run.sed", "run.seed"), command=("launch/ppo_hello.py", "run.sed=3")),
+    script("single node, nothing", ("no configuration", "usage: bash launch/single_node.sh"), "launch/single_node.sh"),
+    script("single node, no such file", ("no configuration file none.yaml",), "launch/single_node.sh", "none.yaml"),
+    script("single node, a flag", ("--dry-run", "not of the form"), "launch/single_node.sh", CONFIG, "--dry-run"),
+    script("many nodes, nothing", ("no configuration", "usage: NNODES=.."), MULTI),
+    script("many nodes, how many", ("set NNODES",), MULTI, CONFIG),
+    script("many nodes, which", ("set NODE_RANK",), MULTI, CONFIG, NNODES="2"),
+    script("many nodes, where", ("set MASTER_ADDR",), MULTI, CONFIG, NNODES="2", NODE_RANK="0"),
+    script("many nodes, empty", ("set NNODES",), MULTI, CONFIG, NNODES="", NODE_RANK="0"),
+    script("many nodes, in words", ("NNODES=two",), MULTI, CONFIG, **NODES | {"NNODES": "two"}),
+    script("many nodes, none", ("NNODES=0",), MULTI, CONFIG, **NODES | {"NNODES": "0"}),
+    script("many nodes for one rank", ("parallel.world_size=1 does not divide by 2",), MULTI, CONFIG, **NODES),
+    script("many nodes, one beyond", ("NODE_RANK=2", "= 1"), MULTI, CONFIG, *TWO, **NODES | {"NODE_RANK": "2"}),
+    script("many nodes, a port in words", ("MASTER_PORT=x",), MULTI, CONFIG, *TWO, **NODES | {"MASTER_PORT": "x"}),
+    Case("script: Slurm's by hand", ("sbatch slurm/ppo_moe.sh",), command=("bash", "slurm/ppo_moe.sh")),
+    *(
+        Case(
+            f"script: not installed, {name}",
+            ("no .venv in FOLDER", "bash launch/install.sh"),
+            prepare=not_installed,
+            command=("bash", f"FOLDER/{name}", "c.yaml"),
+            environment=NODES | {"SLURM_JOB_ID": "1", "MEGARL_ROOT": "FOLDER"},
+        )
+        for name in ("launch/single_node.sh", MULTI, "slurm/ppo_moe.sh")
+    ),
+]
+assert PROGRAM == TRAIN[1]

@@ -1,0 +1,71 @@
+"""Every command that is written down somewhere works as it is written, after `bash launch/install.sh`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.observe.run_folder import README as RUN_FOLDER
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = re.compile(r"(\S*\bpython3?) +(-m +[\w.]+|[\w./]+\.py)")
+SHELL = re.compile(r"\b(bash|sbatch)((?: --?\S+)*) +([\w./]+\.sh)")
+BARE = re.compile(r"(?:^|`|: )\s*(torchrun +\S|tools/\w+\.py +[-A-Z]|launch/\w+\.\w+ +[-A-Z])", re.MULTILINE)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Where people read: the README, docstrings, comments of scripts and configurations, a run folder's README."""
+    yield "README.md", re.sub("<!--.*?-->", "", (ROOT / "README.md").read_text())
+    yield "run folder", RUN_FOLDER
+    for folder in ("megarl", "tools", "launch"):
+        for path in (ROOT / folder).rglob("*.py"):
+            nodes = ast.walk(ast.parse(path.read_text()))
+            said = [ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED)]
+            yield str(path.relative_to(ROOT)), "\n".join(text for text in said if text)
+    for path in [*ROOT.glob("launch/*.sh"), *ROOT.glob("slurm/*.sh"), *ROOT.glob("configs/**/*.yaml")]:
+        comments = re.findall(r"#(.*)", path.read_text())
+        yield str(path.relative_to(ROOT)), "\n".join(comments)
+
+
+def programs() -> set[str]:
+    """What Python is told to run: `-m module` or a file."""
+    return {" ".join(program.split()) for _, text in texts() for _, program in PYTHON.findall(text)}
+
+
+INNER = ("-m megarl.rollout.engine_host", "-m megarl.rollout.tool_process")  # not for people
+
+
+@pytest.mark.parametrize(("place", "text"), [pytest.param(*one, id=one[0]) for one in texts() if one[1]])
+def test_commands_are_complete_and_their_programs_exist(place: str, text: str) -> None:
+    for python, program in PYTHON.findall(text):
+        program = " ".join(program.split())
+        assert python.lstrip("`$(") == ".venv/bin/python" or program in INNER, f"{place}: {python} {program}"
+        if program.startswith("-m megarl."):
+            path = ROOT / (program.removeprefix("-m ").replace(".", "/") + ".py")
+            assert path.is_file(), f"{place}: {program}"
+        elif not program.startswith("-m"):
+            assert (ROOT / program).is_file(), f"{place}: {program}"
+    for _, _, script in SHELL.findall(text):
+        assert (ROOT / script).is_file(), f"{place}: {script}"
+    assert not BARE.findall(text), f"{place}: {BARE.findall(text)}"
+
+
+def test_they_are_found() -> None:
+    found = programs()
+    assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py", "tools/report.py"} - found == {
+        "launch/ppo_hello.py"  # given to torchrun
+    }
+    assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - found == {"tools/local_ranks.py"}
+
+
+def test_they_say_how_they_are_used(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
+    ours = sorted(program for program in programs() if program.startswith(("-m megarl.", "tools/")))
+    (result,) = run_ranks(1, "tests/launch/ranks_help.py", *[one for one in ours if one not in INNER])
+    assert result["codes"] == {one: 0 for one in ours if one not in INNER}
+    assert all("usage: " in said for said in result["said"].values())

@@ -1,0 +1,64 @@
+"""Where ranks find each other, and that all of them have spoken before anything else is said."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.parallel.meeting import check_meeting, place
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+def test_all_ranks_talk_first_and_those_of_each_pipeline(run_ranks: Run) -> None:
+    """NCCL makes a group in its first use, in which all of its ranks must then take part."""
+    results = run_ranks(4, "tests/parallel/ranks_meeting.py", "meet")
+    for rank, result in enumerate(results):
+        everybody, pipeline = [0, 1, 2, 3], [rank % 2, rank % 2 + 2]
+        assert result["found"] == [everybody, pipeline, everybody]
+
+
+def test_two_runs_of_one_rank_each_at_once(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(2, "tests/parallel/ranks_meeting.py", "alone", str(tmp_path), timeout=120.0)
+
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def set_to(**values: str) -> None:
+        for name in NAMES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return set_to
+
+
+def test_place(environment: Callable[..., None]) -> None:
+    environment()
+    assert (place().rank, place().world, place().launched) == (0, 1, False)
+    environment(RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1234")
+    assert (place().rank, place().world, place().launched) == (1, 2, True)
+
+
+def test_a_meeting_is_checked_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        check_meeting(2, "1", "127.0.0.1", port)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is in use"):
+            check_meeting(2, "0", "127.0.0.1", port)
+    with pytest.raises(ConfigError, match="NODE_RANK=2 must be .* from 0 to NNODES - 1 = 1"):
+        check_meeting(2, "2", "127.0.0.1", "29500")
+    with pytest.raises(ConfigError, match="MASTER_ADDR=no.such.host.invalid cannot be resolved"):
+        check_meeting(2, "1", "no.such.host.invalid", "29500")
+    with pytest.raises(ConfigError, match="MASTER_PORT=x must be a free port"):
+        check_meeting(2, "1", "127.0.0.1", "x")

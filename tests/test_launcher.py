@@ -1,0 +1,252 @@
+"""How a run starts and ends as processes: one line, the documented exit status, nobody left behind.
+
+Most of it with ranks that import nothing heavy; three real runs at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.launcher import Word, verdict
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+LAUNCHER = """
+import sys
+from megarl import launcher
+launch = launcher.Launch((sys.executable, "rank.py"), 2, saves=sys.argv[1] == "saves", grace=GRACE)
+with launcher.noted(launch.pending):
+    sys.exit(launch.run({}))
+"""
+RANK = """
+import os, pathlib, sys, time
+from megarl import ending
+from megarl.config import ConfigError
+rank = int(os.environ["RANK"])
+def wait():
+    pathlib.Path(f"there_{rank}").write_text(str(os.getpid()))
+    while not ending.asked_to_stop():
+        time.sleep(0.01)
+def body():
+    BODY
+with ending.one_line():
+    body()
+"""
+
+
+def run_of(folder: Path, body: str, saves: bool = False, grace: float = 60.0) -> subprocess.Popen[str]:
+    """Two ranks that do `body`, in a process group of their own."""
+    (folder / "launcher.py").write_text(LAUNCHER.replace("GRACE", str(grace)))
+    (folder / "rank.py").write_text(RANK.replace("BODY", body))
+    command = [sys.executable, "launcher.py", "saves" if saves else ""]
+    return start(command, folder)
+
+
+def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+def wait_for(there: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 240
+    while not there():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+
+
+def pids(folder: Path, process: subprocess.Popen[str]) -> list[int]:
+    files = [folder / f"there_{rank}" for rank in range(2)]
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files), process)
+    return [int(file.read_text()) for file in files]
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    """Exit status and lines on stderr; nobody of its process group, which is its session, is left."""
+    _, err = process.communicate(timeout=120)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return process.returncode, [line for line in err.splitlines() if line.strip()]
+
+
+def test_a_run_that_goes_well_says_nothing(tmp_path: Path) -> None:
+    assert ended(run_of(tmp_path, "pass")) == (0, [])
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, 137), (signal.SIGSEGV, 139), (signal.SIGTERM, 143)])
+def test_a_killed_rank_is_named_and_the_other_ends(tmp_path: Path, number: int, status: int) -> None:
+    process = run_of(tmp_path, "wait()")
+    os.kill(pids(tmp_path, process)[1], number)
+    code, (line,) = ended(process)
+    assert code == status
+    assert "rank 1 was " in line and signal.Signals(number).name in line
+
+
+def test_a_rank_that_sleeps_on_is_killed(tmp_path: Path) -> None:
+    body = "import signal; rank or signal.pthread_sigmask(signal.SIG_BLOCK, [2, 15]); rank or wait(); sys.exit(0)"
+    code, lines = ended(run_of(tmp_path, body, grace=0.5))
+    assert code == 1
+    assert lines[-1].startswith("error: rank 1 failed: SystemExit: 0 (")
+    assert lines[-1].endswith("rank.py, line 11, in body)")
+
+
+def test_a_launcher_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
+    process = run_of(tmp_path, "wait()")
+    pids(tmp_path, process)
+    process.kill()
+    process.communicate()
+    wait_for_nobody(process.pid)
+
+
+def wait_for_nobody(group: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)
+    pytest.fail("a rank is left")
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
+    process = run_of(tmp_path, "ending.answer_by_saving(); wait()", saves=True)
+    pids(tmp_path, process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert ended(process) == (130, ["ended by Ctrl-C (SIGINT)"])
+
+
+@pytest.mark.parametrize("to_all", [True, False])
+def test_sigterm_is_answered_by_saving(tmp_path: Path, to_all: bool) -> None:
+    body = "ending.answer_by_saving(); wait(); time.sleep(0.5); raise ending.Stopped('saved step 3')"
+    process = run_of(tmp_path, body, saves=True)
+    pids(tmp_path, process)
+    (os.killpg if to_all else os.kill)(process.pid, signal.SIGTERM)
+    assert ended(process) == (85, ["saved step 3"])
+
+
+def test_a_second_sigterm_ends_the_run(tmp_path: Path) -> None:
+    body = "ending.answer_by_saving(); wait(); pathlib.Path(f'asked_{rank}').touch(); time.sleep(600)"
+    process = run_of(tmp_path, body, saves=True)
+    pids(tmp_path, process)
+    process.terminate()
+    wait_for(lambda: len(list(tmp_path.glob("asked_*"))) == 2, process)
+    time.sleep(2.1)  # within two seconds it is the same request
+    process.terminate()
+    assert ended(process) == (143, ["ended by SIGTERM"])
+
+
+def test_sigterm_without_checkpoints_ends_the_run(tmp_path: Path) -> None:
+    process = run_of(tmp_path, "wait()")
+    pids(tmp_path, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert ended(process) == (143, ["ended by SIGTERM"])
+
+
+def test_signals_before_the_ranks_are_up_are_not_lost(tmp_path: Path) -> None:
+    process = run_of(tmp_path, "wait()", saves=True)
+    wait_for(lambda: len(children(process.pid)) == 2, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert ended(process) == (143, ["ended by SIGTERM"])
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_a_mistake_is_told_once_and_a_fault_with_its_traceback(tmp_path: Path) -> None:
+    assert ended(run_of(tmp_path, "raise ConfigError('run.dir is wrong')")) == (2, ["error: run.dir is wrong"])
+    code, lines = ended(run_of(tmp_path, "rank and 1 / 0; wait()"))
+    assert code == 1 and lines[0] == "Traceback (most recent call last):"
+    assert lines[-1].startswith("error: rank 1 failed: ZeroDivisionError: division by zero (")
+    assert lines[-1].endswith("rank.py, line 11, in body)")
+    assert ended(run_of(tmp_path, "rank and os._exit(3); wait()")) == (
+        3,
+        ["error: rank 1 ended with status 3 and said nothing"],
+    )
+
+
+LOST = Word(0, "lost", "error: rank 0 lost another rank")
+FAULT = Word(1, "fault", "error: rank 1 failed")
+MISTAKE = Word(1, "mistake", "error: key")
+
+
+def test_the_first_cause_is_named() -> None:
+    """Not what other ranks see of it."""
+    assert verdict({0: 1, 1: 1}, [LOST, FAULT]) == (1, FAULT.text)
+    assert verdict({0: 1, 1: 2}, [LOST, MISTAKE]) == (2, MISTAKE.text)
+    assert verdict({0: 1, 1: -9}, [LOST])[0] == 137
+    assert verdict({0: -6, 1: 1}, [FAULT]) == (1, FAULT.text)
+    assert verdict({0: 1}, [LOST]) == (1, LOST.text)
+    assert verdict({0: 85, 1: 85}, [Word(1, "stopped", "saved"), Word(0, "stopped", "saved")]) == (85, "saved")
+    assert verdict({0: 130, 1: 1}, [LOST], asked=2) == (130, "ended by Ctrl-C (SIGINT)")
+    assert verdict({0: 2, 1: 2}, [MISTAKE], asked=15) == (2, MISTAKE.text)
+    assert verdict({}, [])[0] == 1
+
+
+# --- the whole program ------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, quickstart: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Two ranks of SFT, which go on for as long as one lets them; TMPDIR is a folder of its own."""
+    given = [f"run.dir={folder}/run", f"model.path={quickstart}/model", f"data.train={quickstart}/sft.jsonl"]
+    given += ["run.num_rollout=100000", "data.prompts_per_step=4", "track.tensorboard=false", "track.progress=false"]
+    command = [sys.executable, "-m", "megarl.train", str(ROOT / "configs/quickstart_sft.yaml"), *given, *overrides]
+    return start(command, folder)
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quickstart") / "q"
+    command = [sys.executable, str(ROOT / "tools/make_quickstart.py"), str(folder), "--demonstrations", "200"]
+    subprocess.run([*command, "--train", "20"], cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def steps(folder: Path) -> int:
+    file = folder / "run" / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def test_a_run_saves_itself_at_sigterm_and_ends_when_a_rank_is_killed(
+    tmp_path: Path, quickstart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(scratch))
+    process = train(tmp_path, quickstart, "run.save_every=100000")
+    wait_for(lambda: steps(tmp_path) > 0, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    code, (line,) = ended(process)
+    done = steps(tmp_path)
+    assert (code, line) == (85, f"asked to stop: saved step {done}, start again with run.resume=auto")
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step_*")] == [f"step_{done:06d}"]
+
+    process = train(tmp_path, quickstart, "run.save_every=100000", "run.resume=auto")
+    wait_for(lambda: steps(tmp_path) > done, process)
+    (one,) = [pid for pid in children(process.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(int(one), signal.SIGKILL)
+    code, (line,) = ended(process)
+    assert (code, line) == (137, "error: rank 1 was killed by SIGKILL (the kernel does that when memory is short)")
+    log = (tmp_path / "run/logs/rank_0.log").read_text()
+    assert "Traceback" in log and "gloo" in log
+    left = [path.name for path in scratch.iterdir()]
+    assert [name for name in left if not name.startswith("torchinductor_")] == []  # torch's cache, for all runs
+
+
+def test_ctrl_c_while_the_run_starts_is_one_line(tmp_path: Path, quickstart: Path) -> None:
+    process = train(tmp_path, quickstart)
+    wait_for((tmp_path / "run/log.txt").exists, process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert ended(process) == (130, ["ended by Ctrl-C (SIGINT)"])
