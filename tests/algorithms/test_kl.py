@@ -79,8 +79,7 @@ def test_controller_state():
     assert fresh != steered
     assert fresh.restored(steered.state_dict()) == steered
     # A coefficient that somebody has set anew since is theirs.
-    anew = replace(fresh, coef=7.0, initial=None)
-    assert anew.restored(steered.state_dict()).coef == 7.0
+    assert AdaptiveKL(7.0, 0.015, 10000).restored(steered.state_dict()).coef == 7.0
 
 
 def test_controller_refuses_nonsense():
