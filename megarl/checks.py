@@ -235,7 +235,7 @@ def check_room(hf: HFConfig, critic_hf: HFConfig | None, config: Config, warning
         f"run.dir={run.dir} is on a disk with {room.gigabytes(free)} free, and the run will write up to about "
         f"{' and '.join(parts)}; make room, set run.dir to a place on another disk, or lower run.keep_checkpoints"
     )
-    if free < least and run.resume == "never":
+    if free < least and not (run.resume == "auto" and (Path(run.dir) / "checkpoints").is_dir()):
         raise ConfigError(line)
     if free < most:
         warnings.append(line)

@@ -76,8 +76,7 @@ class CheckpointStore:
         partial = final.with_suffix(".tmp")
         with ranks.patient(self.storage_timeout_s):
             try:
-                ranks.together(lambda: room.demand(self.folder, needed), lead=True)
-                ranks.together(lambda: _fresh(partial), lead=True)
+                ranks.together(lambda: self._make_room(partial, needed), lead=True)
                 self._write(partial, host, write_parts)
                 ranks.together(lambda: self._commit(partial, final), lead=True)
             except OSError as error:
@@ -174,6 +173,12 @@ class CheckpointStore:
 
         ranks.together(finish, lead=True)
 
+    def _make_room(self, partial: Path, needed: int) -> None:
+        for left in self.folder.glob("step_*.tmp"):  # by a run that was killed
+            shutil.rmtree(left)
+        room.demand(self.folder, needed)
+        partial.mkdir(parents=True)
+
     def _commit(self, partial: Path, final: Path) -> None:
         if final.exists():
             shutil.rmtree(final)
@@ -242,12 +247,6 @@ def _unreported(folder: Path, reported: Mapping[str, Entry]) -> dict[str, int]:
         if sizes[name] != entry.bytes:
             raise OSError(f"{name} has {sizes[name]} bytes on rank 0's disk, and {entry.bytes} were written")
     return {name: size for name, size in sizes.items() if name not in reported}
-
-
-def _fresh(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
 
 
 def _sync(path: Path) -> None:

@@ -135,6 +135,8 @@ def test_controller_state():
     fresh = AdaptiveKL(0.001, 0.015, 10000)
     assert fresh != steered
     assert fresh.restored(steered.state_dict()) == steered
+    # A coefficient that somebody has set anew since is theirs.
+    assert AdaptiveKL(7.0, 0.015, 10000).restored(steered.state_dict()).coef == 7.0
 
 
 def test_controller_refuses_nonsense():

@@ -200,8 +200,8 @@ def slow(folder: Path) -> dict[str, object]:
     saved = ours.save(1, {"step": 1}, write)
     hashed_later = list(verified)
     verified.clear()
-    found = ours.newest()
     with ranks.patient(100):
+        found = ours.newest()  # whose own patience ends before that of the block
         restore_model(model, saved / "actor")
         everyone = ranks.all_gather_objects(verified)
     tree = json.loads((saved / "manifest.json").read_text())["files"]

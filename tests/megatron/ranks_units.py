@@ -455,6 +455,8 @@ def half() -> dict[str, float]:
 
 
 def schedule() -> dict[str, list[float]]:
+    from megarl.megatron.optimizer import go_to
+
     batch = tiny.batch((5, 6))
     result = {}
     for kind in ("cosine", "linear", "constant"):
@@ -468,6 +470,9 @@ def schedule() -> dict[str, list[float]]:
         }
         model = build("qwen2", updates=5, actor_optimizer=optimizer)
         result[kind] = [model.train_step(batch, nll)["actor/lr"] for _ in range(5)]
+        longer = build("qwen2", updates=10, actor_optimizer=optimizer | {"lr": 2.0, "min_lr": 0.5})
+        go_to(longer.scheduler, model.scheduler.num_steps)
+        result[f"{kind}, longer"] = [longer.train_step(batch, nll)["actor/lr"] for _ in range(2)]
     return result
 
 

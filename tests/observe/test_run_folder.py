@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict, load_config
-from megarl.observe.run_folder import differing_keys, prepare
+from megarl.observe.run_folder import claim, differing_keys, prepare
 
 CONFIG = from_dict({"actor_optimizer": {"lr": 1e-4}, "rollout": {"tools": ["a:b"], "sglang": {"mem": 1}}})
 
@@ -43,15 +44,43 @@ def test_a_folder_with_results_is_kept_from_other_runs(tmp_path: Path) -> None:
     prepare(tmp_path, CONFIG, resume=True).release()
 
 
-def test_keys_that_do_not_matter_may_differ(tmp_path: Path) -> None:
+def test_keys_that_do_not_matter_are_not_spoken_of() -> None:
     other = dataclasses.replace(
         CONFIG,
-        run=dataclasses.replace(CONFIG.run, resume="auto", dir="elsewhere", keep_checkpoints=9),
+        run=dataclasses.replace(CONFIG.run, resume="auto", dir="elsewhere"),
         track=dataclasses.replace(CONFIG.track, progress=False),
     )
     assert differing_keys(CONFIG, other) == []
     changed = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, sglang={}))
-    assert differing_keys(CONFIG, changed) == ["rollout.sglang: None -> {}", "rollout.sglang.mem: 1 -> None"]
+    assert list(map(str, differing_keys(CONFIG, changed))) == [
+        "rollout.sglang: None -> {}",
+        "rollout.sglang.mem: 1 -> None",
+    ]
+
+
+def with_mtp(weight: float) -> Config:
+    return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, mtp=weight))
+
+
+def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path) -> None:
+    prepare(tmp_path, with_mtp(0.1), resume=False).release()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n')
+    before = (tmp_path / "config.yaml").read_bytes()
+    folder = claim(tmp_path, with_mtp(0.3), resume=True)
+    assert folder.resumes and (tmp_path / "config.yaml").read_bytes() == before
+    (change,) = folder.begin(20)
+    folder.release()
+    assert str(change) == "train.mtp: 0.1 -> 0.3"
+    record = json.loads((tmp_path / "changes.jsonl").read_text())
+    assert (record["step"], record["key"], record["old"], record["new"]) == (21, "train.mtp", 0.1, 0.3)
+    assert load_config(tmp_path / "config.yaml") == with_mtp(0.3)
+    with pytest.raises(ConfigError, match=r"train\.mtp: 0\.3 -> 0\.0"):
+        claim(tmp_path, with_mtp(0.0), resume=True)
+
+
+def test_a_claim_that_comes_to_nothing_leaves_nothing(tmp_path: Path) -> None:
+    claim(tmp_path / "a/b", CONFIG, resume=True).release()
+    assert not (tmp_path / "a").exists()
 
 
 def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
