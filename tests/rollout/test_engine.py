@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,13 @@ import templates
 import tiny_models
 import torch
 from compare import generate, recorded
-from conftest import Running
+from conftest import Running, start
 from engine_config import make_config
 
 from megarl.config import ConfigError
-from megarl.rollout import engine_cpu
+from megarl.rollout import engine_cpu, engine_host
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client
+from megarl.rollout.client import Client, RequestFailed
 from megarl.rollout.engine import Engine, EngineError, start_host
 from megarl.rollout.hosting import SHARED, Hosted
 from megarl.rollout.multi_turn import Conversations
@@ -102,6 +104,69 @@ def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
     batch = TrainBatch.from_rollouts(greedy)
     assert batch.routing is not None and batch.routing.shape == (len(batch.tokens), 2, 2)
     assert (batch.routing[:, 0, 0] == -1).nonzero()[:, 0].tolist() == (batch.cu_seqlens[1:] - 1).tolist()
+
+
+def test_what_is_late_is_aborted_also_in_the_engine(qwen3_moe: Running) -> None:
+    config = replace(qwen3_moe.config.rollout, step_timeout=0.3, max_new_tokens=200, max_turns=1)
+    chat = Chat.load(str(qwen3_moe.folder), load_tools(config.tools))
+    prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
+    talks = Conversations(qwen3_moe.engine, chat, config)
+    rollouts = talks.generate(prompts, samples=64)
+    talks.close()
+    assert len(rollouts) == 256 and [r.group for r in rollouts] == [g for g in range(4) for _ in range(64)]
+    late = [rollout for rollout in rollouts if rollout.status == "aborted"]
+    assert len(late) > 100 and {r.failure for r in late} == {"it was not done within rollout.step_timeout"}
+    qwen3_moe.engine._call("/flush_cache")  # it refuses as long as it has anything to do
+    assert generate(qwen3_moe.engine)
+
+
+def test_an_answer_by_other_weights_than_were_pushed_stops_the_run(
+    qwen3_moe: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat.load(str(qwen3_moe.folder))
+    talks = Conversations(qwen3_moe.engine, chat, qwen3_moe.config.rollout)
+    pushed = qwen3_moe.engine.version
+    monkeypatch.setattr(qwen3_moe.engine, "version", 71)
+    with pytest.raises(RuntimeError, match=f"by weights of version {pushed}, .* version 71"):
+        talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=2)
+    talks.close()
+
+
+def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_is_one_error(
+    tmp_path: Path, host: str
+) -> None:
+    """One at a time: the two long answers are cut off, and the short one, which waits for both, is not. Then the
+    engine is killed while it writes."""
+    settings = {"request_timeout": 0.3, "sglang": {"max_running_requests": 1}, "max_new_tokens": 200}
+    with start(host, tiny_models.qwen3_moe(), tmp_path, **settings) as running:
+        engine = running.engine
+
+        async def ask() -> list[Any]:
+            async with Client(engine.url, engine.api_key, 300.0, 3) as client:
+
+                async def one(tokens: int) -> Any:
+                    return await client.generate(list(range(20, 30)), {"max_new_tokens": tokens, "ignore_eos": True})
+
+                return await asyncio.gather(one(240), one(240), one(1), return_exceptions=True)
+
+        *long, short = asyncio.run(ask())
+        assert [type(out) for out in long] == [RequestFailed] * 2
+        assert {str(out) for out in long} == {"the engine did not end the answer within rollout.request_timeout"}
+        assert short.finish == "length" and len(short.token_ids) == 1
+
+        def kill() -> None:
+            sockets = psutil.net_connections("tcp4")
+            (pid,) = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == engine.port}
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+
+        talks = Conversations(engine, Chat.load(str(running.folder)), running.config.rollout)
+        timer = threading.Timer(0.2, kill)
+        timer.start()
+        with pytest.raises(EngineError, match=r"engine 0 is not running; the last lines of .*engine_0.log:"):
+            talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=300)
+        timer.join()
+        talks.close()
 
 
 def test_routing_of_a_conversation_is_that_of_one_pass_over_it(qwen3_moe: Running) -> None:
@@ -228,13 +293,23 @@ def held_engine(model: Path, run: Path, host: str) -> Iterator[subprocess.Popen[
 
 
 def await_end(processes: list[psutil.Process]) -> None:
+    until(lambda: not any(is_running(process) for process in processes), processes)
+
+
+def until(true: Callable[[], object], what: object) -> None:
     deadline = time.monotonic() + 30
-    while alive := [process for process in processes if is_running(process)]:
-        assert time.monotonic() < deadline, alive
+    while not true():
+        assert time.monotonic() < deadline, what
         time.sleep(0.1)
 
 
-def test_no_process_outlives_its_rank_its_supervisor_or_its_host(tmp_path: Path) -> None:
+def load_files(folder: Path) -> list[Path]:
+    """What the engine with this folder has put into shared memory."""
+    return list(Path("/dev/shm").glob(f"sglang_loads_{engine_host._instance(folder)}_*"))
+
+
+def test_nothing_outlives_its_rank_its_supervisor_or_its_host(tmp_path: Path) -> None:
+    """No process, no folder, no file in shared memory."""
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     shared = start_host(make_config(model, tmp_path / "run"), threads=1)
     own = psutil.Process(shared.process.pid)
@@ -252,9 +327,12 @@ def test_no_process_outlives_its_rank_its_supervisor_or_its_host(tmp_path: Path)
                     time.sleep(0.1)
                 assert len(family) >= 4, "supervisor, server, scheduler, detokenizer"
                 supervisor = own.children()[0].pid
+                place = Path(shared.path).parent / str(supervisor)
+                until(lambda place=place: load_files(place), place)
                 os.kill({"rank": rank.pid, "supervisor": supervisor, "host": own.pid}[victim], how)
                 await_end([*family, own] if victim == "host" else family)
-            assert is_running(own) == (victim != "host")
+                until(lambda place=place: not place.exists() and not load_files(place), place)
+            assert place.parent.exists() == is_running(own) == (victim != "host")
     finally:
         shared.close()
 
@@ -264,8 +342,11 @@ def test_a_rank_that_is_killed_takes_its_own_host_along(tmp_path: Path) -> None:
     with held_engine(model, tmp_path / "run", "") as rank:
         assert rank.stdout is not None
         own = psutil.Process(int(rank.stdout.readline()))
+        folder = Path(own.cmdline()[5])
+        assert Path(folder, "socket").exists()
         rank.kill()
         await_end([own])
+        assert not folder.exists()
 
 
 def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
