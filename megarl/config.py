@@ -277,7 +277,8 @@ class LoraConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     functions: tuple[str, ...] = ()
-    """Reward functions as `module:name`; each takes a Rollout and returns a number. The reward is their sum."""
+    """Reward functions as `module:name`; each takes a Rollout and returns a number, at most 1e6. The reward is their
+    sum."""
     model: str = ""
     """HF folder of a reward model, as `algorithm: reward_model` exports it, with the policy's tokenizer: its score of
     the whole conversation is added to the reward. It is computed in fp32 on the job's ranks, laid out as the policy."""

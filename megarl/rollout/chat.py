@@ -156,13 +156,14 @@ class Chat:
                     heads = [self._text([user], [schema], generate=generate) for generate in (True, False)]
                     written = self._text([user, turn], [schema])
                     whole = self._text([user, turn, answer], [schema], generate=True)
+                    ending = self._end_text() + self._between([answer], [schema])
                 except ConfigError as error:
                     problem = problem or str(error)
                     continue
                 head = next((head for head in heads if written.startswith(head)), "")
                 if name not in written[len(head) :]:
                     problem = problem or "it leaves calls out"
-                elif not whole.endswith(self._end_text() + self._between([answer], [schema])):
+                elif not whole.endswith(ending):
                     problem = "what it puts between a call and the next turn depends on the call"
                 elif (written[len(head) :], arguments) not in found:
                     found.append((written[len(head) :], arguments))

@@ -74,7 +74,7 @@ CASES = [
     template("division by zero", text(TEMPLATE, "{{ 1 / 0 }}"), "cannot render", "division by zero"),
     template("refuses", text(TEMPLATE, "{{ raise_exception('not me\nnever') }}"), "cannot render", "not me never"),
     template("says nothing", text(TEMPLATE, "x"), "no place for calls of tools", "leave rollout.tools empty"),
-    template("leaves calls out", changed("<tool_call>{{ '\\n' }}{\"name\"", "{% if 0 %}"), "no place for calls"),
+    template("leaves calls out", changed("message.tool_calls or []", "[]"), "no place for calls", "leaves calls out"),
     template(
         "knows no tools",
         text(TEMPLATE, "{% for m in messages %}" + TURN + "{% endfor %}" + HEAD),
