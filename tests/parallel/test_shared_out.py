@@ -15,7 +15,7 @@ WORLD = 3
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], Any]], list[Any]]:
-    """What each rank gets of `shared_out`, an error as its text: first each says what it has found, then all hear it."""
+    """What each rank gets of `shared_out`, errors as text: first each says what it has found, then all hear it."""
 
     def call(count: int, work: Callable[[int], Any]) -> list[Any]:
         said: list[Any] = []
