@@ -23,6 +23,7 @@ from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.stages import stage_layers
 from megarl.parallel.ranks import check_layout
 from megarl.reshard.configured import engine_layout, push_plan
+from megarl.rollout.waits import check_waits
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
@@ -97,6 +98,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     if config.generates:
         divides = passes(checks.check_engine, hf, config) and divides
         passes(checks.check_lengths, hf, config, warnings)
+        passes(check_waits, config, warnings)
         divides = divides and passes(lambda: push_plan(hf, config, engine_layout(config)))
     if not divides:
         return Report(errors, warnings, {}, [])
