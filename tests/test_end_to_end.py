@@ -285,7 +285,7 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
     alone += ["run.epochs=1"]
     optimizer = ["actor_optimizer.lr=0.005", "actor_optimizer.schedule=constant", "data.prompts_per_step=16"]
     train(
-        *(folder, tmp_path / "sft", "algorithm=sft", f"data.train={lessons}", "run.num_rollout=60"),
+        *(folder, tmp_path / "sft", "algorithm=sft", f"data.train={lessons}", "run.num_rollout=40"),
         *(*alone, *optimizer),
     )
     overrides = ["algorithm=grpo", f"model.path={tmp_path}/sft/export", f"data.train={held_out}", "run.num_rollout=1"]
