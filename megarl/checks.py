@@ -21,6 +21,7 @@ from megarl.models.family import HFConfig
 from megarl.models.registry import family_of
 from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
+from megarl.observe.rollout_log import check_replay
 from megarl.parallel.ranks import check_layout
 from megarl.rewards.functions import load_functions
 from megarl.rollout import server_args, tool_calls
@@ -361,5 +362,5 @@ def check_data(config: Config, dry_run: bool, warnings: list[str]) -> None:
         raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {what}")
     if run.resume == "auto" and not run.save_every:
         warnings.append("run.resume=auto but run.save_every=0: there will be no checkpoint to go on from")
-    if config.rollout.replay and not Path(config.rollout.replay).is_dir():
-        raise ConfigError(f"rollout.replay={config.rollout.replay}: there is no such run folder")
+    if config.generates and config.rollout.replay and not config.train.replay_routing:  # which refuses it anyway
+        check_replay(config)

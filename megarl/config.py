@@ -117,14 +117,15 @@ class RolloutConfig:
     concurrency: Batch = 128
     """Conversations at once per engine."""
     request_timeout: Seconds = 600.0
-    """Seconds that one answer of the engine may take; the conversation is aborted then."""
+    """Seconds that one answer of the engine may take, from when it begins to work on it; the conversation is aborted
+    then."""
     step_timeout: Seconds = 7200.0
     """Seconds that the rollouts of a step may take in all; what is not done by then is aborted."""
     max_aborted: Share = 0.1
     """Share of a step's rollouts that may be aborted, by a failure or a time-out; beyond it the run stops. They are
     recorded, and neither a loss nor a statistic contains them."""
     start_timeout: Seconds = 600.0
-    """Seconds that an engine may take to start."""
+    """Seconds that an engine may take to start, and to do what it is told: wake, sleep, take weights."""
     push_bucket_mb: Batch = 1024
     """MiB that each rank may stage for sending weights to engines, and as much for receiving them."""
     verify_every: Count = 20

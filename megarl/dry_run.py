@@ -25,6 +25,7 @@ from megarl.models.stages import stage_layers
 from megarl.parallel.ranks import check_layout
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.rollout.engine import check_here
+from megarl.rollout.waits import check_waits
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
@@ -98,6 +99,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
         if not dry_run:
             passes(check_here, config)
         passes(checks.check_lengths, hf, config, warnings)
+        passes(check_waits, config, warnings)
         divides = divides and passes(lambda: push_plan(hf, config, engine_layout(config)))
     if divides:
         passes(checks.check_routing, hf, config)

@@ -236,6 +236,19 @@ def test_every_mistake_is_told_at_once(plan) -> None:
         (["rollout.temperature=0"], "training on greedy rollouts explores nothing"),
         (["rollout.top_p=0.9"], "samples from another distribution"),
         (["kl.coef=0"], "kl.coef=0 stays 0"),
+        # 64 tokens at 20 a second.
+        (
+            ["rollout.request_timeout=3"],
+            "request_timeout=3 s may be too short: an answer of rollout.max_new_tokens=64 w",
+        ),
+        # 8 prompts on 4 engines are 16 rollouts each, of which 512 tokens hold 2; each 256 tokens at 20 a second.
+        (
+            [
+                *("rollout.sglang={max_total_tokens: 512}", "rollout.step_timeout=100"),
+                *("rollout.request_timeout=100",),
+            ],
+            "an engine's 16 rollouts of a step, of up to 256 tokens and 2 at once, so in 8 waves, would take 102 s",
+        ),
         (["run.resume=auto"], "there will be no checkpoint"),
         (["algorithm=grpo", "critic.path=/x"], "critic.path is set, but grpo has no critic"),
         (

@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from megarl.config import LoraConfig, ParallelConfig
 from megarl.models.memory import stage_elements
 from megarl.models.registry import load_hf_config
-from megarl.observe.rollout_log import read_rollouts
+from megarl.observe.rollout_log import read_records, read_rollouts
 from megarl.rollout.hosting import SHARED
+from megarl.rollout.tools import calculator
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -267,6 +268,51 @@ def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
         for name in before
         if name.startswith("model.layers.2.") and not name.endswith((*copies, "e_score_correction_bias"))
     }
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Path, tmp_path: Path, host: str) -> None:
+    """SFT on a single conversation, for seconds; then the engine writes the call from memory, SGLang's parser reads it,
+    the tool's process answers, and the engine reads that: in training, and in the evaluations before and after."""
+    question = {"role": "user", "content": "What is 61+17?"}
+    function = {"name": "calculator", "arguments": {"expression": "61+17"}}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    answer = {"role": "assistant", "content": "The answer is 78."}
+    talk = [question, called, {"role": "tool", "content": "78"}, answer]
+    lesson = {"messages": talk, "tools": [calculator.schema]}
+    lessons = write_rows(tmp_path / "sft.jsonl", [lesson] * 16)
+    held_out = write_rows(tmp_path / "eval.jsonl", [{"prompt": [question], "ground_truth": 78}] * 3)
+    alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "run.save_every=0", "run.num_update=1"]
+    alone += ["run.epochs=1"]
+    optimizer = ["actor_optimizer.lr=0.005", "actor_optimizer.schedule=constant", "data.prompts_per_step=16"]
+    train(
+        *(folder, tmp_path / "sft", "algorithm=sft", f"data.train={lessons}", "run.num_rollout=40"),
+        *(*alone, *optimizer),
+    )
+    overrides = ["algorithm=grpo", f"model.path={tmp_path}/sft/export", f"data.train={held_out}", "run.num_rollout=1"]
+    overrides += [f"data.eval={held_out}", "run.eval_every=1", "run.export=false", "rollout.temperature=0.05"]
+    overrides += ["kl.place=none", "data.prompts_per_step=2", "rollout.samples_per_prompt=2"]
+    train(folder, tmp_path / "run", *alone, *overrides, host=host)
+    records = read_records(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
+    assert len(records) == 4
+    for record in records:
+        assert (record["status"], record["tool_calls"], record["tool_errors"]) == ("stop", 1, 0), record
+        assert [message["role"] for message in record["messages"]] == ["user", "assistant", "tool", "assistant"]
+        assert record["messages"][1]["tool_calls"] == called["tool_calls"]
+        assert record["messages"][2]["content"] == "78" and record["messages"][3]["content"] == answer["content"]
+        assert [turn["is_action"] for turn in record["turns"]] == [False, True, False, True]
+        assert "<tool_response>\n78\n</tool_response>" in record["turns"][2]["text"]
+    before, step, after = metrics_of(tmp_path / "run")
+    assert step["rollout/logprob_diff_p95"] <= 1e-4 and step["rollout/aborted_frac"] == 0.0
+    for name in ("greedy", "sampled"):
+        for row in (before, after):
+            assert row[f"eval/turns_mean_{name}"] == 2.0 and row[f"eval/aborted_frac_{name}"] == 0.0
+            assert 0.0 <= row[f"eval/reward_{name}"] <= 1.0 and row[f"eval/response_length_mean_{name}"] > 10
+    assert "held out, after step 1: " in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, tmp_path: Path) -> None:

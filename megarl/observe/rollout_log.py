@@ -9,15 +9,18 @@ need: the text of each turn, and the advantages where there are some.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
-from megarl.config import ConfigError
+from megarl.config import Config, ConfigError
 from megarl.observe import exact_json
-from megarl.types import Prompt, Rollout, TrainBatch, Turn
+from megarl.types import Prompt, Rollout, Status, TrainBatch, Turn
 
 Decode = Callable[[list[int]], str]
+Number = TypeVar("Number", int, bool)
 
 
 def rollout_file(run_dir: str | Path, step: int) -> Path:
@@ -53,7 +56,53 @@ def write_rollouts(
 
 def read_rollouts(path: str | Path) -> list[Rollout]:
     """The rollouts of a file, equal to those written. Raises ConfigError where the file is missing or damaged."""
-    return [from_record(record) for record in read_records(path)]
+    rollouts = []
+    for number, record in enumerate(read_records(path), 1):
+        try:
+            rollouts.append(from_record(record))
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from None
+    return rollouts
+
+
+def check_replay(config: Config) -> None:
+    """The recorded run has the rollouts of all steps, in the numbers that this configuration has."""
+    folder = Path(config.rollout.replay)
+    if not folder.is_dir():
+        raise ConfigError(f"rollout.replay={folder}: there is no such run folder")
+    if not (folder / "rollouts").is_dir():
+        raise ConfigError(f"rollout.replay={folder} has no folder rollouts; name a run with track.rollouts=true")
+    first = 1
+    if config.run.resume == "auto":  # steps that a checkpoint has behind it are not taken again
+        saved = (path.name.removeprefix("step_") for path in Path(config.run.dir, "checkpoints").glob("step_*"))
+        first += max((int(number) for number in saved if number.isdecimal()), default=0)
+    for step in range(first, config.run.num_rollout + 1):
+        file = rollout_file(folder, step)
+        if not file.is_file():
+            raise ConfigError(
+                f"rollout.replay={folder} has no rollouts of step {step} ({file.name}): lower run.num_rollout="
+                f"{config.run.num_rollout}, or replay a run of as many steps"
+            )
+        check_recorded(read_rollouts(file), file, config)
+
+
+def check_recorded(rollouts: Sequence[Rollout], path: Path, config: Config) -> None:
+    """Raise ConfigError where these are not what a step of this configuration would have generated."""
+    prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
+    sizes = Counter(rollout.group for rollout in rollouts)
+    if len(rollouts) != prompts * samples or set(sizes.values()) != {samples} or set(sizes) != set(range(prompts)):
+        raise ConfigError(
+            f"{path} holds {len(rollouts)} rollouts of {len(sizes)} prompts, not {samples} of each of {prompts} "
+            "(rollout.samples_per_prompt, data.prompts_per_step): it is of another configuration"
+        )
+    for number, rollout in enumerate(rollouts, 1):
+        if not all(math.isfinite(value) for turn in rollout.turns for value in turn.logprobs):
+            raise ConfigError(f"{path}, line {number}: a log-prob is not finite")
+        if (length := len(rollout.token_ids)) > config.rollout.max_context:
+            raise ConfigError(
+                f"{path}, line {number}: a rollout of {length} tokens, beyond rollout.max_context="
+                f"{config.rollout.max_context}: it is of another configuration"
+            )
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
@@ -62,14 +111,14 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read recorded rollouts {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not a file of recorded rollouts: it is no text") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a file of recorded rollouts: {error.reason} at byte {error.start}") from None
     records = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, 1):
         try:
             records.append(exact_json.loads(line))
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is not a file of recorded rollouts: line {number}: {error}") from None
+            raise ConfigError(f"{path}, line {number}, is not a recorded rollout: {error}") from None
     return records
 
 
@@ -116,28 +165,44 @@ def to_record(
 def from_record(record: dict[str, Any]) -> Rollout:
     """The rollout that a record was made of. Raises ConfigError where it is no such record."""
     try:
-        turns = tuple(
-            Turn(
-                token_ids=tuple(turn["token_ids"]),
-                logprobs=tuple(turn.get("logprobs", ())),
-                is_action=turn["is_action"],
-                weight_version=turn["weight_version"],
-            )
-            for turn in record["turns"]
-        )
+        turns = tuple(_turn(turn) for turn in record["turns"])
         fields = dict(record["prompt"])
-        fields["token_ids"] = tuple(fields["token_ids"]) if "token_ids" in fields else turns[0].token_ids
+        fields["token_ids"] = _ids(fields["token_ids"]) if "token_ids" in fields else turns[0].token_ids
         fields["messages"] = tuple(fields["messages"])
         fields["tools"] = tuple(fields["tools"])
+        if record["status"] not in get_args(Status):
+            raise ValueError(f"a rollout does not end as {record['status']!r}")
+        if not turns or turns[0].is_action:
+            raise ValueError("its first turn is not a prompt")
         return Rollout(
             prompt=Prompt(**fields),
             turns=turns,
             messages=tuple(record["messages"]),
-            failure=record.get("failure", ""),
-            **{
-                name: record[name]
-                for name in ("status", "reward", "reward_parts", "seed", "group", "tool_calls", "tool_errors")
-            },
+            failure=str(record.get("failure", "")),
+            status=record["status"],
+            reward=float(record["reward"]),
+            reward_parts=dict(record["reward_parts"]),
+            seed=_of(record["seed"], int),
+            group=_of(record["group"], int),
+            tool_calls=_of(record["tool_calls"], int),
+            tool_errors=_of(record["tool_errors"], int),
         )
-    except (KeyError, TypeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"not a recorded rollout: {error!r}") from None
+
+
+def _turn(turn: dict[str, Any]) -> Turn:
+    logprobs = tuple(float(value) for value in turn.get("logprobs", ()))
+    return Turn(_ids(turn["token_ids"]), logprobs, _of(turn["is_action"], bool), _of(turn["weight_version"], int))
+
+
+def _ids(values: Sequence[Any]) -> tuple[int, ...]:
+    if any(_of(value, int) < 0 for value in values):
+        raise ValueError("a token id is negative")
+    return tuple(values)
+
+
+def _of(value: Any, kind: type[Number]) -> Number:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value

@@ -252,5 +252,7 @@ def _leave_at_once(folder: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: _leave_at_once(sys.argv[3]))
+    if os.getppid() != int(sys.argv[2]):
+        _leave_at_once(sys.argv[3])  # it was killed before this one had begun
     die_with_parent(int(sys.argv[2]), signal.SIGTERM)
     EngineHost(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[3]), preload="preload" in sys.argv[4:]).run()
