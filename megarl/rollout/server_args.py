@@ -151,7 +151,9 @@ def _check_range(where: str, key: str, value: Any) -> None:
 
 
 def check_parser(name: str) -> None:
-    """Raise ConfigError for a `rollout.tool_call_parser` that the installed SGLang does not have."""
+    """Raise ConfigError for a `rollout.tool_call_parser` that the installed SGLang, if there is one, does not have."""
+    if importlib.util.find_spec("sglang") is None:
+        return
     known = _list(*_PARSERS)
     if name not in known:
         raise ConfigError(
