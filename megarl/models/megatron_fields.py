@@ -124,7 +124,7 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = PLAIN) -> Non
         if name not in known_fields(mla):
             kind = "MLATransformerConfig" if mla else "TransformerConfig"
             raise ConfigError(_unknown("model.megatron", name, kind, known_fields(mla)))
-    check_types("model.megatron", settings, _described(*_CLASSES, *([_MLA] if mla else [])))
+    check_types("model.megatron", settings, *_CLASSES, *([_MLA] if mla else []))
     _check_recompute(settings)
     if extras.groups_by_best and settings.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
@@ -148,11 +148,11 @@ def _check_recompute(settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"{section}recompute_num_layers must be at least 1, not {settings['recompute_num_layers']}")
 
 
-def check_types(section: str, settings: Mapping[str, Any], fields: Mapping[str, annotated.Field]) -> None:
-    """Raise ConfigError for a value that does not fit its field, or that no model could have."""
+def check_types(section: str, settings: Mapping[str, Any], *classes: tuple[str, str]) -> None:
+    """Raise ConfigError for a value that does not fit its field of these classes, or that no model could have."""
     for name, value in settings.items():
         where = f"{section}.{name}"
-        annotated.check(where, value, fields[name])
+        annotated.check(where, value, _described(*classes)[name])
         numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int | float)]
         if name.endswith("dropout") and any(not 0 <= number < 1 for number in numbers):
             raise ConfigError(f"{where} is a share: it must be at least 0 and below 1, not {value}")
@@ -169,7 +169,7 @@ def check_ddp(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"train.ddp.{name} cannot be set: {DDP_FIXED[name]}")
         if name not in _fields(_DDP):
             raise ConfigError(_unknown("train.ddp", name, _DDP[1], _fields(_DDP)))
-    check_types("train.ddp", settings, _described(_DDP))
+    check_types("train.ddp", settings, _DDP)
 
 
 def _unknown(section: str, name: str, kind: str, known: frozenset[str]) -> str:

@@ -30,6 +30,8 @@ def engine_layout(config: Config) -> EngineLayout:
     attention = int(settings.get("attn_dp_size") or settings.get("dp_size") or 1)
     if attention > 1 and not (settings.get("attn_dp_size") or settings.get("enable_dp_attention")):
         raise ConfigError("rollout.sglang.dp_size: more engines come by themselves; set rollout.tp, or attn_dp_size")
+    if settings.get("enable_dp_lm_head") and attention == 1:
+        raise ConfigError("rollout.sglang.enable_dp_lm_head needs replicas of the attention: set attn_dp_size, too")
     dense = settings.get("moe_dense_tp_size")
     if dense not in (None, 1, tp):
         raise ConfigError(f"rollout.sglang.moe_dense_tp_size={dense}: SGLang knows 1 and rollout.tp={tp} only")

@@ -150,7 +150,9 @@ def _check_range(where: str, key: str, value: Any) -> None:
 
 
 def parsers() -> tuple[str, ...]:
-    """Names of SGLang's parsers of tool calls."""
+    """Names of SGLang's parsers of tool calls; none where it is not installed."""
+    if importlib.util.find_spec("sglang") is None:
+        return ()
     return _list("function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES")
 
 

@@ -76,7 +76,7 @@ def _call(name: Any, parameters: str) -> Call:
 def parser_name(setting: str, hf: HFConfig) -> str:
     """The parser that `rollout.tool_call_parser` names, or the family's where it is empty. Raises ConfigError for one
     that SGLang does not have."""
-    if setting and setting not in parsers():
+    if setting and parsers() and setting not in parsers():
         near = difflib.get_close_matches(setting, parsers(), n=1)
         hint = f"did you mean {near[0]}? Leave it empty" if near else "leave it empty"
         raise ConfigError(

@@ -75,6 +75,7 @@ def test_what_cannot_be_served_is_refused_by_name(key: str) -> None:
             "leave the second out",
         ),
         ({"tp": 8, "sglang": {"max_total_tokens": "lots"}}, "must be a whole number"),
+        ({"tp": 8, "sglang": {"enable_dp_lm_head": True}}, "set attn_dp_size, too"),
     ],
 )
 def test_what_does_not_go_together(rollout: dict[str, Any], message: str) -> None:
