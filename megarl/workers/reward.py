@@ -14,6 +14,7 @@ from megarl.rewards.functions import LARGEST, checked, load_functions, score
 from megarl.types import Rollout, TrainBatch
 from megarl.workers.context import Context, Worker
 
+_A_DAY_S = 86400.0
 MODEL = "model"
 """Name of the reward model's part among a rollout's `reward_parts`."""
 
@@ -60,7 +61,8 @@ class RewardWorker(Worker):
             result: list[Rollout] | str
             # The longest that the slowest rank may take, if each of its calls takes as long as one may.
             calls = -(-len(rollouts) // self.ranks.world) * len(self.functions)
-            with patient(max(self.config.run.timeout_s, (limit + GRACE_S) * calls)):
+            longest = max(self.config.run.timeout_s, (min(limit, _A_DAY_S) + GRACE_S) * calls)
+            with patient(longest):
                 try:
                     result = score(share, self.functions, limit)
                 except ValueError as error:
