@@ -243,7 +243,7 @@ def check_optimizers(config: Config) -> None:
     both = {"actor_optimizer": config.actor_optimizer, "critic.optimizer": config.critic.optimizer}
     for section, settings in both.items():
         if (least := settings.min_lr) > settings.lr:
-            raise ConfigError(f"{section}.min_lr={least:g} is above {section}.lr={settings.lr:g}, where the decay begins")
+            raise ConfigError(f"{section}.min_lr={least:g} is above {section}.lr={settings.lr:g}, where decay begins")
     if config.algorithm == "ppo" and config.critic.warmup_rollouts >= config.run.num_rollout:
         raise ConfigError(
             f"critic.warmup_rollouts={config.critic.warmup_rollouts} leaves none of run.num_rollout="

@@ -204,7 +204,7 @@ class OptimizerConfig:
     """Learning rate at the end of the decay."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay after the warm-up."""
-    warmup_fraction: Annotated[float, Range(0, below=1)] = 0.1
+    warmup_fraction: Share = 0.1
     """Share of all optimizer steps in which the rate climbs to its peak."""
     weight_decay: Rate = 0.01
     beta1: Annotated[float, Range(0, below=1)] = 0.9

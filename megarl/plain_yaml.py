@@ -72,9 +72,9 @@ def read(path: str | Path) -> Any:
 
 def parse(text: str, where: str) -> Any:
     """What a text says. `where` begins the message of a ConfigError."""
-    loader = _Loader(text) if text.isascii() or _printable(text) else None
-    if loader is None:
+    if not _printable(text):
         raise ConfigError(f"{where} has characters that are no text")
+    loader = _Loader(text)
     try:
         _check_events(text, where)
         node = loader.get_single_node()

@@ -1,4 +1,4 @@
-"""Tries one case in this process: `attempt.py MODULE NUMBER FOLDER MATERIAL`; prints what came of it.
+"""Tries cases, each in a fork of this process: `attempt.py MODULE FOLDER MATERIAL NUMBER..`; prints what came of each.
 
 Runs as a fork of `tests/rank_host.py`, which has imported what takes time.
 """
@@ -6,18 +6,23 @@ Runs as a fork of `tests/rank_host.py`, which has imported what takes time.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import io
 import json
 import os
 import runpy
+import select
 import shutil
+import signal
 import sys
 import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+LIMIT_S = 60.0
+SUBREAPER = 36  # of prctl(2): orphans of a process's children become its own, and are seen
 CONFIG = """
 run: {dir: FOLDER/run, num_rollout: 2}
 model: {path: FOLDER/model, dtype: float32}
@@ -85,6 +90,33 @@ def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str,
     }
 
 
+def forked(module: str, number: int, folder: Path, material: Path) -> dict[str, object]:
+    """What `attempt` gives in a process of its own, or what became of that."""
+    readable, writable = os.pipe()
+    if not (pid := os.fork()):
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(SUBREAPER, 1)
+        try:
+            answer = attempt(module, number, folder, material)
+        except BaseException:  # noqa: B036  the case itself is wrong
+            answer = {"broken": traceback.format_exc()}
+        with os.fdopen(writable, "w") as pipe:
+            pipe.write(json.dumps(answer) + "\n")
+        os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable) as pipe:
+        text = pipe.readline() if select.select([pipe], [], [], LIMIT_S)[0] else ""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return json.loads(text) if text else {"broken": f"no answer within {LIMIT_S:.0f} s", "status": status}
+
+
 if __name__ == "__main__":
-    result = attempt(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
-    print("RESULT", json.dumps(result))
+    import megarl.dry_run
+    import megarl.flow
+    import megarl.train  # noqa: F401
+
+    module, folder, material, *numbers = sys.argv[1:]
+    results = {number: forked(module, int(number), Path(folder) / number, Path(material)) for number in numbers}
+    print("RESULT", json.dumps(results))

@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,32 @@ def test_names_are_names() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize(("area", "number", "case"), CASES, ids=[f"{area}: {case.name}" for area, _, case in CASES])
-def test_a_mistake_is_one_line(
-    area: str,
-    number: int,
-    case: Any,
+@pytest.fixture(scope="session")
+def results(
     material: Path,
-    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
     run_ranks: Callable[..., list[dict[str, Any]]],
-) -> None:
-    folder = tmp_path / "f"
-    arguments = (area, str(number), str(folder), str(material))
-    (result,) = run_ranks(1, "tests/bad_input/attempt.py", *arguments, timeout=60.0)
+    request: pytest.FixtureRequest,
+) -> Callable[[str, int], tuple[Path, dict[str, Any]]]:
+    """Of a case of an area: its folder and what came of it. All of an area that are asked for are tried together."""
+    wanted: dict[str, list[str]] = {}
+    for item in request.session.items:
+        if (call := getattr(item, "callspec", None)) and "area" in call.params:
+            wanted.setdefault(call.params["area"], []).append(str(call.params["number"]))
+
+    @cache
+    def of(area: str) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(area)
+        arguments = (area, str(folder), str(material), *wanted[area])
+        return folder, run_ranks(1, "tests/bad_input/attempt.py", *arguments, timeout=580.0)[0]
+
+    return lambda area, number: (of(area)[0] / str(number), of(area)[1][str(number)])
+
+
+@pytest.mark.parametrize(("area", "number", "case"), CASES, ids=[f"{area}: {case.name}" for area, _, case in CASES])
+def test_a_mistake_is_one_line(area: str, number: int, case: Any, results: Callable[[str, int], Any]) -> None:
+    folder, result = results(area, number)
+    assert "broken" not in result, result["broken"]
     lines = [line for line in result["err"].splitlines() if line.strip()]
     assert (result["code"], len(lines)) == (2, 1), result
     assert lines[0].startswith("error: "), result
