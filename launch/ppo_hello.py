@@ -4,7 +4,7 @@ import sys
 
 from megarl.flow import HybridFlow
 
-flow = HybridFlow("configs/quickstart.yaml", ["run.dir=runs/hello", *sys.argv[1:]])
+flow = HybridFlow("configs/quickstart.yaml", sys.argv[1:] or ["run.dir=runs/hello"])
 flow.register_worker("actor")
 flow.register_worker("critic")
 flow.register_worker("reward", reward_fn=lambda rollout: float(f" {rollout.prompt.ground_truth}." in rollout.answer))
