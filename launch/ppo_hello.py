@@ -9,7 +9,7 @@ from megarl.ending import one_line
 from megarl.flow import HybridFlow
 
 with one_line():  # whatever ends it; not needed
-    flow = HybridFlow("configs/quickstart.yaml", ["run.dir=runs/hello", *sys.argv[1:]])
+    flow = HybridFlow("configs/quickstart.yaml", sys.argv[1:] or ["run.dir=runs/hello"])
     flow.register_worker("actor")
     flow.register_worker("critic")
     flow.register_worker("reward", reward_fn=lambda done: float(f" {done.prompt.ground_truth}." in done.answer))

@@ -28,7 +28,7 @@ cd "${MEGARL_ROOT:-$SLURM_SUBMIT_DIR}"
 config=${1:-configs/deepseek_v3_671b.yaml}
 [ $# -eq 0 ] || shift
 # A requeued job must go on where it was; a first one starts afresh, as there is nothing to resume.
-case " $*" in *" run.resume="*) ;; *) set -- "$@" run.resume=auto ;; esac
+case " $*" in *" run.resume="*) ;; *) set -- run.resume=auto "$@" ;; esac
 set -- "$config" "$@"
 
 unset NODE_RANK

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
 from megarl.dry_run import Report, render, validate
-from megarl.models.registry import family_of
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from model_folder import write_tokenizer, write_weights  # noqa: E402
+
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 ROW = {  # a prompt, a conversation and a pair
     "prompt": "1+1?",
@@ -303,20 +301,6 @@ def write_model(folder: Path, hf: dict[str, Any], words: tuple[str, ...], tensor
     write_tokenizer(folder, words)
     write_weights(folder, hf, tensors)
     return folder
-
-
-def write_tokenizer(folder: Path, words: tuple[str, ...]) -> None:
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def write_weights(folder: Path, hf: dict[str, Any], heads: tuple[str, ...] = ()) -> None:
-    table = {tensor.name: tensor.shape for param in family_of(hf).params(hf, 1) for tensor in param.hf}
-    save_file(
-        {name: torch.zeros(shape) for name, shape in {**table, **dict.fromkeys(heads, (1, 64))}.items()},
-        folder / "model.safetensors",
-    )
 
 
 def test_a_reward_model_must_have_a_head_and_the_policys_tokens(plan, tmp_path: Path) -> None:

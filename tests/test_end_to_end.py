@@ -52,7 +52,9 @@ def start(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> subpr
         f"data.eval={folder}/eval.jsonl",
         f"run.dir={run_dir}",
     ]
-    command = [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *paths, *SMALL, *overrides]
+    given = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last of a key
+    settings = [f"{key}={value}" for key, value in given.items()]
+    command = [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *settings]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=with_host(host))
 
 

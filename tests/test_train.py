@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,20 +16,24 @@ from megarl.rollout import engine, hosting
 from megarl.train import main, start_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from model_folder import write_tokenizer, write_weights  # noqa: E402
+
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """An HF folder that is complete as far as can be seen without reading weights."""
+    """A whole HF folder."""
     folder = tmp_path / "model"
     folder.mkdir()
     config = json.loads((ROOT / "configs" / "models" / "qwen3_235b.json").read_text())
     config |= {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config["vocab_size"] = 256
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"")
-    (folder / "tokenizer.json").write_text("{}")
+    write_weights(folder, config)
+    write_tokenizer(folder, ("a",))
     return folder
 
 

@@ -60,14 +60,15 @@ ROPE: dict[str, Any] = {
 def require_types(hf: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
     """Raise ConfigError for a field of the wrong type or out of range: of those that all families read, and of the
     family's `own`. The first that a family checks, for what follows reads them."""
-    _require_kinds(hf, {**FIELDS, **(own or {})}, hf)
-    _require_kinds(hf, ROPE, rope(hf))
+    where = f"config.json of {_name(hf)}: "
+    _require_kinds(hf, {**FIELDS, **(own or {})}, where)
+    _require_kinds(rope(hf), ROPE, where + ("rope_parameters." if hf.get("rope_parameters") else "rope_scaling."))
 
 
-def _require_kinds(hf: Mapping[str, Any], kinds: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _require_kinds(values: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> None:
     for key, kind in kinds.items():
         if values.get(key) is not None:
-            strict.require(values[key], kind, f"config.json of {_name(hf)}: {key}")
+            strict.require(values[key], kind, where + key)
 
 
 def require_experts(hf: Mapping[str, Any], experts: int) -> None:

@@ -28,6 +28,13 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+LEAST = 400
+
+
+def test_there_are_many() -> None:
+    assert len(CASES) >= LEAST
+
+
 def test_names_are_names() -> None:
     names = [(area, case.name) for area, _, case in CASES]
     assert len(set(names)) == len(names)

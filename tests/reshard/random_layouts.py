@@ -56,7 +56,7 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
     shared_tp = random.Random(f"shared {seed}").choice((mlp_tp, 0, *divisors(size)))
     moe_tp = size // engine_ep
 
-    experts = lcm(ep, engine_ep) * rng.randint(1, 2)
+    experts = max(2, lcm(ep, engine_ep) * rng.randint(1, 2))
     hf: dict[str, Any] = {
         "vocab_size": rng.choice((5, 64, 100, 129, 200, 257, 300)),
         "hidden_size": tp * rng.randint(1, 3) if tp > 2 else rng.choice((4, 6)),
@@ -127,7 +127,7 @@ def grouped(rng: random.Random, tp: int, engine_tp: int, block: int) -> dict[str
     return {
         "num_key_value_heads": groups,
         "num_attention_heads": lcm(groups, engine_tp) * rng.randint(1, 2),
-        "head_dim": max(block, rng.randint(1, 4)),
+        "head_dim": max(block, rng.choice((2, 4))),
     }
 
 
