@@ -3,6 +3,8 @@
 from case import Case
 
 GRPO = "algorithm=grpo"
+REPLAY = "train.replay_routing=true"
+FULL = "model.megatron.recompute_granularity=full"
 SFT = ("algorithm=sft", "data.train=FOLDER/sft.jsonl")
 
 CASES = [
@@ -77,4 +79,63 @@ CASES = [
         ("train.replay_routing=true", "rollout.replay=FOLDER"),
     ),
     Case("an unknown algorithm", ("algorithm must be one of ppo, grpo", "did you mean sft?"), ("algorithm=sfft",)),
+    Case("MTP that the model has not", ("train.mtp=0.1",), ("train.mtp=0.1",)),
+    Case(
+        "drafts without a layer", ("rollout.draft_tokens=3 needs a model with one layer",), ("rollout.draft_tokens=3",)
+    ),
+    Case(
+        "a critic on ranks of its own",
+        ("critic.parallel.world_size", "leave it out"),
+        ("critic.parallel.world_size=2",),
+    ),
+    Case("a critic that does not fit", ("critic.parallel.world_size=1", "tp x pp"), ("critic.parallel.tp=2",)),
+    Case("a misspelt critic", ("critic.parallel.tpp", "did you mean critic.parallel.tp"), ("critic.parallel.tpp=2",)),
+    Case("misspelt DDP", ("train.ddp", "did you mean overlap_grad_reduce"), ("train.ddp.overlap_grad_reduc=true",)),
+    Case("another router", ("moe_router_fusion",), (REPLAY, "model.megatron.moe_router_fusion=true")),
+    Case(
+        "another balance",
+        ("sinkhorn does not go with train.replay_routing",),
+        (REPLAY, "model.megatron.moe_router_load_balancing_type=sinkhorn"),
+    ),
+    Case(
+        "no chunks to record",
+        ("chunked_prefill_size must be positive",),
+        (REPLAY, "rollout.sglang.chunked_prefill_size=-1"),
+    ),
+    Case("fewer experts than the engine's", ("moe_router_topk=1",), (REPLAY, "model.megatron.moe_router_topk=1")),
+    Case("half a recomputation", ("granularity must be full or selective",), (FULL.replace("full", "half"),)),
+    Case(
+        "two balances with one weight",
+        ("moe_aux_loss_coeff",),
+        (
+            "model.megatron.moe_router_load_balancing_type=[aux_loss, seq_aux_loss]",
+            "model.megatron.moe_aux_loss_coeff=0.1",
+        ),
+    ),
+    Case("recomputed in no way", ("recompute_granularity=full needs model.megatron.recompute_method",), (FULL,)),
+    Case(
+        "no layers at a time",
+        ("recompute_granularity=full needs model.megatron.recompute_num_layers: at least 1, not 0",),
+        (FULL, "model.megatron.recompute_method=block", "model.megatron.recompute_num_layers=0"),
+    ),
+    Case(
+        "recomputed or not",
+        ("model.megatron.recompute_method means nothing without recompute_granularity",),
+        ("model.megatron.recompute_method=uniform",),
+    ),
+    Case(
+        "everything and some of it",
+        ("model.megatron.recompute_modules means nothing with recompute_granularity=full",),
+        (FULL, "model.megatron.recompute_modules=[moe]"),
+    ),
+    Case(
+        "what cannot be recomputed",
+        ("model.megatron.recompute_modules must be some of core_attn", "not 'attn'"),
+        (FULL.replace("full", "selective"), "model.megatron.recompute_modules=[attn]"),
+    ),
+    Case(
+        "modules that are no list",
+        ("model.megatron.recompute_modules must be some of", "'moe', which is no list"),
+        (FULL.replace("full", "selective"), "model.megatron.recompute_modules=moe"),
+    ),
 ]
