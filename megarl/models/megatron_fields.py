@@ -54,9 +54,6 @@ DDP_FIXED = {
 }
 """Fields of DistributedDataParallelConfig that cannot be set at all, and why."""
 
-RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "moe", "shared_experts")
-"""What Megatron's `recompute_modules` can name."""
-
 _DDP = ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
 _CLASSES = (
     ("model_parallel_config.py", "ModelParallelConfig"),
@@ -99,41 +96,6 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = PLAIN) -> Non
         raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
     if extras.attention_cap and settings.get("attention_dropout"):
         raise ConfigError("model.megatron.attention_dropout is not implemented for attention with a soft cap")
-    check_together(settings)
-
-
-def check_together(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError where keys of `model.megatron` contradict each other, or do nothing without another, which
-    Megatron would say when a model is built, or not at all."""
-    key = "model.megatron.recompute_"
-    names = ("granularity", "method", "num_layers", "modules")
-    how, method, number, modules = (settings.get(f"recompute_{name}") for name in names)
-    if how not in (None, "full", "selective"):
-        raise ConfigError(f"{key}granularity must be full or selective, not {how!r}")
-    off = "recompute_granularity" in settings and how is None  # said in so many words, of a recipe that has it on
-    for name, value, goes_with in (
-        ("method", method, ("full", "selective")),
-        ("num_layers", number, ("full",)),
-        ("modules", modules, ("selective",)),
-    ):
-        if value is not None and how not in goes_with and not off:
-            instead = "without recompute_granularity" if how is None else f"with recompute_granularity={how}"
-            raise ConfigError(f"{key}{name} means nothing {instead}; leave it out")
-    if how == "full" and method not in ("uniform", "block"):
-        raise ConfigError(f"{key}granularity=full needs {key}method: uniform or block, not {method!r}")
-    if how == "full" and not (isinstance(number, int) and number >= 1):
-        raise ConfigError(f"{key}granularity=full needs {key}num_layers: at least 1, not {number!r}")
-    if modules is not None:
-        known = ", ".join(RECOMPUTED)
-        if not isinstance(modules, list) or (unknown := [name for name in modules if name not in RECOMPUTED]):
-            wrong = repr(unknown[0]) if isinstance(modules, list) else f"{modules!r}, which is no list"
-            raise ConfigError(f"{key}modules must be some of {known}, not {wrong}")
-    kinds, weights = settings.get("moe_router_load_balancing_type"), settings.get("moe_aux_loss_coeff", 0.0)
-    if isinstance(kinds, list) != isinstance(weights, list) or (isinstance(kinds, list) and len(kinds) != len(weights)):
-        raise ConfigError(
-            f"model.megatron.moe_aux_loss_coeff={weights} must have a number for each of "
-            f"model.megatron.moe_router_load_balancing_type={kinds}"
-        )
 
 
 def check_ddp(settings: Mapping[str, Any]) -> None:

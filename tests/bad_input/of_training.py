@@ -4,13 +4,12 @@ from case import Case
 
 GRPO = "algorithm=grpo"
 REPLAY = "train.replay_routing=true"
-FULL = "model.megatron.recompute_granularity=full"
 SFT = ("algorithm=sft", "data.train=FOLDER/sft.jsonl")
 
 CASES = [
     Case(
         "a critic's warm-up as long as the run",
-        ("critic.warmup_rollouts=2", "run.num_rollout=2", "lower the first or raise the second"),
+        ("critic.warmup_rollouts=2", "run.num_rollout=2"),
         ("critic.warmup_rollouts=2",),
     ),
     Case(
@@ -53,12 +52,12 @@ CASES = [
     ),
     Case("an estimator by number", ("kl.estimator must be one of", "not 3"), ("kl.estimator=3",)),
     Case("a place that nobody knows", ("kl.place must be one of reward, loss, none",), ("kl.place=losses",)),
-    Case("no place", ("kl.place must be one of reward, loss, none, not None",), ("kl.place=null",)),
+    Case("no place", ("kl.place must be one of reward, loss, none",), ("kl.place=null",)),
     Case("a mean that nobody knows", ("loss.mean must be one of token, sequence",), ("loss.mean=sequences",)),
-    Case("no mean", ("loss.mean must be one of token, sequence, not None",), ("loss.mean=null",)),
+    Case("no mean", ("loss.mean must be one of token, sequence",), ("loss.mean=null",)),
     Case("means are no list", ("loss.mean must be one of",), ("loss.mean=[token]",)),
     Case("a misspelt mean", ("unknown key loss.means", "did you mean loss.mean"), ("loss.means=token",)),
-    Case("a dual clip that clips everything", ("loss.dual_clip must be above 1",), ("loss.dual_clip=1",)),
+    Case("a dual clip that clips everything", ("loss.dual_clip", "above 1"), ("loss.dual_clip=1",)),
     Case("a mean of one in a group", ("samples_per_prompt=1", "2 or more"), (GRPO, "rollout.samples_per_prompt=1")),
     Case("a group of equals", ("rollout.temperature=0", "above 0"), (GRPO, "rollout.temperature=0")),
     Case("epochs and updates", ("num_update=3 is not a multiple", "epochs=2"), ("run.num_update=3", "run.epochs=2")),
@@ -102,40 +101,9 @@ CASES = [
         ("chunked_prefill_size must be positive",),
         (REPLAY, "rollout.sglang.chunked_prefill_size=-1"),
     ),
-    Case("fewer experts than the engine's", ("moe_router_topk=1",), (REPLAY, "model.megatron.moe_router_topk=1")),
-    Case("half a recomputation", ("granularity must be full or selective",), (FULL.replace("full", "half"),)),
     Case(
-        "two balances with one weight",
-        ("moe_aux_loss_coeff",),
-        (
-            "model.megatron.moe_router_load_balancing_type=[aux_loss, seq_aux_loss]",
-            "model.megatron.moe_aux_loss_coeff=0.1",
-        ),
-    ),
-    Case("recomputed in no way", ("recompute_granularity=full needs model.megatron.recompute_method",), (FULL,)),
-    Case(
-        "no layers at a time",
-        ("recompute_granularity=full needs model.megatron.recompute_num_layers: at least 1, not 0",),
-        (FULL, "model.megatron.recompute_method=block", "model.megatron.recompute_num_layers=0"),
-    ),
-    Case(
-        "recomputed or not",
-        ("model.megatron.recompute_method means nothing without recompute_granularity",),
-        ("model.megatron.recompute_method=uniform",),
-    ),
-    Case(
-        "everything and some of it",
-        ("model.megatron.recompute_modules means nothing with recompute_granularity=full",),
-        (FULL, "model.megatron.recompute_modules=[moe]"),
-    ),
-    Case(
-        "what cannot be recomputed",
-        ("model.megatron.recompute_modules must be some of core_attn", "not 'attn'"),
-        (FULL.replace("full", "selective"), "model.megatron.recompute_modules=[attn]"),
-    ),
-    Case(
-        "modules that are no list",
-        ("model.megatron.recompute_modules must be some of", "'moe', which is no list"),
-        (FULL.replace("full", "selective"), "model.megatron.recompute_modules=moe"),
+        "fewer experts than the engine's",
+        ("model.megatron.moe_router_topk",),
+        (REPLAY, "model.megatron.moe_router_topk=1"),
     ),
 ]

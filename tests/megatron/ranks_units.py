@@ -268,9 +268,6 @@ def unwrapped(model: Any) -> Any:
     return unwrap(model.chunks[0])
 
 
-SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
-
-
 def refusals() -> dict[str, str]:
     from megarl.megatron.build import transformer_config
 
@@ -285,7 +282,7 @@ def refusals() -> dict[str, str]:
         "unknown": error("qwen3_moe", model={"megatron": {"moe_z_loss_coef": 0.1}}),
         "ours": error("qwen3_moe", model={"megatron": {"tensor_model_parallel_size": 2}}),
         "fixed": error("qwen3_moe", model={"megatron": {"sequence_parallel": True}}),
-        "refused": error("qwen3_moe", model={"megatron": {"moe_expert_capacity_factor": 1.0, **SINKHORN}}),
+        "refused": error("qwen3_moe", model={"megatron": {"recompute_granularity": "half"}}),
         "fp8": error("qwen3_moe", model={"megatron": {"fp8": "hybrid"}}),
         "experts": error("qwen3_moe", ep=3, world=3),
         "dense": error("qwen2", ep=2, world=2),

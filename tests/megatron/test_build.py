@@ -11,7 +11,7 @@ import pytest
         ("unknown", ["model.megatron.moe_z_loss_coef ", "did you mean moe_z_loss_coeff"]),
         ("ours", ["tensor_model_parallel_size", "set parallel.tp"]),
         ("fixed", ["sequence_parallel", "parallel.tp > 1"]),
-        ("refused", ["Megatron refuses", "moe_expert_capacity_factor only works with"]),
+        ("refused", ["Megatron refuses", "half must be"]),
         ("fp8", ["model.megatron.fp8", "needs a GPU"]),
         ("experts", ["parallel.ep=3", "4 experts"]),
         ("dense", ["parallel.ep=2", "no experts"]),

@@ -31,11 +31,7 @@ def test_fields_are_megatrons_own() -> None:
 
 
 def test_what_may_be_passed_through() -> None:
-    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    check({**whole, "num_layers_in_last_pipeline_stage": 2}, mla=False)
-    check({**whole, "recompute_granularity": None}, mla=False)  # a recipe's, turned off
-    check({"recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]}, mla=False)
-    check({"moe_router_load_balancing_type": ["aux_loss", "none"], "moe_aux_loss_coeff": [0.1, 0.0]}, mla=False)
+    check({"recompute_granularity": "full", "num_layers_in_last_pipeline_stage": 2}, mla=False)
     check({"mscale": 1.0}, mla=True)
     refused = {"tensor_model_parallel_size": "set parallel.tp", "fp16": "not implemented", "x": "not a field"}
     for name, message in refused.items():
