@@ -286,17 +286,20 @@ def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> No
         warnings.append("kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.place to none")
 
 
-def check_optimizers(config: Config) -> None:
-    """What two keys say about learning rates and steps must fit together."""
-    both = {"actor_optimizer": config.actor_optimizer, "critic.optimizer": config.critic.optimizer}
-    for section, settings in both.items():
-        if (least := settings.min_lr) > settings.lr:
-            raise ConfigError(f"{section}.min_lr={least:g} is above {section}.lr={settings.lr:g}, where decay begins")
-    if config.algorithm == "ppo" and config.critic.warmup_rollouts >= config.run.num_rollout:
+def check_schedule(config: Config) -> None:
+    """Something is trained, and no rate falls to one above it."""
+    run, warmup = config.run, config.critic.warmup_rollouts
+    if config.algorithm == "ppo" and warmup >= run.num_rollout:
         raise ConfigError(
-            f"critic.warmup_rollouts={config.critic.warmup_rollouts} leaves none of run.num_rollout="
-            f"{config.run.num_rollout} steps in which the policy is trained"
+            f"critic.warmup_rollouts={warmup} leaves none of run.num_rollout={run.num_rollout} steps in which the "
+            "policy is updated; lower the first or raise the second"
         )
+    for name, optimizer in (("actor_optimizer", config.actor_optimizer), ("critic.optimizer", config.critic.optimizer)):
+        if optimizer.min_lr > optimizer.lr:
+            raise ConfigError(
+                f"{name}.min_lr={optimizer.min_lr:g} is above {name}.lr={optimizer.lr:g}, from which the rate falls to "
+                "it; swap them"
+            )
 
 
 def check_batch(config: Config, warnings: list[str]) -> None:

@@ -80,7 +80,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     passes(checks.check_algorithm, config, warnings, "reward" in roles_with_options)
     passes(checks.check_data, config, dry_run, warnings)
     if laid_out:
-        passes(checks.check_optimizers, config)
+        passes(checks.check_schedule, config)
         passes(checks.check_batch, config, warnings)
     models: list[HFConfig | None] = []
     if not passes(lambda: models.extend(named_models.policy_and_critic(config, dry_run, warnings))) or not laid_out:

@@ -17,3 +17,8 @@ def same(rollout: Rollout) -> float:
 def broken(rollout: Rollout) -> float:
     """A reward with a mistake in it."""
     return 1.0 / len(rollout.prompt.id[:0])
+
+
+def enormous(rollout: Rollout) -> float:
+    """Finite, and its square is not in fp32."""
+    return 1e30

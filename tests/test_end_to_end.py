@@ -280,6 +280,16 @@ def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path,
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 
+def test_updates_in_vain_end_the_run_with_one_line(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
+    given = ("reward.functions=[sum_reward:enormous]", f"rollout.replay={ppo_run}", "run.max_skipped=1")
+    done = start(folder, tmp_path / "run", *given)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: 2 updates of the critic in a row were skipped, from step 1 on")
+    assert "largest |return| 1e+30" in line and "run.max_skipped=1: look at the rewards" in line
+    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
+
+
 def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_two_nodes(
     tmp_path: Path, host: str
 ) -> None:

@@ -16,6 +16,10 @@ RewardFunction = Callable[[Rollout], float]
 """Looks at a finished rollout and returns a finite number; a bool counts as 0 or 1. It must not change the rollout."""
 
 
+LARGEST = 3.4e38
+"""Training computes in fp32, where what is above it is infinite."""
+
+
 class RewardError(ConfigError):
     """A reward function that raised, or that returned something else than a number."""
 
@@ -76,6 +80,7 @@ def _call(name: str, function: RewardFunction, rollout: Rollout) -> float:
         value = value.item()  # a scalar of numpy or torch
     if not isinstance(value, bool | int | float):
         raise RewardError(f"{about} returned a {type(value).__name__}, {str(value)[:80]!r}; it must return a number")
-    if not math.isfinite(value):
-        raise RewardError(f"{about} returned {value}; it must return a finite number")
+    if not abs(value) <= LARGEST:
+        shown = f"{value}" if isinstance(value, float) else f"an integer of {value.bit_length()} bits"
+        raise RewardError(f"{about} returned {shown}; it must return a finite number, of fp32")
     return float(value)

@@ -46,6 +46,8 @@ def test_numbers(value):
         (1j, "returned a complex"),
         (float("nan"), "returned nan; it must return a finite number"),
         (float("inf"), "returned inf"),
+        (-1e39, "returned -1e\\+39; it must return a finite number, of fp32"),
+        pytest.param(10**5000, "returned an integer of 16610 bits", id="huge"),
     ],
 )
 def test_anything_else_stops(value, message):
