@@ -3,12 +3,13 @@
 from case import Case
 
 GRPO = "algorithm=grpo"
+REPLAY = "train.replay_routing=true"
 SFT = ("algorithm=sft", "data.train=FOLDER/sft.jsonl")
 
 CASES = [
     Case(
         "a critic's warm-up as long as the run",
-        ("critic.warmup_rollouts=2", "run.num_rollout=2", "lower the first or raise the second"),
+        ("critic.warmup_rollouts=2", "run.num_rollout=2"),
         ("critic.warmup_rollouts=2",),
     ),
     Case(
@@ -51,12 +52,12 @@ CASES = [
     ),
     Case("an estimator by number", ("kl.estimator must be one of", "not 3"), ("kl.estimator=3",)),
     Case("a place that nobody knows", ("kl.place must be one of reward, loss, none",), ("kl.place=losses",)),
-    Case("no place", ("kl.place must be one of reward, loss, none, not None",), ("kl.place=null",)),
+    Case("no place", ("kl.place must be one of reward, loss, none",), ("kl.place=null",)),
     Case("a mean that nobody knows", ("loss.mean must be one of token, sequence",), ("loss.mean=sequences",)),
-    Case("no mean", ("loss.mean must be one of token, sequence, not None",), ("loss.mean=null",)),
+    Case("no mean", ("loss.mean must be one of token, sequence",), ("loss.mean=null",)),
     Case("means are no list", ("loss.mean must be one of",), ("loss.mean=[token]",)),
     Case("a misspelt mean", ("unknown key loss.means", "did you mean loss.mean"), ("loss.means=token",)),
-    Case("a dual clip that clips everything", ("loss.dual_clip must be above 1",), ("loss.dual_clip=1",)),
+    Case("a dual clip that clips everything", ("loss.dual_clip", "above 1"), ("loss.dual_clip=1",)),
     Case("a mean of one in a group", ("samples_per_prompt=1", "2 or more"), (GRPO, "rollout.samples_per_prompt=1")),
     Case("a group of equals", ("rollout.temperature=0", "above 0"), (GRPO, "rollout.temperature=0")),
     Case("epochs and updates", ("num_update=3 is not a multiple", "epochs=2"), ("run.num_update=3", "run.epochs=2")),
@@ -77,4 +78,32 @@ CASES = [
         ("train.replay_routing=true", "rollout.replay=FOLDER"),
     ),
     Case("an unknown algorithm", ("algorithm must be one of ppo, grpo", "did you mean sft?"), ("algorithm=sfft",)),
+    Case("MTP that the model has not", ("train.mtp=0.1",), ("train.mtp=0.1",)),
+    Case(
+        "drafts without a layer", ("rollout.draft_tokens=3 needs a model with one layer",), ("rollout.draft_tokens=3",)
+    ),
+    Case(
+        "a critic on ranks of its own",
+        ("critic.parallel.world_size", "leave it out"),
+        ("critic.parallel.world_size=2",),
+    ),
+    Case("a critic that does not fit", ("critic.parallel.world_size=1", "tp x pp"), ("critic.parallel.tp=2",)),
+    Case("a misspelt critic", ("critic.parallel.tpp", "did you mean critic.parallel.tp"), ("critic.parallel.tpp=2",)),
+    Case("misspelt DDP", ("train.ddp", "did you mean overlap_grad_reduce"), ("train.ddp.overlap_grad_reduc=true",)),
+    Case("another router", ("moe_router_fusion",), (REPLAY, "model.megatron.moe_router_fusion=true")),
+    Case(
+        "another balance",
+        ("sinkhorn does not go with train.replay_routing",),
+        (REPLAY, "model.megatron.moe_router_load_balancing_type=sinkhorn"),
+    ),
+    Case(
+        "no chunks to record",
+        ("chunked_prefill_size must be positive",),
+        (REPLAY, "rollout.sglang.chunked_prefill_size=-1"),
+    ),
+    Case(
+        "fewer experts than the engine's",
+        ("model.megatron.moe_router_topk",),
+        (REPLAY, "model.megatron.moe_router_topk=1"),
+    ),
 ]
