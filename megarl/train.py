@@ -61,10 +61,12 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from megarl.dry_run import validate
+    from megarl.observe import run_folder
     from megarl.rollout.engine import start_host
     from megarl.rollout.hosting import SHARED
 
     validate(config).raise_errors()
+    run_folder.look(config)
     world = config.parallel.world_size
     if world > config.parallel.ranks_per_node:
         raise ConfigError(
