@@ -317,8 +317,8 @@ class HybridFlow:
             self.controller.load_state_dict(host["controller"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move {folder} away to go "
-                "on from an older checkpoint"
+                f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "
+                "to go on from an older checkpoint"
             ) from None
         for role, model in self._trained().items():
             restore_model(model, folder / role)
