@@ -37,9 +37,11 @@ class RunConfig:
     epochs: Count = 1
     """Passes over each rollout batch."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` goes on from the newest checkpoint in the run folder, or starts afresh when there is none."""
+    """`auto` goes on from the newest checkpoint in the run folder, or starts afresh when there is none. Most keys may
+    change then; the folder's README.txt says which not."""
     save_every: CountOrNone = 0
-    """Write a checkpoint every so many steps, and at the end; 0 writes none."""
+    """Write a checkpoint every so many steps, and at the end; 0 writes none. Where the disk does not take one, training
+    goes on, but not beyond the last."""
     keep_checkpoints: Count = 2
     """How many checkpoints stay on disk."""
     eval_every: CountOrNone = 0

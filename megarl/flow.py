@@ -292,7 +292,8 @@ class HybridFlow:
             except StorageError as error:
                 if must:
                     raise
-                self.log.alarm(f"{error}. Training goes on; make room")
+                goes_on = self.step < self.config.run.num_rollout
+                self.log.alarm(f"{error}. {'Training goes on; make room' if goes_on else 'It was the last'}")
                 return error
         return None
 
@@ -309,12 +310,10 @@ class HybridFlow:
             except OSError as error:
                 late = ranks.broadcast_object(time.monotonic() - began > patience)
                 if self._is_asked_to_stop() or late:
-                    kept = self.store.names()
-                    left = (
-                        f"{kept[-1]} has what was trained" if kept else "with run.save_every=0 there is no checkpoint"
-                    )
+                    kept = self.store.names() or ["none, for run.save_every=0"]
                     raise ConfigError(
-                        f"could not export to {folder}: {error}; {left}: make room and start again with run.resume=auto"
+                        f"could not export to {folder}: {error}; make room and start again with run.resume=auto, from "
+                        f"the newest checkpoint, {kept[-1]}"
                     ) from None
                 if not said:
                     self.log.alarm(f"cannot export to {folder}: {error}. Waiting for room, for up to {patience:g} s")
@@ -342,11 +341,17 @@ class HybridFlow:
 
     def _resume(self, folder: Path) -> None:
         host = self.store.load(folder)
+        try:
+            self.step = host["step"]
+            self.loader.load_state_dict(host["loader"])
+            self.controller.load_state_dict(host["controller"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "
+                "to go on from an older checkpoint"
+            ) from None
         for role, model in self._trained().items():
             restore_model(model, folder / role)
-        self.step = host["step"]
-        self.loader.load_state_dict(host["loader"])
-        self.controller.load_state_dict(host["controller"])
         self._begin_step()
         if hasattr(self, "rollout"):
             self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache

@@ -69,11 +69,13 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, then run this program as all ranks on this machine; returns their exit status."""
     from megarl import launcher
     from megarl.dry_run import validate
+    from megarl.observe import run_folder
     from megarl.parallel.meeting import keep_store
     from megarl.rollout.engine import start_host
     from megarl.rollout.hosting import SHARED
 
     validate(config).raise_errors()
+    run_folder.look(config)
     world = config.parallel.world_size
     if world > config.parallel.ranks_per_node:
         raise ConfigError(

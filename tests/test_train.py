@@ -107,7 +107,10 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rollout.max_turns = 5  # a whole number, at least 1 and at most 2147483647" in lines and len(lines) < 110
 
 
-def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_dir = f"run.dir={tmp_path}/run"
     monkeypatch.delenv(hosting.SHARED, raising=False)
     seen: list[str | None] = []
     closed: list[bool] = []
@@ -120,10 +123,10 @@ def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(monkeypatch: pyt
         return 0
 
     monkeypatch.setattr(launcher.Launch, "run", run)
-    assert start_ranks(load_config(QUICKSTART, []), [QUICKSTART]) == 0
+    assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
     assert (seen, closed, os.environ.get(hosting.SHARED)) == (["/the/socket"], [True], None)
-    assert start_ranks(load_config(QUICKSTART, ["rollout.replay=elsewhere"]), [QUICKSTART]) == 0
+    assert start_ranks(load_config(QUICKSTART, [run_dir, "rollout.replay=elsewhere"]), [QUICKSTART]) == 0
     assert seen == ["/the/socket", None] and closed == [True]
     monkeypatch.setenv(hosting.SHARED, "/of/somebody/else")
-    assert start_ranks(load_config(QUICKSTART, []), [QUICKSTART]) == 0
+    assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
     assert seen[2:] == [os.environ[hosting.SHARED]] == ["/of/somebody/else"] and closed == [True]

@@ -140,6 +140,15 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
         raise (_unusable(path, error) if isinstance(error, OSError) else error) from None
 
 
+def look(config: Config) -> None:
+    """What `claim` would say of a folder that is another run's, before processes are started for this one."""
+    path = Path(config.run.dir)
+    try:
+        earlier_run(path, config, config.run.resume == "auto")
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
 def prepare(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
     """`claim` and `begin` in one, where no checkpoint decides between them from which step on the run goes."""
     folder = claim(run_dir, config, resume)

@@ -158,6 +158,13 @@ CASES = [
     Case("run.dir in use", ("in use by process 7 on elsewhere", "wait for it", "run.dir"), (), hold),
     Case("run.dir in use, to resume", ("in use by process 7 on elsewhere",), (RESUME,), hold),
     Case("a run already", ("holds this run already", "run.resume=auto", "run.dir"), (), earlier()),
+    Case("a run already, of two ranks", ("holds this run already",), ("parallel.world_size=2",), earlier()),
+    Case(
+        "another run, of two ranks",
+        ("belongs to another run", "run.seed: 1 -> 5"),
+        ("parallel.world_size=2", "run.seed=5", RESUME),
+        earlier(),
+    ),
     Case("a run with other settings already", ("run.resume=auto",), ("actor_optimizer.lr=0.5",), earlier()),
     Case("results of nobody", ("no config.yaml", "run.dir"), (RESUME,), only("metrics.jsonl", "")),
     *[

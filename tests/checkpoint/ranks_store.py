@@ -41,6 +41,7 @@ def error_of(work: Callable[[], Any]) -> str:
 
 
 def on_lead(work: Callable[[], Any]) -> None:
+    ranks.barrier()  # others may still be looking
     if ranks.is_lead():
         work()
     ranks.barrier()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.checkpoint.manifest import hash_file
 from megarl.checkpoint.room import needs
 from megarl.config import load_config
 from megarl.models.registry import load_hf_config
@@ -172,11 +173,31 @@ def test_an_export_without_room_leaves_what_was_trained_and_the_next_start_expor
     result = run(folder, "run.num_rollout=1", "run.storage_timeout_s=5", disk="no_room_for_the_export")
     (line,) = result["err"].splitlines()
     assert result["code"] == 2 and f"could not export to {folder}/export: " in line, result
-    assert f"{folder}/checkpoints/step_000001 has what was trained: make room and start again with run.resume" in line
+    assert f"make room and start again with run.resume=auto, from the newest checkpoint, {folder}/checkpoints/" in line
     assert not (folder / "export").exists()
     result = run(folder, "run.num_rollout=1", "run.resume=auto")
     assert result["code"] == 0 and [step for step, _ in rates(folder)] == [1], result
     assert (folder / "export/model.safetensors").is_file()
+
+
+def test_a_checkpoint_of_another_program_or_model_is_one_line(run: Run, on_two_ranks: Path, tmp_path: Path) -> None:
+    """Whole by its manifest, both."""
+    for name in ("host", "model"):
+        folder = tmp_path / name
+        shutil.copytree(on_two_ranks, folder)
+        checkpoint = folder / "checkpoints/step_000002"
+        tree = json.loads((checkpoint / "manifest.json").read_text())
+        if name == "host":
+            (checkpoint / "host.json").write_text('{"step": 2, "loader": []}')
+            tree["files"]["host.json"] = hash_file(checkpoint / "host.json")._asdict()
+        else:
+            (checkpoint / "actor").rename(checkpoint / "critic")
+            tree["files"] = {file.replace("actor/", "critic/"): entry for file, entry in tree["files"].items()}
+        (checkpoint / "manifest.json").write_text(json.dumps(tree))
+        result = run(folder, "run.resume=auto")
+        (line,) = result["err"].splitlines()
+        says = {"host": "host.json is not of this program", "model": f"{checkpoint}/actor does not fit this model"}
+        assert result["code"] == 2 and says[name] in line, result
 
 
 def test_damage_is_said_in_the_log_and_an_older_one_serves(run: Run, on_two_ranks: Path, tmp_path: Path) -> None:
