@@ -152,20 +152,26 @@ def check(config: Any, where: str = "") -> None:
             raise ConfigError(f"{where}{name} must be a {getattr(kind, '__name__', kind)}, not {shown(value)}")
 
 
-def build(cls: Any, tree: Any, where: str, root: type) -> Any:
+def build(cls: Any, tree: Any, where: str, root: type, default: Any = None) -> Any:
     """A dataclass out of nested plain values. `where`: what comes before its keys in messages; `root`: the dataclass of
-    all keys, among which a key that is in the wrong section is looked for. Raises ConfigError for anything unknown, of
-    the wrong type or out of range."""
+    all keys, among which a key that is in the wrong section is looked for; `default`: an instance that has the values
+    of keys which the tree lacks, where it is not `cls()`: a section may have defaults of its own. Raises ConfigError
+    for anything unknown, of the wrong type or out of range."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{where.rstrip('.')} must be a section of keys, not {shown(tree)}")
     known = {item.name: item for item in dataclasses.fields(cls)}
     hints = _hints(cls)
+    default = cls() if default is None else default
     values = {}
     for key, value in tree.items():
         if key not in known:
             raise ConfigError(_unknown(key, where, list(known), root))
-        values[key] = _convert(value, hints[key], f"{where}{key}", root)
-    return cls(**values)
+        if dataclasses.is_dataclass(hints[key]):
+            tree_of_it = {} if value is None else value
+            values[key] = build(hints[key], tree_of_it, f"{where}{key}.", root, getattr(default, key))
+        else:
+            values[key] = _convert(value, hints[key], f"{where}{key}")
+    return dataclasses.replace(default, **values)
 
 
 def _unknown(key: Any, where: str, known: list[str], root: type) -> str:
@@ -181,10 +187,8 @@ def _unknown(key: Any, where: str, known: list[str], root: type) -> str:
     return f"unknown key {where}{name}{hint} (known here: {', '.join(known)})"
 
 
-def _convert(value: Any, kind: Any, name: str, root: type) -> Any:
+def _convert(value: Any, kind: Any, name: str) -> Any:
     """A value as its field has it: numbers out of text and 1e3 to 1000, one text to a list of it, lists to tuples."""
-    if dataclasses.is_dataclass(kind):
-        return build(kind, {} if value is None else value, f"{name}.", root)
     base, _, optional = _parts(kind)
     if base is str and value is None and not optional:
         value = ""  # `data.eval=` on the command line

@@ -85,6 +85,13 @@ def test_empty_file_is_the_default(tmp_path):
     assert load_config(write(tmp_path, "")) == Config()
 
 
+def test_a_section_keeps_its_own_defaults():
+    """The critic's rate is not the policy's, also where other keys of its optimizer are set."""
+    optimizer = from_dict({"critic": {"optimizer": {"schedule": "constant"}}}).critic.optimizer
+    assert (optimizer.lr, optimizer.schedule) == (1e-5, "constant") and Config().actor_optimizer.lr == 1e-6
+    assert from_dict({"critic": {"optimizer": None}}) == from_dict({"critic": None}) == Config()
+
+
 def test_numbers():
     assert from_dict({"actor_optimizer": {"lr": "1e-6"}}).actor_optimizer.lr == 1e-6  # YAML 1.1 reads text here
     assert from_dict({"advantage": {"gamma": 1}}).advantage.gamma == 1.0
