@@ -303,10 +303,10 @@ def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> No
 
 def check_schedule(config: Config) -> None:
     """Something is trained, and no rate falls to one above it."""
-    run, warmup = config.run, config.critic.warmup_rollouts
+    run, warmup = config.run, config.critic.warmup_steps
     if config.algorithm == "ppo" and warmup >= run.num_rollout:
         raise ConfigError(
-            f"critic.warmup_rollouts={warmup} leaves none of run.num_rollout={run.num_rollout} steps in which the "
+            f"critic.warmup_steps={warmup} leaves none of run.num_rollout={run.num_rollout} steps in which the "
             "policy is updated; lower the first or raise the second"
         )
     for name, optimizer in (("actor_optimizer", config.actor_optimizer), ("critic.optimizer", config.critic.optimizer)):

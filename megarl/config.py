@@ -236,7 +236,7 @@ class CriticConfig:
     """HF folder that the critic starts from; empty for `model.path`. Without a head in it, its head starts at zero."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """As `actor_optimizer`; of a reward model in training, too."""
-    warmup_rollouts: CountOrNone = 0
+    warmup_steps: CountOrNone = 0
     """Steps in which only the critic is updated."""
     parallel: dict[str, Any] = field(default_factory=dict)
     """Layout of the critic where it differs: keys of `parallel` but world_size and ranks_per_node."""

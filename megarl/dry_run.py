@@ -151,7 +151,7 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel(config)}"),
         ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
     ]
-    if config.algorithm == "ppo" and (warmup := config.critic.warmup_rollouts):
+    if config.algorithm == "ppo" and (warmup := config.critic.warmup_steps):
         batch.append(("", f"the policy's begin after {warmup} steps: {make_controller(config).updates('actor')}"))
     facts = {"model": model, "layout": layout, "batch": batch}
     if config.generates:

@@ -25,7 +25,7 @@ from megarl.controllers.base import StepResult
 from megarl.controllers.registry import make_controller
 from megarl.data.preferences import Preferences, read_preferences
 from megarl.data.prompts import PromptLoader, read_prompts, render_prompts
-from megarl.data.sft import Conversations, sft_rollouts
+from megarl.data.sft import Demonstrations, sft_rollouts
 from megarl.dry_run import validate
 from megarl.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.registry import family_of, load_hf_config
@@ -137,7 +137,7 @@ class HybridFlow:
             )
         return kept
 
-    def load_conversations(self, path: str) -> Conversations:
+    def load_conversations(self, path: str) -> Demonstrations:
         """Read conversations for SFT; those longer than the model's positions are dropped, and a line says how many."""
         talks, longest = sft_rollouts(path, self.chat.tokenizer), self._positions()
         lengths = ranks.shared_out(len(talks), lambda index: len(talks[index].token_ids))

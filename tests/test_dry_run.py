@@ -116,7 +116,7 @@ def test_lora_is_planned(plan) -> None:
         (["rollout.temperature=1e-5"], r"rollout.temperature=1e-05 is neither 0, which is greedy, nor at least 0.001"),
         (["actor_optimizer.min_lr=1"], r"actor_optimizer.min_lr=1 is above actor_optimizer.lr=1e-06"),
         (["critic.optimizer.lr=0", "critic.optimizer.min_lr=1e-9"], r"critic.optimizer.min_lr=1e-09 is above"),
-        (["critic.warmup_rollouts=100"], r"critic.warmup_rollouts=100 leaves none of run.num_rollout=100 steps"),
+        (["critic.warmup_steps=100"], r"critic.warmup_steps=100 leaves none of run.num_rollout=100 steps"),
         (["reward.functions=[]"], r"reward.functions is empty"),
         (["reward.functions=[megarl.rewards.gsm8k:nothing]"], r"has no 'nothing'"),
         (["rollout.tools=[megarl.rollout.tools:abacus]"], r"megarl.rollout.tools has no abacus"),

@@ -112,7 +112,7 @@ def reward_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ppo_run(folder: Path, reward_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "ppo"
-    train(folder, run_dir, f"reward.model={reward_run}/export", "critic.warmup_rollouts=1")
+    train(folder, run_dir, f"reward.model={reward_run}/export", "critic.warmup_steps=1")
     return run_dir
 
 
@@ -192,7 +192,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(
     checkpoint = "checkpoints/step_000001"
     shutil.copytree(ppo_run / checkpoint, resumed / checkpoint)
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    given = f"reward.model={reward_run}/export", "critic.warmup_rollouts=1"
+    given = f"reward.model={reward_run}/export", "critic.warmup_steps=1"
     train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *given)
     rows = [row for row in metrics_of(resumed) if "rollout/reward_mean" in row]
     assert [row["step"] for row in rows] == [2, 3]

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from megarl.command_line import Parser, amount, count, ends_in_a_line, file_to_write
 from megarl.config import ConfigError, ParallelConfig
-from megarl.models.layout import Param, cut_pieces
+from megarl.models.cuts import Param, cut_pieces
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
 from megarl.reshard.executor import Executor

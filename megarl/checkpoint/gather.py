@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import ConfigError
-from megarl.models.layout import Param, layer_of, local_shape, unshard
+from megarl.models.cuts import Param, layer_of, local_shape, unshard
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, active, all_gather_objects
 

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.config import ConfigError
+from megarl.models.cuts import PADDING, Param, pieces
 from megarl.models.fp8 import SCALE, grid_shape, is_fp8
-from megarl.models.layout import PADDING, Param, pieces
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.quantise import dequantise
 from megarl.strict import read_json
@@ -63,7 +63,7 @@ class HFWeights:
         return dequantise(found, self._tensor(name + SCALE), *((start, 0) if dim == 0 else (0, start)))
 
     def shard(self, param: Param, tp: int, rank: int) -> torch.Tensor:
-        """What rank `rank` of `tp` holds of a parameter, a new tensor; as `layout.shard`, without the full tensors."""
+        """What rank `rank` of `tp` holds of a parameter, a new tensor; as `cuts.shard`, without the full tensors."""
         dim, slices = pieces(param, tp, rank)
         parts = [self.slice(param.hf[s.source].name, dim, s.start, s.stop) for s in slices if s.source != PADDING]
         padding = sum(s.stop - s.start for s in slices if s.source == PADDING)

@@ -12,8 +12,8 @@ import torch
 
 from megarl.config import Config
 from megarl.models.adapters import adapter_params
+from megarl.models.cuts import Param
 from megarl.models.family import HFConfig
-from megarl.models.layout import Param
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, trained_mtp
 

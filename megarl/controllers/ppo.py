@@ -36,7 +36,7 @@ class PPOController(PolicyController):
 
     def updates(self, role: str) -> int:
         """The policy has none while the critic warms up."""
-        run, warmup = self.config.run, self.config.critic.warmup_rollouts
+        run, warmup = self.config.run, self.config.critic.warmup_steps
         return (run.num_rollout - warmup if role == "actor" else run.num_rollout) * run.num_update
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
@@ -80,7 +80,7 @@ class PPOController(PolicyController):
         means = MeanOf()
         for mini in mini_batches(masked(batch, taken, config), config, seed=self.steps):
             means.add(flow.critic.update(mini, critic_loss))
-            if self.steps >= config.critic.warmup_rollouts:
+            if self.steps >= config.critic.warmup_steps:
                 means.add(flow.actor.update(mini, actor_loss))
 
         # 4. The engine gets the new weights.

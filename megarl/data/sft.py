@@ -13,7 +13,7 @@ from megarl.data.rows import read_rows
 from megarl.types import Message, Prompt, Rollout, Turn
 
 
-def sft_rollouts(path: str | Path, tokenizer: Any, most: int | None = None) -> Conversations:
+def sft_rollouts(path: str | Path, tokenizer: Any, most: int | None = None) -> Demonstrations:
     """Read a .jsonl or .parquet file of conversations as Rollouts whose action turns are what the assistant wrote.
 
     Each row holds `messages`, which end with the assistant's, and where tools are called `tools`, a list of OpenAI
@@ -23,10 +23,10 @@ def sft_rollouts(path: str | Path, tokenizer: Any, most: int | None = None) -> C
     rows = [(where, _checked(row, where)) for where, row in islice(read_rows(Path(path)), most)]
     if not rows:
         raise ConfigError(f"{path} holds no conversation")
-    return Conversations(rows, tokenizer)
+    return Demonstrations(rows, tokenizer)
 
 
-class Conversations(Sequence[Rollout]):
+class Demonstrations(Sequence[Rollout]):
     """The conversations of a file, each rendered and tokenised when it is asked for (0.5 ms), not all at the start."""
 
     def __init__(self, rows: Sequence[tuple[str, dict[str, Any]]], tokenizer: Any) -> None:
@@ -36,18 +36,18 @@ class Conversations(Sequence[Rollout]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def only(self, indices: Sequence[int]) -> Conversations:
-        return Conversations([self.rows[index] for index in indices], self.tokenizer)
+    def only(self, indices: Sequence[int]) -> Demonstrations:
+        return Demonstrations([self.rows[index] for index in indices], self.tokenizer)
 
     @overload
     def __getitem__(self, index: int) -> Rollout: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Conversations: ...
+    def __getitem__(self, index: slice) -> Demonstrations: ...
 
-    def __getitem__(self, index: int | slice) -> Rollout | Conversations:
+    def __getitem__(self, index: int | slice) -> Rollout | Demonstrations:
         if isinstance(index, slice):
-            return Conversations(self.rows[index], self.tokenizer)
+            return Demonstrations(self.rows[index], self.tokenizer)
         where, row = self.rows[index]
         return conversation(row, self.tokenizer, where, group=index)
 

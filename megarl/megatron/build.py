@@ -28,8 +28,8 @@ from megarl.megatron.heads import DeferredLogits, ValueHead
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.mtp import MTPModel
 from megarl.models import megatron_fields as fields
+from megarl.models.cuts import padded_vocab
 from megarl.models.family import Extras
-from megarl.models.layout import padded_vocab
 from megarl.models.registry import family_of
 from megarl.models.stages import stage_layers
 from megarl.parallel import device

@@ -37,7 +37,7 @@ from megarl.config import Config
 from megarl.megatron.heads import ValueHead
 from megarl.megatron.names import named_params, unwrap
 from megarl.models.adapters import A, B, adapted_weights, factor_names, factors, merge
-from megarl.models.layout import Columns, GateUp, Param, Replicated, cut_pieces, shard
+from megarl.models.cuts import Columns, GateUp, Param, Replicated, cut_pieces, shard
 from megarl.models.registry import family_of
 
 

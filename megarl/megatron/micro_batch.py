@@ -18,7 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.megatron.context import zigzag
-from megarl.megatron.routing import Share
+from megarl.megatron.replay import Share
 from megarl.types import TrainBatch
 
 

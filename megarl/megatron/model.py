@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.config import Config, ConfigError
 from megarl.data.packing import plan_micro_batches
-from megarl.megatron import lora, optimizer, routing
+from megarl.megatron import lora, optimizer, replay
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
@@ -28,7 +28,7 @@ from megarl.megatron.reading import Reader, assemble
 from megarl.models.adapters import adapter_params
 from megarl.models.classifier import VALUE_HEAD
 from megarl.models.cost import quadratic_cost
-from megarl.models.layout import Param
+from megarl.models.cuts import Param
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
@@ -76,7 +76,7 @@ class MegatronModel:
             self._reader = Reader(last, role, vocab_size, config.train.logits_at_once, cap)
             if role == "actor" and config.train.replay_routing:
                 self.replays = routing_shape(hf_config, config.model.megatron)
-                routing.install(self.chunks, self.replays)
+                replay.install(self.chunks, self.replays)
             if not trains:
                 return
             self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
@@ -113,7 +113,7 @@ class MegatronModel:
         return lora.Merged(self.local_params(), self.local_adapters(), settings.alpha / settings.rank)
 
     def load(self, get: Get) -> None:
-        """Fill every local parameter with `get(param, parts, part)`, the shard as `models.layout.pieces` cuts it.
+        """Fill every local parameter with `get(param, parts, part)`, the shard as `models.cuts.pieces` cuts it.
 
         Raises ConfigError on all ranks, naming the first tensor, where some are not finite.
         """
@@ -305,10 +305,10 @@ class MegatronModel:
         at = self.ranks.tp * (FP8_ROWS if fp8 else 1), self.ranks.cp, self.ranks.cp_rank
         foresees = 0 if forward_only else self.mtp_layers
         if self.replays is not None and batch.routing is not None:
-            routing.check_shape(batch.routing, self.replays)
+            replay.check_shape(batch.routing, self.replays)
 
         def made_for(chunk: torch.nn.Module) -> Iterator[MicroBatch]:
-            replayed = routing.share(chunk, self.ranks.tp, self.ranks.tp_rank) if self.replays is not None else None
+            replayed = replay.share(chunk, self.ranks.tp, self.ranks.tp_rank) if self.replays is not None else None
             return (make_micro_batch(batch, indices, place, *at, foresees, replayed) for indices in mine)
 
         sources = [made_for(chunk) for chunk in self.chunks]
@@ -316,7 +316,7 @@ class MegatronModel:
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(source)
             if self.replays is not None:
-                routing.begin(model, micro.routing, self.replays)
+                replay.begin(model, micro.routing, self.replays)
             ahead = bool(foresees) and unwrap(model).post_process
             embeds = ahead or unwrap(model).pre_process
             output = model(

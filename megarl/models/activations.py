@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.models.layout import padded_vocab
+from megarl.models.cuts import padded_vocab
 
 
 def activation_elements(

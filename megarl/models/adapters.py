@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError, LoraConfig
-from megarl.models.layout import Columns, HFTensor, Param, Replicated
+from megarl.models.cuts import Columns, HFTensor, Param, Replicated
 from megarl.models.registry import part_of
 
 A, B = "lora_a", "lora_b"

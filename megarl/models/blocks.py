@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn.functional import silu
 
 from megarl.config import ConfigError
-from megarl.models.layout import (
+from megarl.models.cuts import (
     Columns,
     Cut,
     EngineGrid,

@@ -15,8 +15,8 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.models import blocks
+from megarl.models.cuts import Columns, HFConfig, HFTensor, Param, Replicated, Rows, Slot
 from megarl.models.family import Extras, Family
-from megarl.models.layout import Columns, HFConfig, HFTensor, Param, Replicated, Rows, Slot
 from megarl.models.options import (
     Experts,
     Few,

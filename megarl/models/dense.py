@@ -12,8 +12,8 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models import blocks
+from megarl.models.cuts import HFConfig, Param
 from megarl.models.family import Family
-from megarl.models.layout import HFConfig, Param
 from megarl.models.options import need, require, require_common, require_default_rope, require_types, rope
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.models import blocks
-from megarl.models.layout import HFConfig, Param
+from megarl.models.cuts import HFConfig, Param
 from megarl.models.options import need
 
 
@@ -45,7 +45,7 @@ class Family:
     """Keyword arguments of TransformerConfig, or of MLATransformerConfig where they have `multi_latent_attention`.
     What the model computes and nothing else: no parallel sizes, types or fusions."""
     gpt_kwargs: Callable[[HFConfig], dict[str, Any]]
-    """Keyword arguments of GPTModel; `vocab_size` is HF's, see `layout.padded_vocab`."""
+    """Keyword arguments of GPTModel; `vocab_size` is HF's, see `cuts.padded_vocab`."""
     layer: Callable[[HFConfig, int, Iterable[int]], list[Param]]
     """The table of a decoder layer with these of its routed experts. A layer past the last is one of multi-token
     prediction, as HF numbers them; where there are none of these, it is not asked for."""

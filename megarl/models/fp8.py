@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl import strict
 from megarl.config import ConfigError
-from megarl.models.layout import Param
+from megarl.models.cuts import Param
 
 BLOCK = 128
 """Side of the blocks that share a scale."""

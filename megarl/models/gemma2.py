@@ -13,8 +13,8 @@ from typing import Any
 from torch.nn.functional import gelu
 
 from megarl.models import blocks
+from megarl.models.cuts import HFConfig, Param
 from megarl.models.family import Extras, Family
-from megarl.models.layout import HFConfig, Param
 from megarl.models.options import Size, need, require, require_common, require_default_rope, require_types
 from megarl.strict import Count, Positive
 

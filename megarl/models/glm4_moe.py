@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megarl.models import blocks, deepseek
+from megarl.models.cuts import HFConfig, Param
 from megarl.models.family import Family
-from megarl.models.layout import HFConfig, Param
 from megarl.models.options import need, require_common, require_default_rope, require_types, rope
 
 

@@ -25,9 +25,9 @@ from megarl.models.activations import (
 )
 from megarl.models.adapters import adapter_params
 from megarl.models.blocks import embedding, final
+from megarl.models.cuts import HFTensor, Param, Qkv, Replicated, local_shape
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
-from megarl.models.layout import HFTensor, Param, Qkv, Replicated, local_shape
 from megarl.models.registry import family_of, trained_mtp
 from megarl.models.stages import stage_layers
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models import blocks
+from megarl.models.cuts import HFConfig, Param
 from megarl.models.family import Family
-from megarl.models.layout import HFConfig, Param
 from megarl.models.options import (
     Experts,
     Size,

@@ -9,8 +9,8 @@ from megarl import strict
 from megarl.config import Config, ConfigError
 from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
 from megarl.models.classifier import CLASSIFIER, POLICY
+from megarl.models.cuts import Param
 from megarl.models.family import Family, HFConfig
-from megarl.models.layout import Param
 from megarl.models.options import tied
 
 FAMILIES: dict[str, Family] = {

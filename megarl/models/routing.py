@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.models.layout import HFConfig
+from megarl.models.cuts import HFConfig
 from megarl.models.registry import family_of
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.models.layout import HFConfig
+from megarl.models.cuts import HFConfig
 from megarl.reshard.bound import Columns, Wire, members, whole
 from megarl.reshard.layout import EngineLayout, TrainLayout
 

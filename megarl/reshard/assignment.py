@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.config import ConfigError
-from megarl.models.layout import HFConfig
+from megarl.models.cuts import HFConfig
 from megarl.reshard.flows import Kind, Line, Wire, kinds_of, line_of
 from megarl.reshard.layout import EngineLayout, TrainLayout
 from megarl.reshard.sharing import Sets, balance, deal_far, deal_within, gather, hand_out

@@ -48,8 +48,8 @@ from numpy.typing import NDArray
 
 from megarl.config import ConfigError
 from megarl.models import blocks
+from megarl.models.cuts import HFConfig, Param
 from megarl.models.fp8 import is_quantised
-from megarl.models.layout import HFConfig, Param
 from megarl.models.options import need
 from megarl.models.registry import family_of
 from megarl.reshard.layout import EngineLayout, Held, TrainLayout

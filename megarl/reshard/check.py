@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from megarl.models.cuts import Param, cut_pieces
 from megarl.models.fp8 import SCALE, grid_shape, is_quantised
-from megarl.models.layout import Param, cut_pieces
 from megarl.reshard.flows import Wire
 from megarl.reshard.layout import EngineLayout, TrainLayout, engine_shapes
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarl.config import Config, ConfigError
+from megarl.models.cuts import HFConfig
 from megarl.models.fp8 import is_fp8
-from megarl.models.layout import HFConfig
 from megarl.models.stages import stage_layers
 from megarl.reshard import engine_settings
 from megarl.reshard.flows import Wire

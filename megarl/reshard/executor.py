@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megarl.models.cuts import Param, Slot
 from megarl.models.fp8 import BLOCK, SCALE, is_quantised
-from megarl.models.layout import Param, Slot
 from megarl.models.registry import family_of
 from megarl.reshard import copies
 from megarl.reshard.checksum import device_hash

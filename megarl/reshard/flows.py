@@ -15,8 +15,8 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.models import blocks
+from megarl.models.cuts import HFConfig, Param, layer_of
 from megarl.models.fp8 import BLOCK, is_quantised
-from megarl.models.layout import HFConfig, Param, layer_of
 from megarl.models.registry import family_of
 from megarl.reshard.layout import EngineLayout, Held, TrainLayout
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megarl.config import ConfigError
-from megarl.models.layout import PADDING, EngineGrid, Param, Pieces, Slot, cut_pieces, layer_of
+from megarl.models.cuts import PADDING, EngineGrid, Param, Pieces, Slot, cut_pieces, layer_of
 
 
 class Held(NamedTuple):

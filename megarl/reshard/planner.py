@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.config import ConfigError
-from megarl.models.layout import HFConfig, Param
+from megarl.models.cuts import HFConfig, Param
 from megarl.models.registry import family_of
 from megarl.reshard.assignment import MIN_PIECE, Assignment
 from megarl.reshard.flows import Wire

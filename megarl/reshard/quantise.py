@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from megarl.models.cuts import Param
 from megarl.models.fp8 import BLOCK, grid_shape
-from megarl.models.layout import Param
 from megarl.reshard.layout import TrainLayout
 
 FP8 = torch.float8_e4m3fn

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.config import Config, ConfigError
-from megarl.models.layout import HFConfig, Param
+from megarl.models.cuts import HFConfig, Param
 from megarl.models.registry import family_of, trained_mtp
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects

@@ -59,7 +59,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "critic.optimizer.lr": (".nan", "1e400"),
     "critic.optimizer.beta2": ("1.5",),
     "critic.optimizer.schedule": ("cosin",),
-    "critic.warmup_rollouts": ("-1",),
+    "critic.warmup_steps": ("-1",),
     "train.token_budget": ("0", "100000000000"),
     "train.logits_at_once": ("-1",),
     "train.mtp": (".nan", "-1"),
@@ -95,7 +95,7 @@ CASES = [
         ("actor_optimizer.min_lr=1 ", "lr=1e-06"),
         ("actor_optimizer.min_lr=1", "actor_optimizer.lr=1e-6"),
     ),
-    Case("only the critic learns", ("critic.warmup_rollouts=2", "num_rollout"), ("critic.warmup_rollouts=2",)),
+    Case("only the critic learns", ("critic.warmup_steps=2", "num_rollout"), ("critic.warmup_steps=2",)),
     Case("nearly greedy", ("rollout.temperature=1e-09", "0.001"), ("rollout.temperature=1e-9",)),
     Case("k1 as a loss", ("kl.estimator=k1", "k2"), ("kl.place=loss", "kl.estimator=k1")),
     Case(

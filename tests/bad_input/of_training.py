@@ -9,18 +9,18 @@ SFT = ("algorithm=sft", "data.train=FOLDER/sft.jsonl")
 CASES = [
     Case(
         "a critic's warm-up as long as the run",
-        ("critic.warmup_rollouts=2", "run.num_rollout=2"),
-        ("critic.warmup_rollouts=2",),
+        ("critic.warmup_steps=2", "run.num_rollout=2"),
+        ("critic.warmup_steps=2",),
     ),
     Case(
         "a critic's warm-up beyond the run",
-        ("critic.warmup_rollouts=20 leaves none of run.num_rollout=5",),
-        ("critic.warmup_rollouts=20", "run.num_rollout=5"),
+        ("critic.warmup_steps=20 leaves none of run.num_rollout=5",),
+        ("critic.warmup_steps=20", "run.num_rollout=5"),
     ),
     Case(
         "a run cut down to its warm-up",
-        ("critic.warmup_rollouts=1 leaves none of run.num_rollout=1",),
-        ("critic.warmup_rollouts=1", "run.num_rollout=1"),
+        ("critic.warmup_steps=1 leaves none of run.num_rollout=1",),
+        ("critic.warmup_steps=1", "run.num_rollout=1"),
     ),
     Case(
         "the policy's rate rises",

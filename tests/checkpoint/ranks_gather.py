@@ -13,7 +13,7 @@ import torch
 
 from megarl.checkpoint.gather import gather_hf, owners
 from megarl.config import ParallelConfig
-from megarl.models.layout import Param, shard
+from megarl.models.cuts import Param, shard
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
 

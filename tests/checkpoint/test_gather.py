@@ -9,7 +9,7 @@ import pytest
 
 from megarl.checkpoint.gather import Owner, owners
 from megarl.config import ConfigError
-from megarl.models.layout import HFTensor, Param, Replicated
+from megarl.models.cuts import HFTensor, Param, Replicated
 
 SCRIPT = "tests/checkpoint/ranks_gather.py"
 Run = Callable[..., list[dict[str, Any]]]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint.hf import open_hf, save_hf
 from megarl.config import ConfigError
 from megarl.models.classifier import classifier_config
-from megarl.models.layout import shard
+from megarl.models.cuts import shard
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of
 

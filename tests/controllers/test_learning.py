@@ -153,7 +153,7 @@ def test_mean_of_counts_each_metric_by_itself() -> None:
 
 
 def test_the_schedule_of_the_policy_is_over_the_updates_that_it_takes() -> None:
-    tree = {"run": {"num_rollout": 100, "num_update": 4}, "critic": {"warmup_rollouts": 20}}
+    tree = {"run": {"num_rollout": 100, "num_update": 4}, "critic": {"warmup_steps": 20}}
     ppo, grpo = (make_controller(from_dict(tree | {"algorithm": name})) for name in ("ppo", "grpo"))
     assert (ppo.updates("actor"), ppo.updates("critic")) == (80 * 4, 100 * 4)
     assert grpo.updates("actor") == 100 * 4  # which has no critic to wait for

@@ -29,7 +29,7 @@ import tiny  # noqa: E402
 
 from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
 from megarl.models.activations import micro_batches_in_flight  # noqa: E402
-from megarl.models.layout import shard, unshard  # noqa: E402
+from megarl.models.cuts import shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402

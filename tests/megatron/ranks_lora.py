@@ -21,7 +21,7 @@ import reference  # noqa: E402
 import tiny  # noqa: E402
 from ranks_layout import ADAM, policy_loss, value_loss  # noqa: E402
 
-from megarl.models.layout import shard, unshard  # noqa: E402
+from megarl.models.cuts import shard, unshard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import TrainBatch  # noqa: E402
 

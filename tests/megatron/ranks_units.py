@@ -21,7 +21,7 @@ import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
 from megarl.megatron import cpu_platform  # noqa: E402
-from megarl.models.layout import shard  # noqa: E402
+from megarl.models.cuts import shard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
 
@@ -120,7 +120,7 @@ def context_parts(batch: TrainBatch) -> dict[str, Any]:
 def micro_batch() -> dict[str, Any]:
     """Sequences [1 2 3], [4], [5 6] of which the first and last are taken, padded to a multiple of 4."""
     from megarl.megatron.micro_batch import make_micro_batch
-    from megarl.megatron.routing import Share
+    from megarl.megatron.replay import Share
 
     batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
     routing = torch.arange(12, dtype=torch.int16).view(6, 1, 2)
@@ -149,7 +149,7 @@ def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
     """Three layers, of which a chunk has the first and the last; over two ranks of sequence parallelism, of context
     parallelism, and for a model that does not replay."""
     from megarl.megatron.micro_batch import make_micro_batch
-    from megarl.megatron.routing import Share
+    from megarl.megatron.replay import Share
 
     recorded = batch.with_(routing=torch.arange(18, dtype=torch.int16).view(6, 3, 1))
 
@@ -171,7 +171,7 @@ def arrived(recorded: TrainBatch) -> dict[str, list[str]]:
     from dataclasses import fields
 
     from megarl.megatron.micro_batch import make_micro_batch
-    from megarl.megatron.routing import Share
+    from megarl.megatron.replay import Share
 
     micro = make_micro_batch(recorded, [0, 2], torch.device("meta"), replayed=Share((0,), 1, 0))
     raw = object.__getattribute__
@@ -317,7 +317,7 @@ def routing() -> dict[str, Any]:
     """Megatron's weights of given experts and their gradient, against fp64; every second token chooses for itself."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    from megarl.megatron.routing import ReplayedTopK, check, check_shape
+    from megarl.megatron.replay import ReplayedTopK, check, check_shape
     from megarl.models.routing import RoutingShape
 
     generator = torch.Generator().manual_seed(4)

@@ -11,7 +11,7 @@ import reference
 import tiny
 import torch
 
-from megarl.models.layout import shard
+from megarl.models.cuts import shard
 from megarl.models.routing import routing_shape
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 

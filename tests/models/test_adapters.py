@@ -14,7 +14,7 @@ import tiny  # noqa: E402
 
 from megarl.config import ConfigError, LoraConfig
 from megarl.models.adapters import adapted_weights, adapter_params, factors, merge, peft_config, peft_tensors
-from megarl.models.layout import Param, local_shape, shard, unshard
+from megarl.models.cuts import Param, local_shape, shard, unshard
 from megarl.models.registry import family_of
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from megarl.models.layout import HFConfig
+from megarl.models.cuts import HFConfig
 from megarl.reshard.bound import Bools, Ints, members, whole
 from megarl.reshard.layout import EngineLayout, TrainLayout
 

@@ -13,8 +13,8 @@ from random_layouts import random_case
 
 from megarl.config import ConfigError
 from megarl.models import blocks
+from megarl.models.cuts import Param
 from megarl.models.fp8 import BLOCK, SCALE, is_quantised
-from megarl.models.layout import Param
 from megarl.models.registry import family_of
 from megarl.reshard.executor import Executor, PushError
 from megarl.reshard.layout import Held, engine_shapes

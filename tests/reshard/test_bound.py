@@ -14,8 +14,8 @@ from random_layouts import Case, random_case
 
 from megarl.config import ConfigError
 from megarl.models import blocks
+from megarl.models.cuts import PADDING, Cut, Param, cut_pieces
 from megarl.models.fp8 import is_quantised
-from megarl.models.layout import PADDING, Cut, Param, cut_pieces
 from megarl.models.registry import family_of
 from megarl.reshard.bound import BLOCK, SLACK, Bound, Jobs, bound
 from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages

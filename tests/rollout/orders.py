@@ -13,7 +13,7 @@ from conftest import Running
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from megarl.models.layout import Param
+from megarl.models.cuts import Param
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.checksum import slice_hash
 from megarl.reshard.layout import EngineLayout, engine_shapes

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError
-from megarl.models.layout import (
+from megarl.models.cuts import (
     PADDING,
     Columns,
     Cut,
