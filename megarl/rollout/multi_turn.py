@@ -20,6 +20,8 @@ from megarl.rollout.tools import ToolPool, ToolResult
 from megarl.types import Message, Prompt, Rollout, Status, Turn
 
 _LOOK_S = 1.0
+_LATER_S = 60.0
+"""By which a request's own limit comes after the deadline of all, which says why."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ class Conversations:
                 log = engine.log.with_name(f"tools_{engine.index}.log")
                 self._tools = ToolPool(chat.tools, config.tool_timeout, log=log)
             deadline = asyncio.get_running_loop().time() + config.step_timeout
-            limits = config.step_timeout, config.concurrency
+            limits = config.step_timeout + _LATER_S, config.concurrency
             async with Client(engine.url, engine.api_key, *limits, self._routing, engine.version) as client:
                 parse = parser(client, engine.tool_call_parser, engine.tool_call_marker)
                 talks = gather_rollouts(
