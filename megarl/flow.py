@@ -103,8 +103,9 @@ class HybridFlow:
         report.raise_errors()
         self.controller = make_controller(self.config)
         self.workers: list[Worker] = []
-        self._read()
+        self._read_chat()
         self.ranks = ranks.initialize(self.config.parallel, run.timeout_s)
+        self._read_data()
         self.log = RunLog(self.config, self.ranks)
         finished = False
         try:
@@ -224,14 +225,18 @@ class HybridFlow:
 
     # --- start, checkpoint ------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        """Tokenizer, template, tools and data, before anything is started: a broken line must not cost that."""
-        config, run = self.config, self.config.run
-        self._notes: list[str] = []  # for the log, which is not there yet
+    def _read_chat(self) -> None:
+        """Tokenizer, template and tools, before anything is started."""
+        config = self.config
         self.hf_config = load_hf_config(config.model.path)
         self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools) if config.generates else {})
         self.chat.check_vocabulary(self.hf_config["vocab_size"])
         self.chat.check_tools()
+
+    def _read_data(self) -> None:
+        """Before a model is loaded and a run folder made: a broken line must not cost either."""
+        config, run = self.config, self.config.run
+        self._notes: list[str] = []  # for the log, which is not there yet
         items = self.controller.items(self)
         self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
         self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,10 +22,14 @@ CASES = [(area, number, case) for area in AREAS for number, case in enumerate(im
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, prompts and conversations."""
+    """A tiny model, prompts that ask for no tool, and conversations."""
     folder = tmp_path_factory.mktemp("material") / "m"
     command = [sys.executable, str(ROOT / "tools/make_quickstart.py"), str(folder), "--demonstrations", "200"]
     subprocess.run([*command, "--train", "60"], cwd=ROOT, check=True, capture_output=True)
+    for name in ("train.jsonl", "eval.jsonl"):
+        rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        lines = [json.dumps({key: value for key, value in row.items() if key != "tools"}) for row in rows]
+        (folder / name).write_text("\n".join(lines) + "\n")
     return folder
 
 
