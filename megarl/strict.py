@@ -134,6 +134,9 @@ def require(value: Any, kind: Any, name: str) -> None:
         if get_origin(base) is Literal:
             near = difflib.get_close_matches(shown(value).strip("'"), get_args(base), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
+        if base is str and isinstance(value, str):
+            fault = "has characters that no name has" if not _is_text(value, whole=False) else "is too long"
+            raise ConfigError(f"{name}={shown(value)} {fault}; choose another")
         raise ConfigError(f"{name} must be {describe(kind)}, not {shown(value)}{hint}")
     if isinstance(value, dict):
         _require_plain(value, name)

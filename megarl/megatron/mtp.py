@@ -34,20 +34,15 @@ class MTPModel(GPTModel):  # type: ignore[misc]
         return emitted.transpose(0, 1).contiguous()
 
     def _foresee(self, state: torch.Tensor, ahead: torch.Tensor, context: dict[str, Any]) -> list[torch.Tensor]:
-        found = []
+        needed = ("attention_mask", "rotary_pos_emb", "packed_seq_params")  # a recomputation holds on to no tokens
+        given, found = {name: context[name] for name in needed}, []
         for layer, tokens in zip(self.mtp.layers, ahead[:-1], strict=True):
             embedded = self.embedding(input_ids=tokens[None], position_ids=context["position_ids"])
             # A stage that has its embedding only for this is to have a gradient all the same: zero.
             embedded = embedded.detach() if self.pre_process else embedded.detach() + 0.0 * embedded
 
             def run(state: torch.Tensor, embedded: torch.Tensor, layer: Any = layer) -> torch.Tensor:
-                emitted: torch.Tensor = layer._proj_and_transformer_layer(
-                    state,
-                    embedded,
-                    attention_mask=context["attention_mask"],
-                    rotary_pos_emb=context["rotary_pos_emb"],
-                    packed_seq_params=context["packed_seq_params"],
-                )
+                emitted: torch.Tensor = layer._proj_and_transformer_layer(state, embedded, **given)
                 return emitted
 
             if self.config.recompute_granularity == "full" and not self.config.fp8:  # whose scales it would disturb

@@ -125,7 +125,7 @@ VIEW = [
     ),
     view("a page on a full disk", ("No space left",), "FOLDER/r", "--html", "/dev/full", prepare=run()),
     view("no rollouts", ("holds no rollouts", "--step"), "FOLDER/r", prepare=run(rollouts=b"")),
-    view("binary", ("is no text",), "FOLDER/r", prepare=run(rollouts=bytes(range(256)))),
+    view("binary", ("is not a file of recorded rollouts",), "FOLDER/r", prepare=run(rollouts=bytes(range(256)))),
     view("cut off", ("line 1",), "FOLDER/r", prepare=run(rollouts=json.dumps(RECORD).encode()[:100])),
     view("nested", ("line 1",), "FOLDER/r", prepare=run(rollouts=b"[" * 100000)),
     view("lists", ("jsonl:1 is not a rollout",), "FOLDER/r", prepare=run(rollouts=b"[1]\n")),

@@ -97,7 +97,7 @@ CASES = [
     ),
     Case("only the critic learns", ("critic.warmup_steps=2", "num_rollout"), ("critic.warmup_steps=2",)),
     Case("nearly greedy", ("rollout.temperature=1e-09", "0.001"), ("rollout.temperature=1e-9",)),
-    Case("k1 as a loss", ("kl.estimator=k1", "k2"), ("kl.place=loss", "kl.estimator=k1")),
+    Case("k1 as a loss", ("kl.estimator=k1", "set kl.estimator to null"), ("kl.place=loss", "kl.estimator=k1")),
     Case(
         "a group of one",
         ("rollout.samples_per_prompt=1", "2 or more"),

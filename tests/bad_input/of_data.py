@@ -75,7 +75,7 @@ FILES = [
     of_file("a pattern", ("data.train=", "names one file"), lambda folder: None, "tr*.jsonl"),
     of_file("a folder", ("FOLDER/model is a folder", "name a .parquet or .jsonl file"), lambda folder: None, "model"),
     of_file("a folder of that name", ("is a folder",), lambda folder: (folder / "own.jsonl").mkdir()),
-    of_file("a name too long", ("no such file",), lambda folder: None, "x" * 300 + ".jsonl"),
+    of_file("a name too long", ("too long",), lambda folder: None, "x" * 300 + ".jsonl"),
     of_file("a pipe", ("no regular file",), lambda folder: os.mkfifo(folder / "own.jsonl")),
     of_file("a device", ("no regular file",), lambda folder: (folder / "own.jsonl").symlink_to("/dev/zero")),
     of_file("a link to nothing", ("no such file",), lambda folder: (folder / "own.jsonl").symlink_to("none")),
@@ -180,7 +180,12 @@ LINES = [
         holds(2 * (json.dumps(PROMPT | {"id": "x"}) + "\n").encode()),
     ),
     Case("an id as text and number", ("the id '1'",), PROMPTS, third(PROMPT | {"id": "1"}, PROMPT | {"id": 1})),
-    Case("a tool that is not loaded", ("the tool calculator", "rollout.tools"), ()),
+    Case(
+        "a tool that is not loaded",
+        ("the tool abacus", "rollout.tools"),
+        PROMPTS,
+        third(PROMPT, PROMPT | {"id": "3", "tools": ["abacus"]}),
+    ),
     Case(
         "prompts that are all too long",
         ("all 3 prompts are longer", "rollout.max_context"),

@@ -27,7 +27,7 @@ TYPES = [
     wrong("mem_fraction_static", "1.5", "between 0 and 1"),
     wrong("mem_fraction_static", "-0.1", "between 0 and 1"),
     wrong("mem_fraction_static", "0", "between 0 and 1"),
-    wrong("schedule_conservativeness", ".inf", "finite"),
+    wrong("schedule_conservativeness", ".inf", "a number, not inf"),
     wrong("page_size", "0", "above 0"),
     wrong("page_size", "-16", "negative"),
     wrong("chunked_prefill_size", "0", "-1"),

@@ -52,7 +52,7 @@ def generation(name: str, content: str, *says: str) -> Case:
 
 
 def tokenizer(name: str, prepare: Callable[[Path], None], *says: str) -> Case:
-    return Case(f"tokenizer: {name}", ("model.path", *says), TOOLS, prepare)
+    return Case(f"tokenizer: {name}", ("model", *says), TOOLS, prepare)
 
 
 def parser(name: str, *says: str) -> Case:
@@ -109,8 +109,8 @@ CASES = [
     tokenizer("settings are not JSON", text("model/tokenizer_config.json", "{"), "no tokenizer in FOLDER/model"),
     tokenizer("settings are a list", text("model/tokenizer_config.json", "[]"), "no tokenizer in FOLDER/model"),
     tokenizer("a word beyond the vocabulary", added_token("<|more|>", 1024), "vocab_size=1024", "'<|more|>'"),
-    generation("not JSON", "{", "is not a JSON object"),
-    generation("a list", "[]", "is not a JSON object"),
+    generation("not JSON", "{", "is not valid JSON"),
+    generation("a list", "[]", "holds a list"),
     generation("a word", '{"eos_token_id": "<|im_end|>"}', "eos_token_id must be a token id"),
     generation("a fraction", '{"eos_token_id": 1.5}', "eos_token_id must be a token id"),
     generation("true", '{"eos_token_id": true}', "eos_token_id must be a token id"),

@@ -562,8 +562,8 @@ def training() -> dict[str, Any]:
         }
         unused = torch.where(batch.loss_mask, 0.0, infinite)
         harmless = actor.update(batch.with_(values=unused), nll)["actor/skipped"]
-        # AdamW then divides 0 by 0 where a gradient is zero, as of words that do not occur.
-        lost = error(lambda: worker(place, eps=0.0).update(batch, nll))
+        # AdamW then divides 0 by 0 where a gradient is zero, as of words that do not occur: too little for fp32.
+        lost = error(lambda: worker(place, eps=1e-60).update(batch, nll))
     next(iter(actor.model.local_params().values())).fill_(torch.nan)
     outputs = error(lambda: actor.forward(batch))
     return dict(rates=rates, in_vain=in_vain, inputs=inputs, harmless=harmless, lost=lost, outputs=outputs)
