@@ -135,8 +135,10 @@ def require(value: Any, kind: Any, name: str) -> None:
             near = difflib.get_close_matches(shown(value).strip("'"), get_args(base), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
         if base is str and isinstance(value, str):
-            fault = "has characters that no name has" if not _is_text(value, whole=False) else "is too long"
-            raise ConfigError(f"{name}={shown(value)} {fault}; choose another")
+            odd = any(c < " " for c in value) or not _is_text(value, whole=False)
+            fault = "without control characters and halves of characters" if odd else "that is a name"
+            why = "" if odd else ", which is too long; choose another"
+            raise ConfigError(f"{name} must be text {fault}, not {shown(value)}{why}")
         raise ConfigError(f"{name} must be {describe(kind)}, not {shown(value)}{hint}")
     if isinstance(value, dict):
         _require_plain(value, name)

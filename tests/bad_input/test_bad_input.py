@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
@@ -33,7 +35,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-LEAST = 400
+LEAST = 1200
 
 
 def test_there_are_many() -> None:
