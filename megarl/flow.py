@@ -105,7 +105,8 @@ class HybridFlow:
         self.workers: list[Worker] = []
         self._read_chat()
         self.ranks = ranks.initialize(self.config.parallel, run.timeout_s)
-        self._read_data()
+        with ranks.patient(run.storage_timeout_s):
+            self._read_data()
         self.log = RunLog(self.config, self.ranks)
         finished = False
         try:
