@@ -37,13 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keys", action="store_true", help="list every configuration key, its default and its range")
     try:
         options = parser.parse_intermixed_args(arguments)
-        if options.keys:
-            ranges = describe_ranges()
-            for name, default in describe_keys():
-                print(f"{name} = {default!r}  # {ranges[name]}")
-            return 0
-        if options.config is None:
+        if options.config is None and not options.keys:
             parser.error("name a configuration, for example configs/quickstart.yaml")
+    except ConfigError as error:
+        return ending.tell(error)
+    if options.keys:
+        ranges = describe_ranges()
+        for name, default in describe_keys():
+            print(f"{name} = {default!r}  # {ranges[name]}")
+        return 0
+    try:
         config = load_config(options.config, options.overrides)
         if options.dry_run:
             from megarl.dry_run import render, validate

@@ -24,15 +24,10 @@ def check_waits(config: Config, warnings: list[str]) -> None:
         )
     room = rollout.sglang.get("max_total_tokens")
     room = room if isinstance(room, int) and room > 0 else 0
-    if 0 < room < rollout.max_context:
-        raise ConfigError(
-            f"rollout.sglang.max_total_tokens={room} cannot hold one conversation of rollout.max_context="
-            f"{rollout.max_context} tokens; raise the first or lower the second"
-        )
     most = rollout.sglang.get("max_running_requests")
     at_once = min(rollout.concurrency, most if isinstance(most, int) and most > 0 else rollout.concurrency)
     if room:
-        at_once = min(at_once, room // rollout.max_context)
+        at_once = max(1, min(at_once, room // rollout.max_context))
     engines = config.parallel.world_size // rollout.tp
     conversations = -(-config.data.prompts_per_step // engines) * rollout.samples_per_prompt
     waves = -(-conversations // at_once)

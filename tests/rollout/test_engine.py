@@ -353,6 +353,7 @@ def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, m
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('no kernel for this machine')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     config = make_config(tmp_path, tmp_path / "run")
     shared = start_host(config)
     try:
@@ -377,6 +378,7 @@ def test_a_port_that_was_taken_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: list[str], tries: int
 ) -> None:
     """Starts fail with SGLang's words for a taken port, and go on about it for long, or with other words."""
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     ports: list[int] = []
 
     class Ended(Hosted):
