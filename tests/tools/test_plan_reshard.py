@@ -130,6 +130,7 @@ def test_better_split() -> None:
 
 def test_better_split_against_all_splits() -> None:
     hf = DEEPSEEK | {"num_hidden_layers": 7, "n_routed_experts": 8, "first_k_dense_replace": 2}
+    hf |= {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
     engine = EngineLayout(2, 2, draft=True)
     train = TrainLayout(12, 2, 2, even_stages(7, 3))
     advice = better_split(hf, train, engine, 2)
