@@ -67,13 +67,6 @@ def train(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def without_tools(folder: Path, place: Path) -> list[str]:
-    """Overrides for a model whose template has no place for tools."""
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    prompts = write_rows(place / "train.jsonl", [{**row, "tools": None} for row in rows])
-    return ["rollout.tools=[]", f"data.train={prompts}"]
-
-
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -236,7 +229,6 @@ def test_replayed_routing_closes_the_gap_of_bf16(
     model = tiny_models.qwen3_moe(num_experts=64, num_experts_per_tok=8, num_hidden_layers=4)
     overrides = [
         f"model.path={tiny_models.save(model, tmp_path / 'model')}",
-        *without_tools(folder, tmp_path),
         *("algorithm=grpo", "model.dtype=bfloat16", "train.replay_routing=true"),
         *("run.num_rollout=1", "run.save_every=0", "run.export=false", "rollout.max_turns=1"),
         *("parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"),
@@ -259,7 +251,6 @@ def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
     model = tiny_models.save(tiny_models.deepseek_v3(num_nextn_predict_layers=1), tmp_path / "model")
     overrides = [
         f"model.path={model}",
-        *without_tools(folder, tmp_path),
         *("algorithm=grpo", "reward.functions=[sum_reward:same]", "kl.place=none"),
         *("train.mtp=1.0", "rollout.draft_tokens=2", "rollout.tp=2", "rollout.temperature=0.1", "rollout.max_turns=1"),
         *("parallel.tp=1", "parallel.pp=2", "parallel.ep=1", "run.num_rollout=5", "run.save_every=0"),
