@@ -174,7 +174,10 @@ def test_a_template_without_tools_is_refused_before_anything_starts() -> None:
     Chat(gemma.tokenizer()).check_tools()
 
 
-def test_a_template_that_leaves_calls_out_is_refused(chat: Chat) -> None:
+def test_a_template_that_leaves_calls_out_is_refused() -> None:
+    tokenizer = tiny_models.tokenizer()
+    tokenizer.chat_template = tiny_models.WITHOUT_CALLS
+    chat = Chat(tokenizer, {"calculator": calculator})
     with pytest.raises(ConfigError, match="no place for calls of tools .it leaves calls out."):
         chat.check_tools()
 

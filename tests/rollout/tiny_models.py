@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,10 @@ Tools:
 </tool_call>{% endfor %}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+
+
+WITHOUT_CALLS = re.sub(r"{% for call in .*?{% endfor %}", "", CHAT_TEMPLATE, flags=re.DOTALL)
+"""A template that leaves calls out."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
