@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ending.tell(error)
     if options.keys:
         ranges = describe_ranges()
-        for name, default in describe_keys():
-            print(f"{name} = {default!r}  # {ranges[name]}")
+        _say("\n".join(f"{name} = {default!r}  # {ranges[name]}" for name, default in describe_keys()))
         return 0
     try:
         config = load_config(options.config, options.overrides)
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megarl.dry_run import render, validate
 
             report = validate(config, dry_run=True)
-            print(render(report), flush=True)
+            _say(render(report))
             report.raise_errors()
             return 0
         from megarl.parallel import meeting
@@ -66,6 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except BaseException as error:  # noqa: B036  the end of the program
         return ending.tell(error)
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # who reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +106,12 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "rollout.max_turns = 5  # a whole number, at least 1 and at most 2147483647" in lines and len(lines) < 110
+
+
+def test_who_has_seen_enough_is_no_fault() -> None:
+    command = f"{sys.executable} -m megarl.train --keys | head -n 1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("algorithm = ") and done.stderr == ""
 
 
 def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(
