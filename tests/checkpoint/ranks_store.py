@@ -58,6 +58,7 @@ def whole(folder: Path) -> dict[str, object]:
         ours.save(step, {"step": step, "coef": 0.1 + step}, parts(f"step {step}"))
     facts["kept"] = sorted(path.name for path in place_of.glob("step_*"))
     facts["latest"] = (place_of / "latest").read_text()
+    ranks.barrier()  # the other may still be looking
 
     # Random states come back: the numbers drawn after a load are those drawn after the save.
     def draws() -> list[float]:
