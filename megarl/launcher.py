@@ -23,6 +23,8 @@ from megarl.ending import LAUNCHER, REQUEUE_EXIT_CODE, SAME_S, Kind, name_of
 
 GRACE_S = 10.0
 """How long ranks that shall end now may take, to close their engines and files, before they are killed."""
+NOTICE_S = 3.0
+"""How long the others have to see by themselves that one has failed, and to write down where they were."""
 _LOOK_S = 0.05
 _TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _WHY = {
@@ -116,6 +118,7 @@ class Launch:
         self.pending: list[int] = []  # signals that have come
         self.asked = 0
         self.deadline = float("inf")
+        self.failed_at = float("inf")
         self._since: dict[int, float] = {}
 
     def run(self, environment: Mapping[str, str]) -> int:
@@ -168,8 +171,10 @@ class Launch:
                 self._send(number)
             self.asked = self.asked if self.asked == signal.SIGINT else number
         failed = any(rank.poll() not in (None, 0, REQUEUE_EXIT_CODE) for rank in self.ranks)
-        if failed and self.deadline == float("inf"):
-            self._end()
+        if failed:
+            self.failed_at = min(self.failed_at, time.monotonic())
+            if time.monotonic() - self.failed_at > NOTICE_S and self.deadline == float("inf"):
+                self._end()
 
     def _end(self) -> None:
         self._send(signal.SIGINT)

@@ -333,7 +333,7 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
     actor is context parallel, the critic tensor parallel, and both leave the device while the engine generates. The
     entropy bonus moves the policy, whatever its answers are."""
     folder = make_folder(tmp_path / "deepseek", "deepseek_v3")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2"]
     overrides = [
         f"model.path={folder}/model",
         f"data.train={folder}/train.jsonl",
