@@ -229,7 +229,8 @@ def test_torchrun_ends_as_documented(tmp_path: Path) -> None:
     saves.terminate()
     assert saves.communicate(timeout=120)[1] == "saved step 3\n" and saves.returncode == 85
     waits.terminate()
-    assert waits.communicate(timeout=120)[1] == "ended by SIGTERM\n" and waits.returncode == 143
+    _, text = waits.communicate(timeout=120)  # before ours: torch's warnings of the address that does not answer
+    assert text.endswith("ended by SIGTERM\n") and text.count("ended by") == 1 and waits.returncode == 143, text
     assert not list((tmp_path / "scratch").iterdir())
 
 
