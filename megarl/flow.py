@@ -35,7 +35,7 @@ from megarl.observe.run_log import RunLog
 from megarl.parallel import device, ranks
 from megarl.rollout.chat import Chat
 from megarl.rollout.tools import load_tools
-from megarl.types import Prompt
+from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
@@ -167,6 +167,15 @@ class HybridFlow:
     def _positions(self) -> int:
         return int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
 
+    def deal(self, finished: Sequence[Rollout], together: int = 1) -> Rollouts:
+        """Conversations that every rank can read, dealt out: each keeps its share, which it alone tokenises.
+
+        together: as many at a time stay with each other.
+        """
+        units = range(self.ranks.rank, -(-len(finished) // together), self.ranks.world)
+        own = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
+        return Rollouts.of([finished[i] for i in own], own, ranks.AllRanks())
+
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def _loop(self) -> dict[str, float]:
@@ -202,10 +211,11 @@ class HybridFlow:
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
         metrics = dict(result.metrics)
-        metrics |= rollout_metrics(result.rollouts)
+        if result.rollouts is not None:
+            metrics |= rollout_metrics(result.rollouts)
         metrics |= self.clock.lap()
         if result.batch is not None:
-            tokens = len(result.batch.tokens)
+            tokens = int(result.batch.lengths.sum())
             metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.ranks.world
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
         self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)

@@ -1,7 +1,17 @@
 """Every value that crosses a stage of the loop.
 
 Host side: frozen dataclasses, one per notion (`Prompt`, `Turn`, `Rollout`). Training side: one packed batch
-(`TrainBatch`) of `[T]` tensors, T tokens of N sequences laid end to end without padding.
+(`TrainBatch`) of `[T]` tensors, T tokens of sequences laid end to end without padding.
+
+**What is of a sequence is everywhere, what is of a token is where it was made.** Of N rollouts every rank has the
+figures, as [N] tensors: lengths, groups, rewards, how they ended. The texts, tokens and records of one are on one rank,
+its home, which leads the engine that wrote it. There its tokens' columns are computed and kept, and from there a model
+is sent the rows that it computes. Functions of tokens (`algorithms/`) are functions of each sequence, so they are right
+on a part of them; what is said of all tokens, a mean or a sum, goes through `total`, which adds up the parts:
+
+    kl_mean = mean(kl, batch.loss_mask, batch.total)         and not kl.mean(), which is of this rank's tokens
+
+On one rank all is here, and `total` gives back what it is given.
 
 Alignment, written down here once and meant everywhere else: **index t speaks about token t.**
 `logprobs[t]` is log p(tokens[t] | tokens before it), `values[t]` is the critic's value of the state in which
@@ -31,10 +41,11 @@ as an input, on the way to what predicts token t + 1. The engine never runs the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, get_args
 
+import numpy as np
 import torch
 
 Message = dict[str, Any]
@@ -42,6 +53,46 @@ Message = dict[str, Any]
 
 Status = Literal["stop", "length", "max_turns", "aborted"]
 """Why a rollout ended: the policy stopped, ran out of tokens, ran out of turns, or was cut off by a failure."""
+
+STATUSES: tuple[Status, ...] = get_args(Status)
+"""By the numbers of `Rollouts.status`."""
+
+
+class Everyone(Protocol):
+    """All ranks of a job, for values that are put together of what each has. Collective, and the same on all."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def total(self, mine: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, which are small and of one shape."""
+        ...
+
+    def rows(self, mine: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [N, ...], by rank; n may be another on each."""
+        ...
+
+    def objects(self, mine: Any) -> list[Any]:
+        """Small host values, by rank."""
+        ...
+
+
+class Alone:
+    """One rank that has everything."""
+
+    rank = 0
+
+    def total(self, mine: torch.Tensor) -> torch.Tensor:
+        return mine
+
+    def rows(self, mine: torch.Tensor) -> torch.Tensor:
+        return mine
+
+    def objects(self, mine: Any) -> list[Any]:
+        return [mine]
+
+
+ALONE = Alone()
 
 
 @dataclass(frozen=True)
@@ -127,16 +178,123 @@ class Rollout:
         return ""
 
 
+FIGURES: dict[str, Callable[[Rollout], float]] = {
+    "group": lambda rollout: rollout.group,
+    "length": lambda rollout: sum(len(turn.token_ids) for turn in rollout.turns),
+    "prompt_length": lambda rollout: len(rollout.turns[0].token_ids),
+    "actions": lambda rollout: rollout.num_actions,
+    "turns": lambda rollout: sum(turn.is_action for turn in rollout.turns),
+    "status": lambda rollout: STATUSES.index(rollout.status),
+    "tool_calls": lambda rollout: rollout.tool_calls,
+    "tool_errors": lambda rollout: rollout.tool_errors,
+    "drafted": lambda rollout: rollout.drafted,
+    "accepted": lambda rollout: rollout.accepted,
+    "routed": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
+}
+"""What every rank knows of every rollout, beside its reward: whole numbers."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """N rollouts in an order that is the same on all ranks: figures of all of them, and those whose home is here."""
+
+    here: tuple[Rollout, ...]
+    own: torch.Tensor  # [n] int64, which of the N those `here` are, ascending
+    home: torch.Tensor  # [N] int64, the rank that has it
+    group: torch.Tensor  # [N] int64, samples of one prompt share a number
+    length: torch.Tensor  # [N] int64 tokens
+    prompt_length: torch.Tensor  # [N] int64 tokens
+    actions: torch.Tensor  # [N] int64 tokens that the policy chose
+    turns: torch.Tensor  # [N] int64 turns of the policy
+    status: torch.Tensor  # [N] int64, place in STATUSES
+    tool_calls: torch.Tensor  # [N] int64
+    tool_errors: torch.Tensor  # [N] int64
+    drafted: torch.Tensor  # [N] int64
+    accepted: torch.Tensor  # [N] int64
+    routed: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
+    reward: torch.Tensor  # [N] float64
+    reward_parts: dict[str, torch.Tensor]  # [N] float64 each; 0 where a rollout has no such part
+    failures: tuple[str, ...] = ()  # of the aborted ones, in no order
+    everyone: Everyone = field(default=ALONE, compare=False, repr=False)
+
+    @staticmethod
+    def of(
+        here: Sequence[Rollout], order: Sequence[int] | torch.Tensor | None = None, everyone: Everyone = ALONE
+    ) -> Rollouts:
+        """Put together what all ranks have. order: a number for each of those here, by which all of them are ordered;
+        equal ones by rank, then as they are given, and so are all where it is None. Collective."""
+        keys = torch.zeros(len(here), dtype=torch.int64) if order is None else torch.as_tensor(order, dtype=torch.int64)
+        mine = (
+            sorted({name for rollout in here for name in rollout.reward_parts}),
+            [rollout.failure or "no reason on record" for rollout in here if rollout.status == "aborted"],
+        )
+        said = everyone.objects(mine)
+        parts = sorted({name for names, _ in said for name in names})
+        whole = [[get(rollout) for get in FIGURES.values()] for rollout in here]
+        rewards = [[rollout.reward, *(rollout.reward_parts.get(name, 0.0) for name in parts)] for rollout in here]
+        numbers = torch.tensor(whole, dtype=torch.int64).reshape(len(here), len(FIGURES))
+        marks = torch.stack([keys, torch.full_like(keys, everyone.rank)], dim=1)
+        table = everyone.rows(torch.cat([marks, numbers], dim=1))
+        rated = everyone.rows(torch.tensor(rewards, dtype=torch.float64).reshape(len(here), 1 + len(parts)))
+        into = torch.sort(table[:, 0], stable=True).indices
+        table, rated = table[into], rated[into]
+        own = (table[:, 1] == everyone.rank).nonzero().squeeze(1)
+        at = torch.sort(keys, stable=True).indices.tolist()  # equal keys of one rank are in its own order above, too
+        return Rollouts(
+            here=tuple(here[i] for i in at),
+            own=own,
+            home=table[:, 1].contiguous(),
+            **{name: table[:, column].contiguous() for column, name in enumerate(FIGURES, 2)},
+            reward=rated[:, 0].contiguous(),
+            reward_parts={name: rated[:, column].contiguous() for column, name in enumerate(parts, 1)},
+            failures=tuple(reason for _, reasons in said for reason in reasons),
+            everyone=everyone,
+        )
+
+    def __len__(self) -> int:
+        return len(self.home)
+
+    def with_(self, here: Sequence[Rollout]) -> Rollouts:
+        """The same with others in the place of those that are here, one for each. Collective."""
+        return Rollouts.of(here, self.own, self.everyone)
+
+    def are(self, *statuses: Status) -> torch.Tensor:
+        """[N] bool: which of them ended so."""
+        return torch.isin(self.status, torch.tensor([STATUSES.index(status) for status in statuses]))
+
+    def select(self, keep: torch.Tensor) -> Rollouts:
+        """Those where `keep`, [N] bool, says so, in their order."""
+        kept = keep[self.own]
+        figures = {name: getattr(self, name)[keep] for name in ("home", *FIGURES, "reward")}
+        return replace(
+            self,
+            here=tuple(rollout for rollout, stays in zip(self.here, kept.tolist(), strict=True) if stays),
+            own=(keep.cumsum(0) - 1)[self.own[kept]],
+            **figures,
+            reward_parts={name: part[keep] for name, part in self.reward_parts.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which rank has which of a batch's N sequences."""
+
+    lengths: torch.Tensor  # [N] int64 tokens
+    routed: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
+    home: torch.Tensor  # [N] int64, the rank
+    own: torch.Tensor  # [n] int64, which of the N are here; the batch has their tokens in this order
+    everyone: Everyone = field(compare=False, repr=False)
+
+
 @dataclass(frozen=True)
 class TrainBatch:
-    """N sequences packed into `[T]` tensors; see the head of this file for the alignment.
+    """N sequences, of which n are here, packed into `[T]` tensors; see the head of this file for the alignment.
 
-    Every rank holds the whole global batch on the host, so that a controller can compute a global statistic in one
-    line; workers take their share of it and gather what they computed. float tensors are fp32.
+    float tensors are fp32. Without `shares` all sequences are here, on each rank: n is N.
     """
 
-    tokens: torch.Tensor  # [T] int64
-    cu_seqlens: torch.Tensor  # [N + 1] int64, cu_seqlens[i] is where sequence i starts, cu_seqlens[N] == T
+    tokens: torch.Tensor  # [T] int32 or int64
+    cu_seqlens: torch.Tensor  # [n + 1] int64, cu_seqlens[i] is where the i-th of those here starts, cu_seqlens[n] == T
     loss_mask: torch.Tensor  # [T] bool, True where the policy chose the token
     group: torch.Tensor  # [N] int64, samples of one prompt share a number
     sequence_reward: torch.Tensor  # [N] outcome reward of each sequence
@@ -148,87 +306,137 @@ class TrainBatch:
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T]
     loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
-    routing: torch.Tensor | None = None  # [T, MoE layers, topk] int16, as of `Rollout`; the policy's model replays it
+    routing: tuple[torch.Tensor, ...] | None = None  # n records as of `Rollout`; the policy's model replays them
+    shares: Shares | None = None
 
     @staticmethod
-    def from_rollouts(rollouts: Sequence[Rollout]) -> TrainBatch:
-        """Pack finished rollouts; a rollout without any action token is packed too and has an empty mask."""
-        tokens: list[int] = []
-        mask: list[bool] = []
-        logprobs: list[float] = []
-        starts = [0]
-        for rollout in rollouts:
-            for turn in rollout.turns:
-                tokens += turn.token_ids
-                mask += [turn.is_action] * len(turn.token_ids)
-                logprobs += turn.logprobs if turn.is_action else [0.0] * len(turn.token_ids)
-            starts.append(len(tokens))
+    def from_rollouts(rollouts: Rollouts | Sequence[Rollout]) -> TrainBatch:
+        """Pack finished rollouts; a rollout without any action token is packed too and has an empty mask.
+
+        Of a plain sequence each rank packs what it is given, as one that is alone.
+        """
+        rollouts = rollouts if isinstance(rollouts, Rollouts) else Rollouts.of(rollouts)
+        turns = [turn for rollout in rollouts.here for turn in rollout.turns]
+        lengths = rollouts.length[rollouts.own]
+        shares = Shares(rollouts.length, rollouts.routed, rollouts.home, rollouts.own, rollouts.everyone)
         return TrainBatch(
-            tokens=torch.tensor(tokens, dtype=torch.int64),
-            cu_seqlens=torch.tensor(starts, dtype=torch.int64),
-            loss_mask=torch.tensor(mask, dtype=torch.bool),
-            group=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
-            sequence_reward=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
-            rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-            routing=_packed_routing(rollouts),
+            tokens=_packed([turn.token_ids for turn in turns], np.int32),
+            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+            loss_mask=torch.repeat_interleave(
+                torch.tensor([turn.is_action for turn in turns], dtype=torch.bool),
+                torch.tensor([len(turn.token_ids) for turn in turns], dtype=torch.int64),
+            ),
+            group=rollouts.group,
+            sequence_reward=rollouts.reward.float(),
+            rollout_logprobs=_packed(
+                [turn.logprobs if turn.is_action else np.zeros(len(turn.token_ids), np.float32) for turn in turns],
+                np.float32,
+            ),
+            routing=_records(rollouts),
+            shares=None if isinstance(rollouts.everyone, Alone) else shares,
         )
 
     @property
     def lengths(self) -> torch.Tensor:
         """[N] tokens of each sequence."""
-        return self.cu_seqlens.diff()
+        return self.cu_seqlens.diff() if self.shares is None else self.shares.lengths
+
+    @property
+    def own(self) -> torch.Tensor:
+        """[n] which of the N sequences are here."""
+        return torch.arange(len(self.cu_seqlens) - 1) if self.shares is None else self.shares.own
+
+    @property
+    def everyone(self) -> Everyone:
+        """Those who have the others."""
+        return ALONE if self.shares is None else self.shares.everyone
 
     @property
     def num_sequences(self) -> int:
-        return len(self.cu_seqlens) - 1
+        """N."""
+        return len(self.lengths)
 
     @property
     def positions(self) -> torch.Tensor:
         """[T] index of each token within its sequence."""
-        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.lengths)
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
         return torch.arange(len(starts), device=starts.device) - starts
 
     @property
     def sequence_ids(self) -> torch.Tensor:
-        """[T] which sequence each token belongs to."""
-        numbers = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
-        return torch.repeat_interleave(numbers, self.lengths)
+        """[T] which of the N sequences each token belongs to."""
+        return torch.repeat_interleave(self.own.to(self.cu_seqlens.device), self.cu_seqlens.diff())
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of a small tensor over the ranks that have sequences of this batch, the same on all. Collective."""
+        return self.everyone.total(part)
+
+    def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """[T] -> [N]: the sum over each sequence, on every rank. Collective."""
+        count = len(self.cu_seqlens) - 1
+        places = torch.repeat_interleave(torch.arange(count), self.cu_seqlens.diff())
+        sums = values.new_zeros(count).index_add(0, places, values)
+        if self.shares is None:
+            return sums
+        rows = self.everyone.rows(torch.stack([self.own.double(), sums.double()], dim=1))
+        result = values.new_zeros(self.num_sequences)
+        result[rows[:, 0].long()] = rows[:, 1].to(values.dtype)
+        return result
 
     def with_(self, **changes: torch.Tensor | None) -> TrainBatch:
         """A new batch with the named tensors in place of the old ones."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
-        """The sub-batch of the given sequences, in the given order."""
-        rows = list(indices)
-        where = [torch.arange(int(self.cu_seqlens[i]), int(self.cu_seqlens[i + 1])) for i in rows]
-        token_index = torch.cat(where) if where else torch.zeros(0, dtype=torch.int64)
-        changes: dict[str, torch.Tensor] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is None or item.name == "cu_seqlens":
-                continue
-            changes[item.name] = value[rows] if item.name in ("group", "sequence_reward") else value[token_index]
-        lengths = torch.tensor([len(index) for index in where], dtype=torch.int64)
-        changes["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        return replace(self, **changes)  # type: ignore[arg-type]
+        """The sub-batch of the given sequences, in the given order; each of them stays where it is."""
+        numbers = torch.as_tensor(list(indices), dtype=torch.int64)
+        place = torch.full((self.num_sequences,), -1, dtype=torch.int64)  # among those here, of all N
+        place[self.own] = torch.arange(len(self.own))
+        rows = place[numbers]
+        own = (rows >= 0).nonzero().squeeze(1)
+        rows = rows[own]
+        lengths = self.cu_seqlens.diff()[rows]
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        shift = self.cu_seqlens[rows] - starts[:-1]
+        tokens = torch.arange(int(starts[-1])) + torch.repeat_interleave(shift, lengths)
+        changes: dict[str, Any] = {name: getattr(self, name)[tokens] for name in self.columns()}
+        if self.routing is not None:
+            changes["routing"] = tuple(self.routing[row] for row in rows.tolist())
+        if self.shares is not None:
+            known = {name: getattr(self.shares, name)[numbers] for name in ("lengths", "routed", "home")}
+            changes["shares"] = replace(self.shares, own=own, **known)
+        changes |= {"group": self.group[numbers], "sequence_reward": self.sequence_reward[numbers]}
+        return replace(self, cu_seqlens=starts, **changes)
+
+    def columns(self) -> tuple[str, ...]:
+        """Names of the [T] tensors that there are."""
+        return tuple(name for name in COLUMNS if getattr(self, name) is not None)
 
 
-def _packed_routing(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
-    """[T, MoE layers, topk]; -1 for rollouts without a record among others that have one."""
-    shapes = {rollout.routing.shape[1:] for rollout in rollouts if rollout.routing is not None}
-    if not shapes:
+_NO_COLUMNS = ("cu_seqlens", "group", "sequence_reward", "routing", "shares")
+COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _NO_COLUMNS)
+"""The [T] tensors of a batch."""
+
+
+def _packed(parts: Iterable[Any], kind: type) -> torch.Tensor:
+    arrays: list[np.ndarray] = [np.asarray(part, kind) for part in parts]
+    return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros(0, kind))
+
+
+def _records(rollouts: Rollouts) -> tuple[torch.Tensor, ...] | None:
+    """Of the rollouts that are here, empty where one has none; None where no rollout has one, here or elsewhere."""
+    if not bool((rollouts.routed > 0).any()):
         return None
+    found = [rollout.routing for rollout in rollouts.here]
+    shapes = {record.shape[1:] for record in found if record is not None}
     if len(shapes) > 1:
         raise ValueError(f"rollouts whose routing has different shapes per token: {sorted(map(tuple, shapes))}")
-    (shape,), parts = shapes, []
-    for rollout in rollouts:
-        tokens = len(rollout.token_ids)
-        part = torch.full((tokens, *shape), -1, dtype=torch.int16) if rollout.routing is None else rollout.routing
-        if len(part) != tokens:
-            raise ValueError(f"a rollout of {tokens} tokens has the routing of {len(part)}")
-        parts.append(part)
-    return torch.cat(parts)
+    for record, rollout in zip(found, rollouts.here, strict=True):
+        if record is not None and len(record) > (tokens := sum(len(turn.token_ids) for turn in rollout.turns)):
+            raise ValueError(f"a rollout of {tokens} tokens has the routing of {len(record)}")
+    (shape,) = shapes or {torch.Size((0, 0))}
+    none = torch.zeros((0, *shape), dtype=torch.uint8)
+    return tuple(none if record is None else record for record in found)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -49,7 +51,7 @@ def gae(
     return advantages, returns
 
 
-def whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def whiten(x: torch.Tensor, mask: torch.Tensor, total: Any = None) -> torch.Tensor:
     """`x` [T] shifted and scaled to mean 0 and (population) standard deviation 1 over `mask` [T]; 0 elsewhere.
 
     Where all entries are equal the result is 0.
@@ -87,7 +89,7 @@ def group_advantages(sequence_reward: torch.Tensor, group: torch.Tensor, use_std
     return centred.to(sequence_reward.dtype)
 
 
-def spread_to_tokens(per_sequence: torch.Tensor, cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """[N] -> [T]: each sequence's number on all its action tokens, 0 elsewhere."""
-    spread = torch.repeat_interleave(per_sequence, cu_seqlens.diff())
+def spread_to_tokens(per_sequence: torch.Tensor, sequence_ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """[N] -> [T]: each sequence's number on all its action tokens, 0 elsewhere. sequence_ids: [T], whose each is."""
+    spread = per_sequence[sequence_ids]
     return torch.where(loss_mask, spread, torch.zeros_like(spread))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megarl.types import TokenLoss
@@ -41,7 +43,9 @@ def value_loss(
     return TokenLoss(loss=loss, metrics=metrics)
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor) -> float:
+def explained_variance(
+    values: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor, total: Any = None
+) -> float:
     """1 - Var(R - V) / Var(R) over the action tokens: 1 is a perfect critic, 0 no better than a constant.
 
     0 where the returns are all equal, for then there is nothing to explain.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.weights import sequence_mean_weights, token_mean_weights
 from megarl.config import Config
-from megarl.types import Rollout, TrainBatch
+from megarl.types import Rollouts, TrainBatch
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -21,9 +21,9 @@ class StepResult:
     """What one step of the loop leaves behind: numbers to log, and the rollouts with the batch made of them."""
 
     metrics: dict[str, float]
-    rollouts: list[Rollout] = field(default_factory=list)
+    rollouts: Rollouts | None = None
     batch: TrainBatch | None = None
-    trained: list[Rollout] | None = None
+    trained: Rollouts | None = None
     """Those of the rollouts that the batch holds, in its order; None for all."""
 
 
@@ -73,14 +73,16 @@ def mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[Train
     One in which nothing is trained on is left out: there may be fewer sequences than mini-batches, or their losses
     masked.
     """
+    actions = batch.per_sequence(batch.loss_mask.long())  # [N], so that every rank knows what a mini-batch is a mean of
     for part in parts_of(batch.num_sequences, config.run.num_update, config.run.epochs, seed):
-        mini = batch.select(part) if len(part) < batch.num_sequences else batch
-        if not mini.loss_mask.any():
+        chosen = actions[part]
+        if not bool(chosen.any()):
             continue
+        mini = batch.select(part) if len(part) < batch.num_sequences else batch
         if config.loss.mean == "token":
-            weights = token_mean_weights(mini.loss_mask)
+            weights = token_mean_weights(mini.loss_mask, int(chosen.sum()))
         else:
-            weights = sequence_mean_weights(mini.cu_seqlens, mini.loss_mask)
+            weights = sequence_mean_weights(chosen, mini.sequence_ids, mini.loss_mask)
         yield mini.with_(loss_weights=weights)
 
 

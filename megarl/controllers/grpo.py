@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
+from megarl.algorithms.totals import mean
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.policy import (
     PolicyController,
@@ -58,12 +57,11 @@ class GRPOController(PolicyController):
         score = batch.sequence_reward
         if batch.ref_logprobs is not None:
             kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, batch.loss_mask)
-            kl_mean = float(kl.sum() / batch.loss_mask.sum().clamp(min=1))
+            kl_mean = mean(kl, batch.loss_mask, batch.total)
             if config.kl.place == "reward":
-                per_sequence = torch.zeros_like(score).index_add(0, batch.sequence_ids, kl)
-                score = score - self.kl.coef * per_sequence
+                score = score - self.kl.coef * batch.per_sequence(kl)
         advantages = group_advantages(score, batch.group, config.advantage.group_std)
-        batch = batch.with_(advantages=spread_to_tokens(advantages, batch.cu_seqlens, batch.loss_mask))
+        batch = batch.with_(advantages=spread_to_tokens(advantages, batch.sequence_ids, batch.loss_mask))
 
         # 3. Updates.
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ppo_policy_loss
+from megarl.algorithms.totals import spread
 from megarl.config import Config
 from megarl.controllers.base import Controller
 from megarl.observe.metrics import rollout_metrics
-from megarl.types import ModelOutput, Prompt, Rollout, TokenLoss, TrainBatch
+from megarl.types import ModelOutput, Prompt, Rollouts, Status, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
-CUT_OFF = ("length", "max_turns")
+CUT_OFF: tuple[Status, ...] = ("length", "max_turns")
 """Status of a rollout that a length or the number of turns ended."""
 
 
@@ -43,20 +42,19 @@ class PolicyController(Controller):
         return metrics
 
 
-def trained(rollouts: Sequence[Rollout], config: Config) -> list[Rollout]:
+def trained(rollouts: Rollouts, config: Config) -> Rollouts:
     """Those that losses and statistics of groups are about: no aborted one, and none that was cut off where
     `loss.truncated` says `drop`."""
-    dropped = ("aborted", *(CUT_OFF if config.loss.truncated == "drop" else ()))
-    return [rollout for rollout in rollouts if rollout.status not in dropped]
+    return rollouts.select(~rollouts.are("aborted", *(CUT_OFF if config.loss.truncated == "drop" else ())))
 
 
-def masked(batch: TrainBatch, rollouts: Sequence[Rollout], config: Config) -> TrainBatch:
+def masked(batch: TrainBatch, rollouts: Rollouts, config: Config) -> TrainBatch:
     """The batch of these rollouts as its losses see it: without the tokens of those that were cut off, where
     `loss.truncated` says `mask`. What was computed of them before, such as the mean of their group, stays."""
     if config.loss.truncated != "mask":
         return batch
-    keeps = torch.tensor([rollout.status not in CUT_OFF for rollout in rollouts], dtype=torch.bool)
-    return batch.with_(loss_mask=batch.loss_mask & keeps[batch.sequence_ids])
+    cut_off = rollouts.are(*CUT_OFF)
+    return batch.with_(loss_mask=batch.loss_mask & ~cut_off[batch.sequence_ids])
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:
@@ -96,14 +94,17 @@ def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -
     `train.replay_routing` they cannot. suffix: of the names, where `policy` was not computed as in training.
     """
     assert policy.logprobs is not None
-    if not batch.loss_mask.any():
-        return {}
     gap = (batch.rollout_logprobs - policy.logprobs).abs()[batch.loss_mask]
-    return {
-        f"rollout/logprob_diff{suffix}": float(gap.max()),
-        f"rollout/logprob_diff_p95{suffix}": float(gap.kthvalue(-(-len(gap) * 95 // 100)).values),
-        f"rollout/logprob_diff_mean{suffix}": float(gap.mean()),
-    }
+    figures = spread(gap, 95, batch.total)
+    return (
+        {}
+        if figures is None
+        else {
+            f"rollout/logprob_diff{suffix}": figures.largest,
+            f"rollout/logprob_diff_p95{suffix}": figures.percentile,
+            f"rollout/logprob_diff_mean{suffix}": figures.mean,
+        }
+    )
 
 
 def unreplayed_metrics(flow: HybridFlow, batch: TrainBatch, steps: int) -> dict[str, float]:

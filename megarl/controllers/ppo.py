@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.algorithms.advantages import gae, whiten
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.rewards import token_rewards
+from megarl.algorithms.totals import mean
 from megarl.algorithms.value_loss import explained_variance, value_loss
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.policy import (
@@ -60,13 +61,13 @@ class PPOController(PolicyController):
         penalty = None
         if batch.ref_logprobs is not None:
             kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, mask)
-            kl_mean = float(kl.sum() / mask.sum().clamp(min=1))
+            kl_mean = mean(kl, mask, batch.total)
             penalty = kl if config.kl.place == "reward" else None
-        rewards = token_rewards(batch.sequence_reward, batch.cu_seqlens, mask, penalty, self.kl.coef)
+        rewards = token_rewards(batch.sequence_reward[batch.own], batch.cu_seqlens, mask, penalty, self.kl.coef)
         discount, lam = config.advantage.gamma, config.advantage.lam
         advantages, returns = gae(rewards, values, mask, batch.cu_seqlens, discount, lam)
         if config.advantage.whiten:
-            advantages = whiten(advantages, mask)
+            advantages = whiten(advantages, mask, batch.total)
         batch = batch.with_(values=values, rewards=rewards, advantages=advantages, returns=returns)
 
         # 3. Updates: the critic towards the returns, the policy along the advantages.
@@ -87,7 +88,7 @@ class PPOController(PolicyController):
         flow.rollout.update_weights(flow.actor)
         metrics |= means.result()
         metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
-        metrics["critic/explained_variance"] = explained_variance(values, returns, mask)
+        metrics["critic/explained_variance"] = explained_variance(values, returns, mask, batch.total)
         self.kl = self.kl.updated(kl_mean, len(taken))
         self.steps += 1
         return StepResult(metrics, rollouts, batch, taken)

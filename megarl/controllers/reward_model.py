@@ -34,7 +34,7 @@ class RewardModelController(Controller):
 
         means = MeanOf()
         for part in parts_of(len(items), self.config.run.num_update, self.config.run.epochs, seed=0):
-            means.add(flow.reward_model.update(pair_batch([items[i] for i in part]), loss))
+            means.add(flow.reward_model.update(pair_batch(flow, [items[i] for i in part]), loss))
         return StepResult(means.result())
 
     def eval_items(self, flow: HybridFlow) -> Sequence[Pair]:
@@ -45,16 +45,17 @@ class RewardModelController(Controller):
         totals = {"eval/loss": 0.0, "eval/accuracy": 0.0, "eval/margin": 0.0}
         at_once = self.config.data.prompts_per_step
         for first in range(0, len(items), at_once):
-            batch = pair_batch([items[i] for i in range(first, min(first + at_once, len(items)))])
-            result = bradley_terry(flow.reward_model.scores(batch), batch.cu_seqlens, batch.group)
+            batch = pair_batch(flow, [items[i] for i in range(first, min(first + at_once, len(items)))])
+            result = bradley_terry(flow.reward_model.scores(batch), batch.cu_seqlens, batch.group[batch.own])
             figures = {"loss": result.loss, **result.metrics}
             for name, values in figures.items():
-                totals[f"eval/{name.removeprefix('reward_model/')}"] += float(values.sum()) / len(items)
+                totals[f"eval/{name.removeprefix('reward_model/')}"] += float(batch.total(values.sum())) / len(items)
         return totals
 
 
-def pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
+def pair_batch(flow: HybridFlow, pairs: Sequence[Pair]) -> TrainBatch:
     """Chosen and rejected in turn: sequences 2k and 2k + 1 are pair k; the weights make the loss a mean over pairs."""
-    batch = TrainBatch.from_rollouts([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)])
+    rollouts = flow.deal([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], together=2)
+    batch = TrainBatch.from_rollouts(rollouts)
     group = torch.arange(len(pairs)).repeat_interleave(2)
-    return batch.with_(group=group, loss_weights=pair_mean_weights(batch.cu_seqlens))
+    return batch.with_(group=group, loss_weights=pair_mean_weights(batch.own, batch.cu_seqlens, len(pairs)))

@@ -22,7 +22,7 @@ class SFTController(Controller):
         return flow.load_conversations(self.config.data.train)
 
     def step(self, flow: HybridFlow, items: Sequence[Rollout]) -> StepResult:
-        batch = TrainBatch.from_rollouts(items)
+        batch = TrainBatch.from_rollouts(flow.deal(items))
 
         def negative_logprob(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             assert output.logprobs is not None
@@ -40,9 +40,9 @@ class SFTController(Controller):
         """Negative log-probability of an assistant's token in the held-out conversations, in the mean."""
         total, tokens, at_once = 0.0, 0, self.config.data.prompts_per_step
         for first in range(0, len(items), at_once):
-            batch = TrainBatch.from_rollouts(items[first : first + at_once])
+            batch = TrainBatch.from_rollouts(flow.deal(items[first : first + at_once]))
             logprobs = flow.actor.forward(batch).logprobs
             assert logprobs is not None
-            total -= float(logprobs[batch.loss_mask].sum(dtype=torch.float64))
-            tokens += int(batch.loss_mask.sum())
+            total -= float(batch.total(logprobs[batch.loss_mask].sum(dtype=torch.float64)))
+            tokens += int(batch.total(batch.loss_mask.sum()))
         return {"eval/nll": total / tokens}

@@ -70,7 +70,7 @@ class MicroBatch(Arriving):
 
 
 def make_micro_batch(
-    batch: TrainBatch,
+    chosen: TrainBatch,
     indices: Sequence[int],
     device: torch.device,
     tp: int = 1,
@@ -79,21 +79,21 @@ def make_micro_batch(
     mtp_layers: int = 0,
     replayed: Share | None = None,
 ) -> MicroBatch:
-    """Take `indices` out of `batch`; none make all padding.
+    """chosen: the sequences, all here, and no others; none make all padding. indices: their numbers in the whole batch.
 
     P is at least 1 and each rank's part a multiple of `tp`, for sequence parallelism, or of a multiple of that; with
     cp > 1 every sequence is padded to a multiple of 2 cp. replayed: what the model takes of the record of routing;
     None of a model that chooses for itself.
     """
-    chosen = batch.with_(routing=None).select(indices)
     unit, multiple = (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)
     lengths = [-(-length // unit) * unit for length in chosen.lengths.tolist()]
     rest = max(1, -(-sum(lengths) // multiple)) * multiple - sum(lengths)
     lengths += [rest] if rest else []
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    real = cu_seqlens[chosen.sequence_ids] + chosen.positions
-    tokens = chosen.tokens.new_zeros(int(cu_seqlens[-1]))
-    tokens[real] = chosen.tokens
+    nth = chosen.positions
+    real = cu_seqlens[chosen.sequence_ids] + nth
+    tokens = torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64)
+    tokens[real] = chosen.tokens.long()
     positions = torch.arange(len(tokens)) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
     left = torch.repeat_interleave(cu_seqlens[1:], cu_seqlens.diff()) - torch.arange(len(tokens))
     ahead = torch.stack([tokens.roll(-by) * (left > by) for by in range(1, 2 + mtp_layers)])
@@ -101,12 +101,13 @@ def make_micro_batch(
     mine = places[cp_rank]
     offsets = cu_seqlens.to(device=device, dtype=torch.int32)
     routing = None
-    if batch.routing is not None and replayed is not None:
-        starts = batch.cu_seqlens[torch.tensor(list(indices), dtype=torch.int64)]
+    if chosen.routing is not None and replayed is not None:
+        known = torch.tensor([len(record) for record in chosen.routing], dtype=torch.int64)
+        on_record = nth < known[chosen.sequence_ids]
         rows = torch.full_like(tokens, -1)
-        rows[real] = starts[chosen.sequence_ids] + chosen.positions
-        routing = replayed.cut(batch.routing, rows[mine])
-    columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)}
+        rows[real[on_record]] = torch.arange(int(known.sum()))
+        routing = replayed.cut(_joined(chosen.routing, len(replayed.layers)), rows[mine])
+    columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)} | {"routing": None}
     return MicroBatch(
         indices=list(indices),
         batch=ArrivingBatch(**columns).at(device),
@@ -115,7 +116,7 @@ def make_micro_batch(
         ahead=ahead[:, mine],
         places=places,
         real=real,
-        nth=chosen.positions,
+        nth=nth,
         packed=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -125,3 +126,9 @@ def make_micro_batch(
         ),
         routing=routing,
     ).at(device)
+
+
+def _joined(records: Sequence[torch.Tensor], layers: int) -> torch.Tensor:
+    """One after another. Those of sequences without a record may be of no layers."""
+    whole = [record for record in records if len(record)]
+    return torch.cat(whole) if whole else torch.zeros((0, layers, 1), dtype=torch.uint8)

@@ -1,12 +1,12 @@
 """A policy, a critic or a reward model on Megatron-Core: forward over a batch, a training step, its weights, its state.
 
-Every method is called by all ranks with the same global batch and returns the same values on all of them. The batch
-is cut here: over data parallel ranks, into micro-batches, and over Megatron's pipeline schedule.
+Every method is called by all ranks with the same batch, of which each has its own sequences. The batch is cut here:
+over data parallel ranks, into micro-batches, and over Megatron's pipeline schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,11 @@ from megarl.data.packing import plan_micro_batches
 from megarl.megatron import lora, optimizer, replay
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
+from megarl.megatron.distribution import Distribution, Plan, Rows
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
 from megarl.megatron.parking import Parking
-from megarl.megatron.reading import Reader, assemble
+from megarl.megatron.reading import Reader
 from megarl.models.adapters import adapter_params
 from megarl.models.classifier import VALUE_HEAD
 from megarl.models.cost import quadratic_cost
@@ -40,8 +41,8 @@ LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
 Get = Callable[[Param, int, int], torch.Tensor]
 FP8_ROWS = 32
 """Transformer Engine multiplies in FP8 only matrices with multiples of 16 rows, in blocks with scales, of 32."""
-NAMES = {"actor": ("logprobs", "entropy"), "critic": ("values",), "reward_model": ("scores",)}
-"""Which fields of ModelOutput a model of each role has."""
+NAMES = {"actor": ("logprobs",), "critic": ("values",), "reward_model": ("scores",)}
+"""Which fields of ModelOutput a forward pass of each role is for."""
 
 
 class MegatronModel:
@@ -77,6 +78,8 @@ class MegatronModel:
             if role == "actor" and config.train.replay_routing:
                 self.replays = routing_shape(hf_config, config.model.megatron)
                 replay.install(self.chunks, self.replays)
+            layers = replay.layers(self.chunks) if self.replays is not None else ()
+            self._distribution = Distribution(ranks, layers, self.replays)
             if not trains:
                 return
             self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
@@ -204,23 +207,28 @@ class MegatronModel:
     # ---- computing
 
     @torch.no_grad()
-    def forward(self, batch: TrainBatch, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """What the model says of each token: `logprobs` and `entropy` of a policy, `values` of a critic, `scores` of a
-        reward model.
+    def forward(
+        self, batch: TrainBatch, temperature: float = 1.0, names: Sequence[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """What the model says of each token: `logprobs` of a policy, `values` of a critic, `scores` of a reward model.
 
-        Returns [T] fp32 host tensors in the batch's order. `temperature` divides a policy's logits.
+        Returns [T] fp32 host tensors in the batch's order. `temperature` divides a policy's logits. names: which fields
+        of `ModelOutput` else, such as a policy's `entropy`.
         """
+        names = names or NAMES[self.role]
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             output = self._reader.read(micro, emitted, temperature)
-            found = {name: getattr(output, name).cpu() for name in NAMES[self.role]}
+            found = {name: getattr(output, name).float().cpu() for name in names}
             return emitted.new_zeros(()), torch.zeros((), dtype=torch.int), (micro.indices, found)
 
         for chunk in self.chunks:
             chunk.eval()
+        plan = self._plan(batch, forward_only=True)
+        rows = self._distribution.give(batch, plan, ("tokens",))
         with self._at_work(states=False):
-            done = self._schedule(batch, consume, forward_only=True)
-        return assemble(batch, all_gather_objects(done if self._speaks() else []))
+            done = self._schedule(rows, plan, consume, forward_only=True)
+        return self._distribution.take_back(batch, plan, done, names)
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
         """One optimizer step on sum(loss_weights * loss) over `batch`.
@@ -234,7 +242,9 @@ class MegatronModel:
             raise ValueError("a training batch needs loss_weights")
         # Megatron divides gradients by the global number of tokens, its aux losses being scaled up by the local one.
         # Our loss is scaled up by the global one, and is what it says after the division.
-        total_tokens = len(batch.tokens)
+        total_tokens = int(batch.lengths.sum())
+        plan = self._plan(batch)
+        rows = self._distribution.give(batch, plan, batch.columns())
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             own = 0 if self.ranks.cp_rank else len(micro.real)  # each token is counted once
@@ -259,10 +269,10 @@ class MegatronModel:
                 chunk.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            done = self._schedule(batch, consume, forward_only=False)
-            aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(self._plan(batch)[0]))
+            done = self._schedule(rows, plan, consume, forward_only=False)
+            aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(plan[0]))
             norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
-        figures = _to_floats(done) if self._speaks() else {}
+        figures = _to_floats(done) if self._distribution.here.speaks else {}
         everyone = all_gather_objects((figures, optimizer.are_finite(self.chunks)))
         if broken := [rank for rank, (_, finite) in enumerate(everyone) if not finite]:
             name = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
@@ -291,25 +301,25 @@ class MegatronModel:
         lengths = batch.lengths.tolist()
         return plan_micro_batches(lengths, self.ranks.dp, budget, self.quadratic_cost, multiple, together)
 
-    def _schedule(self, batch: TrainBatch, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
+    def _schedule(self, rows: Rows, plan: Plan, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results.
 
         A chunk's micro-batch is made when the schedule comes to it, and what autograd does not keep of it is gone when
         the chunk is done: of many, the device has those in flight.
         """
-        mine = self._plan(batch, forward_only)[self.ranks.dp_rank]
+        mine = plan[self.ranks.dp_rank]
         place = device.device()
         # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
         keep_type = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
         fp8 = self.config.model.megatron.get("fp8")
         at = self.ranks.tp * (FP8_ROWS if fp8 else 1), self.ranks.cp, self.ranks.cp_rank
         foresees = 0 if forward_only else self.mtp_layers
-        if self.replays is not None and batch.routing is not None:
-            replay.check_shape(batch.routing, self.replays)
 
         def made_for(chunk: torch.nn.Module) -> Iterator[MicroBatch]:
-            replayed = replay.share(chunk, self.ranks.tp, self.ranks.tp_rank) if self.replays is not None else None
-            return (make_micro_batch(batch, indices, place, *at, foresees, replayed) for indices in mine)
+            replayed = None
+            if self.replays is not None:
+                replayed = replay.share(chunk, self.ranks.tp, self.ranks.tp_rank, rows.layers)
+            return (make_micro_batch(rows.take(indices), indices, place, *at, foresees, replayed) for indices in mine)
 
         sources = [made_for(chunk) for chunk in self.chunks]
 
@@ -338,10 +348,6 @@ class MegatronModel:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-
-    def _speaks(self) -> bool:
-        """One rank of each data parallel replica reports what its last stage computed."""
-        return self.ranks.pp_rank == self.ranks.pp - 1 and self.ranks.tp_rank == self.ranks.cp_rank == 0
 
     # ---- state
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron.core import parallel_state
 from megarl.megatron.context import gather_context
 from megarl.megatron.logprobs import vocab_parallel_logprobs
 from megarl.megatron.micro_batch import MicroBatch
-from megarl.types import ModelOutput, TrainBatch
+from megarl.types import ModelOutput
 
 
 @dataclass(frozen=True)
@@ -70,18 +69,3 @@ class Reader:
 
 def _gathered(micro: MicroBatch, local: torch.Tensor) -> torch.Tensor:
     return gather_context(local, micro.places, parallel_state.get_context_parallel_group(), same_gradient=True)
-
-
-def assemble(
-    batch: TrainBatch, gathered: Sequence[Sequence[tuple[list[int], dict[str, torch.Tensor]]]]
-) -> dict[str, torch.Tensor]:
-    """Numbers per token of all replicas' micro-batches, each with the indices of its sequences -> [T] in the order of
-    the batch."""
-    result: dict[str, torch.Tensor] = {}
-    for indices, found in (item for share in gathered for item in share):
-        spans = [torch.arange(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])) for i in indices]
-        for name, values in found.items():
-            full = result.setdefault(name, torch.zeros(len(batch.tokens)))
-            if spans:
-                full[torch.cat(spans)] = values
-    return result

@@ -77,24 +77,31 @@ def install(chunks: Sequence[torch.nn.Module], shape: RoutingShape) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """What one chunk on one rank replays of a record: of these layers, places among those with experts, that part of
-    the tokens which sequence parallelism gives to this rank."""
+    """What one chunk on one rank replays of a record: of these layers, places among those that the record is of, that
+    part of the tokens which sequence parallelism gives to this rank."""
 
     layers: tuple[int, ...]
     tp: int
     tp_rank: int
 
-    def cut(self, routing: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[T, MoE layers, topk] of a batch, [P] its rows in the order of the tokens on the ranks that share them, -1
-        for padding -> [P / tp, layers, topk]."""
+    def cut(self, record: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[known, layers, topk] of a micro-batch's tokens, [P] which of them is each of the tokens on the ranks that
+        share them, -1 for none -> [P / tp, layers, topk] int16, -1 where nothing is known."""
         mine = rows.chunk(self.tp)[self.tp_rank]
-        found = routing[mine.clamp(min=0)[:, None], torch.tensor(self.layers, dtype=torch.int64)]
+        found = record.new_zeros((len(mine), len(self.layers), record.shape[2]), dtype=torch.int16)
+        found[mine >= 0] = record[mine[mine >= 0][:, None], torch.tensor(self.layers, dtype=torch.int64)].short()
         found[mine < 0] = -1
         return found
 
 
-def share(chunk: torch.nn.Module, tp: int, tp_rank: int) -> Share:
-    return Share(_layers(chunk), tp, tp_rank)
+def share(chunk: torch.nn.Module, tp: int, tp_rank: int, of: Sequence[int]) -> Share:
+    """of: the layers of the record, by their places among all with experts."""
+    return Share(tuple(list(of).index(layer) for layer in _layers(chunk)), tp, tp_rank)
+
+
+def layers(chunks: Sequence[torch.nn.Module]) -> tuple[int, ...]:
+    """Those of all chunks that replay, by their places among the layers with experts."""
+    return tuple(layer for chunk in chunks for layer in _layers(chunk))
 
 
 def begin(chunk: torch.nn.Module, routing: torch.Tensor | None, shape: RoutingShape) -> None:
@@ -106,16 +113,6 @@ def begin(chunk: torch.nn.Module, routing: torch.Tensor | None, shape: RoutingSh
         check(routing, shape, _layers(chunk))
     for number, router in enumerate(_routers(chunk)):
         router.router_replay.begin(None if routing is None else routing[:, number], chunk.training)
-
-
-def check_shape(routing: torch.Tensor, shape: RoutingShape) -> None:
-    """Raise ConfigError unless a whole record has the layers of this model, and as many experts in each."""
-    expected = (len(shape.moe_layers), shape.topk)
-    if routing.shape[1:] != expected:
-        raise ConfigError(
-            f"the recorded routing is of {routing.shape[1]} layers with {routing.shape[2]} experts a token, the "
-            f"trainer's model has {expected[0]} with {expected[1]}: engine and trainer must load the same config.json"
-        )
 
 
 def check(routing: torch.Tensor, shape: RoutingShape, layers: Sequence[int]) -> None:

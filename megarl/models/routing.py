@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megarl.config import ConfigError
 from megarl.models.cuts import HFConfig
 from megarl.models.registry import family_of
@@ -19,6 +21,11 @@ class RoutingShape:
     moe_layers: tuple[int, ...]  # numbers of those with experts, from 0
     topk: int
     experts: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the experts' numbers on record."""
+        return torch.uint8 if self.experts <= 256 else torch.int16
 
 
 def routing_shape(hf: HFConfig, megatron: Mapping[str, Any]) -> RoutingShape:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 
-from megarl.types import Rollout
+import torch
+
+from megarl.types import Rollouts
 
 
-def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Means over the rollouts, `rollout/...`; empty for no rollouts.
 
     Lengths are in tokens, and `response_length` counts the policy's own: not the prompt, not what tools answered.
@@ -18,42 +19,48 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
     `aborted_frac` is the share of aborted ones, which nothing else here contains: it stands alone where all are.
     """
-    if not rollouts:
+    if not len(rollouts):
         return {}
-    whole = [rollout for rollout in rollouts if rollout.status != "aborted"]
+    whole = rollouts.select(~rollouts.are("aborted"))
     aborted = {"rollout/aborted_frac": 1 - len(whole) / len(rollouts)}
-    return aborted | (_of_whole(whole) if whole else {})
+    return aborted | (_of_whole(whole) if len(whole) else {})
 
 
-def _of_whole(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _of_whole(rollouts: Rollouts) -> dict[str, float]:
     count = len(rollouts)
-    rewards = [rollout.reward for rollout in rollouts]
-    lengths = [rollout.num_actions for rollout in rollouts]
+    rewards = rollouts.reward.tolist()
     metrics = {
         "rollout/reward_mean": statistics.fmean(rewards),
         "rollout/reward_std": statistics.pstdev(rewards),
         "rollout/reward_min": min(rewards),
         "rollout/reward_max": max(rewards),
-        "rollout/response_length_mean": statistics.fmean(lengths),
-        "rollout/response_length_max": float(max(lengths)),
-        "rollout/prompt_length_mean": statistics.fmean(len(rollout.turns[0].token_ids) for rollout in rollouts),
-        "rollout/length_max": float(max(len(rollout.token_ids) for rollout in rollouts)),
-        "rollout/turns_mean": statistics.fmean(sum(turn.is_action for turn in rollout.turns) for rollout in rollouts),
-        "rollout/tool_calls_mean": statistics.fmean(rollout.tool_calls for rollout in rollouts),
-        "rollout/tool_errors": float(sum(rollout.tool_errors for rollout in rollouts)),
-        "rollout/no_tool_frac": sum(rollout.tool_calls == 0 for rollout in rollouts) / count,
-        "rollout/truncated_frac": sum(rollout.status == "length" for rollout in rollouts) / count,
-        "rollout/max_turns_frac": sum(rollout.status == "max_turns" for rollout in rollouts) / count,
+        "rollout/response_length_mean": _mean(rollouts.actions),
+        "rollout/response_length_max": float(rollouts.actions.max()),
+        "rollout/prompt_length_mean": _mean(rollouts.prompt_length),
+        "rollout/length_max": float(rollouts.length.max()),
+        "rollout/turns_mean": _mean(rollouts.turns),
+        "rollout/tool_calls_mean": _mean(rollouts.tool_calls),
+        "rollout/tool_errors": float(rollouts.tool_errors.sum()),
+        "rollout/no_tool_frac": _mean(rollouts.tool_calls == 0),
+        "rollout/truncated_frac": _mean(rollouts.are("length")),
+        "rollout/max_turns_frac": _mean(rollouts.are("max_turns")),
     }
-    groups: dict[int, list[float]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout.reward)
-    if len(groups) < count:
-        metrics["rollout/zero_spread_frac"] = sum(min(group) == max(group) for group in groups.values()) / len(groups)
-    if drafted := sum(rollout.drafted for rollout in rollouts):
-        metrics["rollout/draft_accepted"] = sum(rollout.accepted for rollout in rollouts) / drafted
-    parts = sorted({name for rollout in rollouts for name in rollout.reward_parts})
-    if len(parts) > 1:  # a single part is the reward itself
-        for name in parts:
-            metrics[f"reward/{name}"] = statistics.fmean(rollout.reward_parts.get(name, 0.0) for rollout in rollouts)
+    _, row = torch.unique(rollouts.group, return_inverse=True)
+    if (groups := int(row.max()) + 1) < count:
+        ends = rollouts.reward.new_zeros(2, groups)
+        lowest, highest = (
+            ends[i].scatter_reduce(0, row, rollouts.reward, reduce=way, include_self=False)
+            for i, way in enumerate(("amin", "amax"))
+        )
+        metrics["rollout/zero_spread_frac"] = _mean(lowest == highest)
+    if drafted := int(rollouts.drafted.sum()):
+        metrics["rollout/draft_accepted"] = int(rollouts.accepted.sum()) / drafted
+    if len(rollouts.reward_parts) > 1:  # a single part is the reward itself
+        for name, part in rollouts.reward_parts.items():
+            metrics[f"reward/{name}"] = statistics.fmean(part.tolist())
     return metrics
+
+
+def _mean(numbers: torch.Tensor) -> float:
+    """Of whole numbers, or of what is true or not."""
+    return int(numbers.sum()) / len(numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megarl.observe.run_folder import Change, RunFolder, claim
 from megarl.observe.tracker import Tracker
 from megarl.parallel import ranks
 from megarl.rollout.aborted import abort_reasons
-from megarl.types import Rollout, TrainBatch
+from megarl.types import Rollouts, TrainBatch
 
 
 class RunLog:
@@ -106,23 +106,24 @@ class RunLog:
         self,
         step: int,
         metrics: Mapping[str, float],
-        rollouts: Sequence[Rollout] = (),
+        rollouts: Rollouts | None = None,
         batch: TrainBatch | None = None,
-        trained: Sequence[Rollout] | None = None,
+        trained: Rollouts | None = None,
     ) -> None:
         """A step is done: its metrics, and its rollouts with the batch that was made of the `trained` ones in their
         order; of all by default."""
+        everybody = [] if rollouts is None else [r for h in ranks.all_gather_objects(rollouts.here) for r in h]
         if not self.writes:
             return
         assert self._tracker is not None
         self._tracker.log(step, metrics)
-        if self._record_rollouts and rollouts:
+        if self._record_rollouts and everybody:
             decode = None if self.tokenizer is None else self.tokenizer.decode
             try:
-                write_rollouts(rollout_file(self.run_dir, step), rollouts, batch, decode, trained)
+                write_rollouts(rollout_file(self.run_dir, step), everybody, None, decode, None)
             except OSError as error:
                 self._warn(f"could not record rollouts: {error}; training goes on without them")
-        if reasons := abort_reasons(rollouts):
+        if rollouts is not None and (reasons := abort_reasons(rollouts)):
             self.say(f"step {step}: aborted rollouts, which nothing is trained on: {reasons}")
         self._progress.step(step, metrics)
         self._note(self._progress.line(step, metrics))

@@ -281,6 +281,34 @@ def all_gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def total(mine: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' tensors, small ones of one shape, added up in the order of ranks: the same bits on all."""
+    parts = all_gather_objects(mine)
+    return torch.stack(parts).sum(0).to(mine.dtype)
+
+
+def gather_rows(mine: torch.Tensor) -> torch.Tensor:
+    """[n, ...] -> [N, ...]: all ranks' rows, by rank."""
+    return torch.cat(all_gather_objects(mine))
+
+
+class AllRanks:
+    """The ranks of the job, as `types.Everyone`."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def total(self, mine: torch.Tensor) -> torch.Tensor:
+        return total(mine)
+
+    def rows(self, mine: torch.Tensor) -> torch.Tensor:
+        return gather_rows(mine)
+
+    def objects(self, mine: Any) -> list[Any]:
+        return all_gather_objects(mine)
+
+
 def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
     """work(0), work(1), ... work(count - 1), each done by one of the ranks, on every rank. A ConfigError of any of them
     is raised on all."""

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from megarl.config import Config, ConfigError
-from megarl.types import Rollout
+from megarl.types import Rollouts
 
 _SHOWN = 3
 
 
-def abort_reasons(rollouts: Sequence[Rollout]) -> str:
+def abort_reasons(rollouts: Rollouts) -> str:
     """`12 x it was not done within rollout.step_timeout, ...`, the most frequent first; empty where none is aborted."""
-    found = Counter(rollout.failure or "no reason on record" for rollout in rollouts if rollout.status == "aborted")
+    found = Counter(rollouts.failures)
     shown = [f"{count} x {' '.join(reason.split())}" for reason, count in found.most_common(_SHOWN)]
     more = f", and {len(found) - _SHOWN} other reasons" if len(found) > _SHOWN else ""
     return ", ".join(shown) + more
 
 
-def check_aborted(rollouts: Sequence[Rollout], config: Config) -> None:
+def check_aborted(rollouts: Rollouts, config: Config) -> None:
     """Raise ConfigError where more than `rollout.max_aborted` of them are."""
-    count = sum(rollout.status == "aborted" for rollout in rollouts)
+    count = int(rollouts.are("aborted").sum())
     if count > config.rollout.max_aborted * len(rollouts):
         raise ConfigError(
             f"{count} of {len(rollouts)} rollouts were aborted, more than rollout.max_aborted="

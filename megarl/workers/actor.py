@@ -29,11 +29,10 @@ class ActorWorker(TrainingWorker):
             context.models.add(self.model)
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
-        """Log-probs and entropies, [T] fp32 on the host, of the policy as it is now."""
+        """Log-probs, [T] fp32 on the host, of the policy as it is now."""
         with self.clock.phase("actor_logprobs"):
             output = self.model.forward(batch, self.temperature)
-        self.require_finite("log-probs", output["logprobs"], batch.loss_mask)
-        return ModelOutput(logprobs=output["logprobs"], entropy=output["entropy"])
+        return ModelOutput(logprobs=self.require_finite("log-probs", output["logprobs"], batch))
 
     @property
     def temperature(self) -> float:

@@ -28,4 +28,4 @@ class CriticWorker(TrainingWorker):
         """[T] fp32 on the host; values[t] is of the state before token t."""
         with self.clock.phase("critic_values"):
             values = self.model.forward(batch)["values"]
-        return self.require_finite("values", values, batch.loss_mask)
+        return self.require_finite("values", values, batch)

@@ -34,4 +34,4 @@ class ReferenceWorker(Worker):
         batch = batch.with_(routing=None)
         with self.clock.phase("reference_logprobs"), self.first():
             logprobs = self.actor.model.forward(batch, self.actor.temperature)["logprobs"]
-        return self.actor.require_finite("log-probs by the first weights", logprobs, batch.loss_mask)
+        return self.actor.require_finite("log-probs by the first weights", logprobs, batch)

@@ -1,17 +1,23 @@
-"""Rewards: functions, of which each rank calls its share, and a reward model on all ranks; every rank gets them all."""
+"""Rewards: functions, called where the rollouts are and on the idle ranks beside, and a reward model on all ranks.
+
+The numbers go everywhere, the texts at most to another rank of the machine.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from megarl.config import ConfigError, LoraConfig
 from megarl.megatron.model import MegatronModel
 from megarl.models.registry import load_hf_config
+from megarl.parallel import delivery
 from megarl.parallel.ranks import all_gather_objects, patient
 from megarl.rewards.deadline import GRACE_S
 from megarl.rewards.functions import LARGEST, checked, load_functions, score
-from megarl.types import Rollout, TrainBatch
+from megarl.types import Rollout, Rollouts, TrainBatch
 from megarl.workers.context import Context, Worker
 
 _A_DAY_S = 86400.0
@@ -27,6 +33,8 @@ class RewardWorker(Worker):
         else:
             self.functions = load_functions(self.config.reward.functions)
         self.model: MegatronModel | None = None
+        self._post = delivery.post()
+        self._here = min(self.ranks.world, self.config.parallel.ranks_per_node)
         if not self.functions and not self.config.reward.model:
             raise ConfigError(
                 "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass reward_fn"
@@ -45,46 +53,86 @@ class RewardWorker(Worker):
                 self.model.load_hf(path)
                 self.context.models.add(self.model)
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def score(self, rollouts: Rollouts) -> Rollouts:
         """The rollouts with `reward` and `reward_parts`; an error of a function on one rank is raised on all.
 
         Aborted ones are shown to nobody and stay without.
         """
-        whole = [rollout for rollout in rollouts if rollout.status != "aborted"]
-        scored = iter(self._score(whole) if whole else [])
-        return [rollout if rollout.status == "aborted" else next(scored) for rollout in rollouts]
-
-    def _score(self, rollouts: list[Rollout]) -> list[Rollout]:
         with self.clock.phase("reward"):
-            share = rollouts[self.ranks.rank :: self.ranks.world]
-            limit = self.config.reward.timeout
-            result: list[Rollout] | str
-            # The longest that the slowest rank may take, if each of its calls takes as long as one may.
-            calls = -(-len(rollouts) // self.ranks.world) * len(self.functions)
-            longest = max(self.config.run.timeout_s, (min(limit, _A_DAY_S) + GRACE_S) * calls)
-            with patient(longest):
-                try:
-                    result = score(share, self.functions, limit)
-                except ValueError as error:
-                    result = str(error)
-                parts = all_gather_objects(result)
-            for part in parts:
-                if isinstance(part, str):
-                    raise ConfigError(part)
-            scored: list[Rollout] = [None] * len(rollouts)  # type: ignore[list-item]
-            for rank, part in enumerate(parts):
-                scored[rank :: self.ranks.world] = part
-            return scored if self.model is None else self._with_model(scored, self.model)
+            scored = rollouts.with_(self._by_functions(rollouts)) if self.functions else rollouts
+            return scored if self.model is None else scored.with_(self._with_model(scored, self.model))
 
-    def _with_model(self, rollouts: list[Rollout], model: MegatronModel) -> list[Rollout]:
+    def _by_functions(self, rollouts: Rollouts) -> list[Rollout]:
+        """Those that are here, scored here or by a rank beside."""
+        shares = spread_out(rollouts.home[~rollouts.are("aborted")].tolist(), self._here)
+        whole = [index for index, rollout in enumerate(rollouts.here) if rollout.status != "aborted"]
+        mine = iter(whole)
+        parcels: dict[int, list[tuple[int, Rollout]]] = {}
+        for rank, count in shares.get(self.ranks.rank, {}).items():
+            parcels[rank] = [
+                (index, dataclasses.replace(rollouts.here[index], routing=None)) for index in islice(mine, count)
+            ]
+        # The longest that the slowest rank may take, if each of its calls takes as long as one may.
+        limit = self.config.reward.timeout
+        most = max((sum(by.get(rank, 0) for by in shares.values()) for rank in range(self.ranks.world)), default=0)
+        longest = max(self.config.run.timeout_s, (min(limit, _A_DAY_S) + GRACE_S) * most * len(self.functions))
+        with patient(longest):
+            arrived = self._post.exchange_objects(parcels)
+            error = None
+            answers: dict[int, list[tuple[int, float, dict[str, float]]]] = {}
+            try:
+                for rank, parcel in arrived.items():
+                    found = score([rollout for _, rollout in parcel], self.functions, limit)
+                    answers[rank] = [
+                        (index, rollout.reward, rollout.reward_parts)
+                        for (index, _), rollout in zip(parcel, found, strict=True)
+                    ]
+            except ValueError as failure:
+                error = str(failure)
+            if errors := [text for text in all_gather_objects(error) if text]:
+                raise ConfigError(errors[0])
+            back = self._post.exchange_objects(answers)
+        scored = list(rollouts.here)
+        for index, reward, parts in (answer for answers_of in back.values() for answer in answers_of):
+            scored[index] = dataclasses.replace(scored[index], reward=reward, reward_parts=parts)
+        return scored
+
+    def _with_model(self, rollouts: Rollouts, model: MegatronModel) -> list[Rollout]:
         """The same with the model's score of each conversation, at its last token: the ids that the engine saw. What
         was aborted has none."""
-        whole = [rollout for rollout in rollouts if rollout.status != "aborted"]
-        if not whole:
-            return rollouts
-        batch = TrainBatch.from_rollouts(whole)
+        whole = rollouts.select(~rollouts.are("aborted"))
+        if not len(whole):
+            return list(rollouts.here)
+        batch = TrainBatch.from_rollouts(whole).with_(routing=None)
         scores = iter(model.forward(batch)["scores"][batch.cu_seqlens[1:] - 1].tolist())
-        return [rollout if rollout.status == "aborted" else _plus(rollout, next(scores)) for rollout in rollouts]
+        return [rollout if rollout.status == "aborted" else _plus(rollout, next(scores)) for rollout in rollouts.here]
+
+
+def spread_out(homes: Sequence[int], here: int) -> dict[int, dict[int, int]]:
+    """How many of its rollouts each rank lets another one score, itself included: [home][rank]. Pure.
+
+    homes: rank of each rollout. A machine has `here` ranks, which share its rollouts evenly; only what is too many for
+    their home goes to another.
+    """
+    counts = Counter(homes)
+    shares: dict[int, dict[int, int]] = {}
+    for machine in sorted({home // here for home in counts}):
+        members = range(machine * here, (machine + 1) * here)
+        quota, rest = divmod(sum(counts[rank] for rank in members), here)
+        fullest = sorted(members, key=lambda rank: (-counts[rank], rank))
+        quotas = {rank: quota + (place < rest) for place, rank in enumerate(fullest)}
+        room = {rank: max(0, quotas[rank] - counts[rank]) for rank in members}
+        for home in members:
+            if not counts[home]:
+                continue
+            shares[home] = {home: min(counts[home], quotas[home])}
+            left = counts[home] - shares[home][home]
+            for rank in members:
+                if moved := min(left, room[rank]):
+                    shares[home][rank] = moved
+                    room[rank] -= moved
+                    left -= moved
+    return shares
 
 
 def _plus(rollout: Rollout, value: float) -> Rollout:

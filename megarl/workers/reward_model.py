@@ -33,7 +33,7 @@ class RewardModelWorker(TrainingWorker):
         """[T] fp32 on the host; scores[t] is of the conversation up to and including token t."""
         with self.clock.phase("reward_model_scores"):
             scores = self.model.forward(batch)["scores"]
-        return self.require_finite("scores", scores, torch.ones_like(scores, dtype=torch.bool))
+        return self.require_finite("scores", scores, batch, every=True)
 
     def export(self, folder: Path) -> None:
         """Write an HF folder of a sequence classifier with one label; rank 0 writes, all ranks take part. Raises

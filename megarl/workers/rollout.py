@@ -1,4 +1,4 @@
-"""Generation: the job's engines, each fed by its lead rank; every rank gets every rollout."""
+"""Generation: the job's engines, each fed by its lead rank, where its rollouts stay; their figures go everywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.rollout.aborted import check_aborted
 from megarl.rollout.engine import Engine
 from megarl.rollout.multi_turn import Conversations
 from megarl.rollout.tool_calls import rehearse
-from megarl.types import Prompt, Rollout
+from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.push import WeightPush
@@ -92,8 +92,8 @@ class RolloutWorker(Worker):
             if text:
                 raise ConfigError(text)
 
-    def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> list[Rollout]:
-        """`samples` conversations of each prompt, next to each other; the same list on every rank.
+    def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> Rollouts:
+        """`samples` conversations of each prompt, next to each other, in the order of the prompts.
 
         Those that a failure or a time-out cut off are aborted ones. Raises ConfigError on all ranks where they are more
         than `rollout.max_aborted`, and as soon as an engine is gone.
@@ -102,7 +102,7 @@ class RolloutWorker(Worker):
         self._make_room()
         with self.clock.phase("generate"):
             if config.rollout.replay:
-                return self._replayed()
+                return _gathered(self._replayed())
             self._wake(Engine.wake)
             first = len(prompts) * self.engine_index // self.engines
             end = len(prompts) * (self.engine_index + 1) // self.engines
@@ -122,7 +122,7 @@ class RolloutWorker(Worker):
                     ),
                     alarm,
                 )
-            rollouts = [rollout for share in ranks.all_gather_objects(mine or []) for rollout in share]
+            rollouts = _gathered(mine or [])
             check_aborted(rollouts, config)
             return rollouts
 
@@ -183,7 +183,14 @@ class RolloutWorker(Worker):
         return ranks.patient(seconds + self.config.run.timeout_s)
 
     def _replayed(self) -> list[Rollout]:
-        return read_rollouts(rollout_file(self.config.rollout.replay, self.step))
+        """This rank's part of what is recorded of the step, in whole groups."""
+        recorded = read_rollouts(rollout_file(self.config.rollout.replay, self.step))
+        groups = 1 + max((rollout.group for rollout in recorded), default=0)
+        return [rollout for rollout in recorded if rollout.group * self.ranks.world // groups == self.ranks.rank]
+
+
+def _gathered(mine: Sequence[Rollout]) -> Rollouts:
+    return Rollouts.of(mine, [rollout.group for rollout in mine], ranks.AllRanks())
 
 
 class _Stopped(RuntimeError):

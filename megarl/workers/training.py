@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from typing import NoReturn
 
 import torch
 
@@ -27,12 +27,11 @@ class TrainingWorker(Worker):
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step on a mini-batch with `loss_weights`; metrics under the role's name."""
-        for item in fields(batch):
-            values = getattr(batch, item.name)
-            if values is not None and values.is_floating_point():
-                every = item.name == "sequence_reward"  # the others are of tokens, and only those of actions are used
-                where = torch.ones_like(values, dtype=torch.bool) if every else batch.loss_mask
-                self.require_finite(f"{item.name} in the batch", values, where)
+        rewards = batch.sequence_reward
+        if len(odd := rewards[~torch.isfinite(rewards)]):
+            self._complain("sequence_reward in the batch", float(odd[0]), len(odd), len(rewards))
+        given = {name: getattr(batch, name) for name in batch.columns()}
+        self._require_finite({f"{name} in the batch": x for name, x in given.items() if x.is_floating_point()}, batch)
         with self.clock.phase(f"{self.role}_update"):
             metrics = self.model.train_step(batch, loss_fn, self.temperature)
         if not metrics[f"{self.role}/skipped"]:
@@ -48,20 +47,32 @@ class TrainingWorker(Worker):
         """Of a policy, what divides its logits."""
         return 1.0
 
-    def require_finite(self, what: str, values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        """`values`, which have numbers `where` that says so, a mask of their shape. Raises ConfigError otherwise."""
-        wrong = where & ~torch.isfinite(values)
-        if bool(wrong.any()):
-            raise ConfigError(
-                f"step {self.step}: not finite: {what} of the {self._name}, {float(values[wrong][0])} in "
-                f"{int(wrong.sum())} of {int(where.sum())} places; {self._remedy}"
-            )
+    def require_finite(self, what: str, values: torch.Tensor, batch: TrainBatch, every: bool = False) -> torch.Tensor:
+        """`values`, [T], which are numbers for all action tokens, or for every token. Raises ConfigError otherwise."""
+        self._require_finite({what: values}, batch, every)
         return values
+
+    def _require_finite(self, columns: dict[str, torch.Tensor], batch: TrainBatch, every: bool = False) -> None:
+        where = torch.ones_like(batch.loss_mask) if every else batch.loss_mask
+        wrong = {what: where & ~torch.isfinite(values) for what, values in columns.items()}
+        counts = batch.total(torch.stack([where.sum(), *(mask.sum() for mask in wrong.values())])).tolist()
+        for what, count in zip(columns, counts[1:], strict=True):
+            if count:
+                seen = batch.everyone.objects([float(value) for value in columns[what][wrong[what]][:1]])
+                self._complain(what, next(value for here in seen for value in here), count, counts[0])
+
+    def _complain(self, what: str, value: float, count: int, places: int) -> NoReturn:
+        raise ConfigError(
+            f"step {self.step}: not finite: {what} of the {self._name}, {value} in {count} of {places} places; "
+            f"{self._remedy}"
+        )
 
     def _in_vain(self, batch: TrainBatch, metrics: dict[str, float]) -> str:
         norm, loss = (metrics.get(f"{self.role}/{name}", 0.0) for name in ("grad_norm", "loss"))
         largest = {"reward": batch.sequence_reward, "advantage": batch.advantages, "return": batch.returns}
-        found = [f"largest |{name}| {float(x.abs().max()):g}" for name, x in largest.items() if x is not None]
+        sizes = {name: float(x.abs().max()) if len(x) else 0.0 for name, x in largest.items() if x is not None}
+        of_all = batch.everyone.objects(sizes)
+        found = [f"largest |{name}| {max(one[name] for one in of_all):g}" for name in sizes]
         return (
             f"{len(self._skipped)} updates of the {self._name} in a row were skipped, from step {self._skipped[0]} on, "
             f"for its gradient is not finite: norm {norm:g}, loss {loss:g}, {', '.join(found)}; more than "
