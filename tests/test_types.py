@@ -2,8 +2,9 @@ import dataclasses
 
 import pytest
 import torch
+from shares import Thread, as_ranks
 
-from megarl.types import Prompt, Rollout, TrainBatch, Turn
+from megarl.types import FIGURES, Prompt, Rollout, Rollouts, TrainBatch, Turn
 
 # The worked example at the head of megarl/types.py.
 EXAMPLE = Rollout(
@@ -54,7 +55,7 @@ def test_packing_of_several():
     assert batch.sequence_reward.tolist() == [0.5, 0.0, -1.0]
     dtypes = {item.name: getattr(batch, item.name).dtype for item in dataclasses.fields(batch)[:6]}
     assert dtypes == {
-        "tokens": torch.int64,
+        "tokens": torch.int32,
         "cu_seqlens": torch.int64,
         "loss_mask": torch.bool,
         "group": torch.int64,
@@ -100,7 +101,7 @@ def test_nothing():
         assert batch.num_sequences == 0
         assert batch.cu_seqlens.tolist() == [0]
         assert len(batch.tokens) == len(batch.positions) == 0
-        assert batch.tokens.dtype == torch.int64 and batch.loss_mask.dtype == torch.bool
+        assert batch.tokens.dtype == torch.int32 and batch.loss_mask.dtype == torch.bool
 
 
 def test_with_gives_a_new_batch():
@@ -133,26 +134,89 @@ def test_answer_is_what_the_policy_said_last():
 
 def routed(rollout: Rollout, layers: int = 1) -> Rollout:
     """Its token t went through the experts t and t + 1; the last through none that is known."""
-    tokens = torch.arange(len(rollout.token_ids), dtype=torch.int16)
+    tokens = torch.arange(len(rollout.token_ids) - 1, dtype=torch.uint8)
     routing = torch.stack([tokens, tokens + 1], dim=-1)[:, None].repeat(1, layers, 1)
-    routing[-1] = -1
     return dataclasses.replace(rollout, routing=routing)
 
 
-def test_routing_is_packed_and_selected_like_tokens():
+def test_records_of_routing_are_selected_with_their_sequences():
     batch = TrainBatch.from_rollouts([routed(EXAMPLE), SHORT, routed(OTHER)])
-    first = [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6], [6, 7], [-1, -1]]
-    last = [[0, 1], [1, 2], [-1, -1]]
-    assert batch.routing.dtype == torch.int16 and batch.routing.shape == (13, 1, 2)
-    assert batch.routing[:, 0].tolist() == [*first, [-1, -1], [-1, -1], *last]  # nothing is known of the second
-    assert batch.select([2, 0]).routing[:, 0].tolist() == [*last, *first]
+    first = [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6], [6, 7]]
+    last = [[0, 1], [1, 2]]
+    assert batch.routing is not None
+    assert [record[:, 0].tolist() for record in batch.routing] == [first, [], last]  # nothing is known of the second
+    assert [record[:, 0].tolist() for record in batch.select([2, 0]).routing or ()] == [last, first]
     assert TrainBatch.from_rollouts([EXAMPLE]).routing is None
     assert routed(EXAMPLE) == EXAMPLE
 
 
 def test_routing_of_other_tokens_or_models_is_refused():
-    short = dataclasses.replace(OTHER, routing=routed(OTHER).routing[:2])
-    with pytest.raises(ValueError, match="3 tokens has the routing of 2"):
-        TrainBatch.from_rollouts([short])
+    long = dataclasses.replace(SHORT, routing=routed(OTHER, layers=1).routing.repeat(2, 1, 1))
+    with pytest.raises(ValueError, match="2 tokens has the routing of 4"):
+        TrainBatch.from_rollouts([long])
     with pytest.raises(ValueError, match="different shapes"):
         TrainBatch.from_rollouts([routed(OTHER), routed(OTHER, layers=2)])
+
+
+def dealt(rank: Thread, order: list[int] | None = None) -> Rollouts:
+    """Five rollouts on three ranks, numbered 3, 0, 4 on the first, nothing on the second, 1, 2 on the last."""
+    mine = {0: [(3, EXAMPLE), (0, SHORT), (4, OTHER)], 1: [], 2: [(1, routed(OTHER)), (2, EXAMPLE)]}[rank.rank]
+    return Rollouts.of([rollout for _, rollout in mine], [number for number, _ in mine], rank)
+
+
+IN_ORDER = [SHORT, routed(OTHER), EXAMPLE, EXAMPLE, OTHER]
+
+
+def test_figures_of_all_and_rollouts_where_they_are():
+    found = as_ranks(3, dealt)
+    whole = Rollouts.of(IN_ORDER)
+    for rank, rollouts in enumerate(found):
+        assert rollouts.home.tolist() == [0, 2, 2, 0, 0]
+        assert rollouts.own.tolist() == [[0, 3, 4], [], [1, 2]][rank]
+        assert rollouts.here == tuple(IN_ORDER[number] for number in rollouts.own.tolist())
+        for name in (*FIGURES, "reward"):
+            assert torch.equal(getattr(rollouts, name), getattr(whole, name)), name
+        assert rollouts.routed.tolist() == [0, 2, 0, 0, 0]
+        rest = rollouts.select(torch.tensor([True, False, True, True, False]))
+        assert rest.own.tolist() == [[0, 2], [], [1]][rank] and rest.home.tolist() == [0, 2, 0]
+        assert rest.length.tolist() == [2, 8, 8] and len(rest.here) == len(rest.own)
+
+
+def test_new_rewards_are_known_to_all():
+    def scored(rank: Thread) -> Rollouts:
+        rollouts = dealt(rank)
+        new = [dataclasses.replace(r, reward=10.0 * rank.rank + i) for i, r in enumerate(rollouts.here)]
+        return rollouts.with_([dataclasses.replace(r, reward_parts={f"of {rank.rank}": 1.0}) for r in new])
+
+    for rollouts in as_ranks(3, scored):
+        assert rollouts.reward.tolist() == [0.0, 20.0, 21.0, 1.0, 2.0]
+        assert {name: part.tolist() for name, part in rollouts.reward_parts.items()} == {
+            "of 0": [1, 0, 0, 1, 1],
+            "of 2": [0, 1, 1, 0, 0],
+        }
+
+
+def test_a_batch_in_shares_is_the_whole_one_in_parts():
+    whole = TrainBatch.from_rollouts(IN_ORDER)
+    whole = whole.with_(advantages=torch.arange(float(len(whole.tokens))))
+    of_sequence = whole.tokens.split(whole.lengths.tolist())
+
+    def work(rank: Thread) -> None:
+        batch = TrainBatch.from_rollouts(dealt(rank))
+        assert torch.equal(batch.lengths, whole.lengths) and torch.equal(batch.group, whole.group)
+        assert torch.equal(batch.sequence_reward, whole.sequence_reward) and batch.num_sequences == 5
+        assert (batch.routing is None) == (rank.rank == 3)
+        for part, numbers in ((batch, range(5)), (batch.select([4, 1, 0]), (4, 1, 0)), (batch.select([2]), (2,))):
+            own = [numbers[i] for i in part.own.tolist()]
+            expected = torch.cat([torch.zeros(0, dtype=torch.int32), *(of_sequence[i] for i in own)])
+            assert torch.equal(part.tokens, expected)
+            assert torch.equal(part.lengths, whole.lengths[list(numbers)])
+            assert part.sequence_ids.tolist() == [i for i in part.own.tolist() for _ in range(int(part.lengths[i]))]
+            assert part.shares is not None and part.shares.home.tolist() == [[0, 2, 2, 0, 0][i] for i in numbers]
+            reference = whole.select(list(numbers))
+            assert torch.equal(
+                part.per_sequence(part.loss_mask.long()), reference.per_sequence(reference.loss_mask.long())
+            )
+            assert int(part.total(part.loss_mask.sum())) == int(reference.loss_mask.sum())
+
+    as_ranks(3, work)

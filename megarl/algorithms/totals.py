@@ -1,4 +1,4 @@
-"""Figures of all tokens of a batch, of which each rank has a part; `total` adds up what the ranks have, see `types.py`."""
+"""Figures of all tokens of a batch, of which each rank has a part; `total` adds up the parts, see `types.py`."""
 
 from __future__ import annotations
 

@@ -147,5 +147,5 @@ def test_group_advantages_against_a_loop_in_any_order(seed):
 
 def test_spread():
     mask = torch.tensor([0, 1, 1, 0, 1]).bool()
-    spread = spread_to_tokens(torch.tensor([2.0, -3.0, float("nan")]), torch.tensor([0, 3, 5, 5]), mask)
+    spread = spread_to_tokens(torch.tensor([2.0, -3.0, float("nan")]), torch.tensor([0, 0, 0, 1, 1]), mask)
     assert spread.tolist() == [0, 2, 2, 0, -3]

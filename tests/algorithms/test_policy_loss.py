@@ -109,7 +109,7 @@ def test_weighted_sum_does_not_depend_on_how_the_batch_is_cut(seed):
     generator = torch.Generator().manual_seed(seed)
     new, old, advantage = torch.randn(3, 120, generator=generator, dtype=F64)
     mask = torch.rand(120, generator=generator) < 0.4
-    weights = token_mean_weights(mask).double()
+    weights = token_mean_weights(mask, int(mask.sum())).double()
 
     def total(index):
         result = ppo_policy_loss(new[index], old[index], advantage[index], mask[index], clip_low=0.2, dual_clip=3.0)

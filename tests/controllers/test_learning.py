@@ -12,7 +12,7 @@ import torch
 from megarl.config import Config, from_dict
 from megarl.controllers.base import Controller, MeanOf, mini_batches
 from megarl.controllers.registry import make_controller
-from megarl.types import ModelOutput, Prompt, Rollout, TokenLoss, TrainBatch, Turn
+from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TokenLoss, TrainBatch, Turn
 
 ACTIONS = 6
 
@@ -31,7 +31,7 @@ class TablePolicy:
         which = (batch.positions - 1).clamp(0, 1)
         logprobs = self.table.log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
-        chosen = logprobs[which, batch.tokens.clamp(max=ACTIONS - 1)]
+        chosen = logprobs[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
         return ModelOutput(logprobs=chosen, entropy=entropy[which], values=self.values_table[which])
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
@@ -66,7 +66,7 @@ class TableFlow:
         self.clock = self
         self.phase = lambda name: nullcontext()
 
-    def generate(self, items: Any, samples: int) -> list[Rollout]:
+    def generate(self, items: Any, samples: int) -> Rollouts:
         self.calls.append("generate")
         logprobs = self.policy.table.detach().log_softmax(-1)
         rollouts = []
@@ -76,14 +76,15 @@ class TableFlow:
                 chosen = tuple(float(logprobs[k, token]) for k, token in enumerate(answer))
                 turns = (Turn((9,)), Turn(tuple(answer), chosen, True, 0))
                 rollouts.append(Rollout(prompt, turns, group=group))
-        return rollouts
+        return Rollouts.of(rollouts)
 
-    def score(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def score(self, rollouts: Rollouts) -> Rollouts:
         import dataclasses
 
         self.calls.append("score")
-        right = [(r.token_ids[1] == 1) + (r.token_ids[2] == 4) for r in rollouts]
-        return [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts, right, strict=True)]
+        right = [(r.token_ids[1] == 1) + (r.token_ids[2] == 4) for r in rollouts.here]
+        here = [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts.here, right, strict=True)]
+        return rollouts.with_(here)
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -93,7 +94,7 @@ class TableFlow:
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         which = (batch.positions - 1).clamp(0, 1)
-        return self.first_table.log_softmax(-1)[which, batch.tokens.clamp(max=ACTIONS - 1)]
+        return self.first_table.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
         output = self.policy.output(batch).values

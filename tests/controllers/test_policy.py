@@ -14,7 +14,7 @@ from megarl.config import Config, from_dict
 from megarl.controllers.base import StepResult, mini_batches
 from megarl.controllers.policy import masked, trained
 from megarl.controllers.registry import make_controller
-from megarl.types import Prompt, Rollout, Status, TrainBatch, Turn
+from megarl.types import Prompt, Rollout, Rollouts, Status, TrainBatch, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -51,10 +51,10 @@ class Given(TableFlow):
         update = self.policy.update
         self.policy.update = lambda batch, loss: (self.actor_saw.append(batch), update(batch, loss))[1]  # type: ignore
 
-    def generate(self, items: Any, samples: int, greedy: bool = False) -> list[Rollout]:
-        return self.rollouts
+    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+        return Rollouts.of(self.rollouts)
 
-    def score(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def score(self, rollouts: Rollouts) -> Rollouts:
         return rollouts
 
     def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
@@ -97,8 +97,8 @@ def test_groups_by_hand(truncated: str, groups: list[int], advantages: list[floa
     assert result.batch is not None and result.batch.group.tolist() == groups
     expected = [value for value in advantages for _ in range(2)]
     assert learned(flow.actor_saw) == pytest.approx(expected, abs=1e-5)
-    assert result.rollouts == ROLLOUTS and result.trained is not None
-    assert [r.status for r in result.trained].count("aborted") == 0 and len(result.trained) == len(groups)
+    assert result.rollouts is not None and list(result.rollouts.here) == ROLLOUTS and result.trained is not None
+    assert not result.trained.are("aborted").any() and len(result.trained) == len(groups)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_is_left_is_little(algorithm: str, rollouts: list[Rollout], truncat
 
 def test_the_mask_is_of_its_own_sequences() -> None:
     config = from_dict({"loss": {"truncated": "mask"}, "run": {"num_update": 5}})
-    taken = trained(ROLLOUTS, config)
+    taken = trained(Rollouts.of(ROLLOUTS), config)
     batch = masked(TrainBatch.from_rollouts(taken), taken, config)
     assert batch.loss_mask.view(5, 3).tolist() == [[False, True, True]] * 3 + [[False] * 3] * 2
     parts = list(mini_batches(batch, config, seed=1))

@@ -11,7 +11,7 @@ from megarl.config import from_dict
 from megarl.controllers.registry import make_controller
 from megarl.controllers.reward_model import pair_batch
 from megarl.data.preferences import Pair
-from megarl.types import ModelOutput, Prompt, Rollout, TrainBatch, Turn
+from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 
 
 class TableFlow:
@@ -23,12 +23,15 @@ class TableFlow:
         self.optimizer = torch.optim.Adam([self.table], lr=0.1)
         self.updates: list[list[int]] = []
 
+    def deal(self, finished: list[Rollout], together: int = 1) -> Rollouts:
+        return Rollouts.of(finished)
+
     def scores(self, batch: TrainBatch) -> torch.Tensor:
-        return self.table.detach()[batch.tokens]
+        return self.table.detach()[batch.tokens.long()]
 
     def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
         assert batch.loss_weights is not None
-        result = loss_fn(ModelOutput(scores=self.table[batch.tokens]), batch)
+        result = loss_fn(ModelOutput(scores=self.table[batch.tokens.long()]), batch)
         self.optimizer.zero_grad()
         (result.loss * batch.loss_weights).sum().backward()
         self.optimizer.step()
@@ -44,7 +47,8 @@ PAIRS = [Pair(talk(1, 5), talk(2)), Pair(talk(1), talk(6, 2)), Pair(talk(3), tal
 
 
 def test_pairs_are_packed_in_turn() -> None:
-    batch = pair_batch(PAIRS[:2])
+    flow: Any = TableFlow()
+    batch = pair_batch(flow, PAIRS[:2])
     assert batch.tokens.tolist() == [9, 1, 5, 9, 2, 9, 1, 9, 6, 2]
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.loss_weights is not None and batch.loss_weights.tolist() == [0, 0, 0.5, 0, 0, 0, 0.5, 0, 0, 0]
@@ -59,7 +63,7 @@ def test_it_learns_the_preferences() -> None:
     assert first == pytest.approx({"eval/loss": 0.6931472, "eval/accuracy": 0.0, "eval/margin": 0.0})
     for _ in range(10):
         result = controller.step(flow, PAIRS)
-    assert result.metrics["reward_model/accuracy"] == 1.0 and result.rollouts == []
+    assert result.metrics["reward_model/accuracy"] == 1.0 and result.rollouts is None
     # Two passes over the four pairs in halves: no pair is parted, and each comes once in a pass.
     ends = sorted([pair.chosen.token_ids[-1], pair.rejected.token_ids[-1]] for pair in PAIRS)
     for epoch in (flow.updates[:2], flow.updates[2:4]):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from shares import as_ranks
 
 from megarl.observe.metrics import rollout_metrics
-from megarl.types import Prompt, Rollout, Status, Turn
+from megarl.types import Prompt, Rollout, Rollouts, Status, Turn
 
 
 def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, errors: int, status: Status) -> Rollout:
@@ -18,14 +19,15 @@ def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, err
 
 
 def test_by_hand() -> None:
-    metrics = rollout_metrics(
-        [
-            rollout(0, 1.0, (4, 2), 1, 0, "stop"),
-            rollout(0, 0.0, (3,), 0, 0, "length"),
-            rollout(1, 0.5, (1, 1, 1), 3, 2, "max_turns"),
-            rollout(1, 0.5, (8,), 0, 0, "stop"),
-        ]
-    )
+    given = [
+        rollout(0, 1.0, (4, 2), 1, 0, "stop"),
+        rollout(0, 0.0, (3,), 0, 0, "length"),
+        rollout(1, 0.5, (1, 1, 1), 3, 2, "max_turns"),
+        rollout(1, 0.5, (8,), 0, 0, "stop"),
+    ]
+    metrics = rollout_metrics(Rollouts.of(given))
+    elsewhere = as_ranks(2, lambda rank: rollout_metrics(Rollouts.of(given[2 * rank.rank :][:2], None, rank)))
+    assert elsewhere == [metrics, metrics]
     expected = {
         "rollout/reward_mean": 0.5,
         "rollout/reward_std": 0.125**0.5,
@@ -57,19 +59,19 @@ def test_aborted_ones_count_as_that_and_nothing_else() -> None:
         rollout(1, 1.0, (4,), 1, 0, "stop"),
     ]
     aborted = rollout(0, 0.0, (100,), 9, 9, "aborted")
-    found = rollout_metrics([*whole, aborted])
-    assert found == rollout_metrics(whole) | {"rollout/aborted_frac": 0.25}
+    found = rollout_metrics(Rollouts.of([*whole, aborted]))
+    assert found == rollout_metrics(Rollouts.of(whole)) | {"rollout/aborted_frac": 0.25}
     assert found["rollout/reward_mean"] == pytest.approx(2 / 3) and found["rollout/zero_spread_frac"] == 0.5
-    assert rollout_metrics([aborted]) == {"rollout/aborted_frac": 1.0}
+    assert rollout_metrics(Rollouts.of([aborted])) == {"rollout/aborted_frac": 1.0}
 
 
 def test_share_of_drafts_that_were_accepted() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
-    assert "rollout/draft_accepted" not in rollout_metrics([plain])
+    assert "rollout/draft_accepted" not in rollout_metrics(Rollouts.of([plain]))
     drafted = [replace(plain, drafted=6, accepted=2), replace(plain, drafted=2, accepted=2), plain]
-    assert rollout_metrics(drafted)["rollout/draft_accepted"] == 0.5
+    assert rollout_metrics(Rollouts.of(drafted))["rollout/draft_accepted"] == 0.5
 
 
 def test_nothing_to_measure() -> None:
-    assert rollout_metrics([]) == {}
-    assert "rollout/zero_spread_frac" not in rollout_metrics([rollout(0, 1.0, (1,), 0, 0, "stop")])
+    assert rollout_metrics(Rollouts.of([])) == {}
+    assert "rollout/zero_spread_frac" not in rollout_metrics(Rollouts.of([rollout(0, 1.0, (1,), 0, 0, "stop")]))

@@ -12,7 +12,7 @@ from megarl.observe.rollout_log import read_records
 from megarl.observe.run_log import RunLog
 from megarl.observe.tracker import read_metrics
 from megarl.parallel.ranks import Ranks
-from megarl.types import Prompt, Rollout, Turn
+from megarl.types import Prompt, Rollout, Rollouts, Turn
 
 ROLLOUT = Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (-0.5,), is_action=True)))
 
@@ -25,6 +25,7 @@ class Letters:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
+    monkeypatch.setattr("megarl.parallel.ranks.all_gather_objects", lambda value: [value])
 
 
 def place(rank: int) -> Ranks:
@@ -43,7 +44,7 @@ def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for step in (1, 2):
         log.begin_step(step)
         log.phase("generate")
-        log.step(step, {"rollout/reward_mean": step / 2}, [ROLLOUT])
+        log.step(step, {"rollout/reward_mean": step / 2}, Rollouts.of([ROLLOUT]))
     log.close()
     assert list(read_metrics(tmp_path)) == [0, 1, 2]
     (record,) = read_records(tmp_path / "rollouts/step_000002.jsonl")
@@ -61,7 +62,7 @@ def test_another_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     log.begin_step(1)
     log.phase("generate")
     log.metrics(0, {"eval/reward_greedy": 0.5})
-    log.step(1, {"rollout/reward_mean": 0.5}, [ROLLOUT])
+    log.step(1, {"rollout/reward_mean": 0.5}, Rollouts.of([ROLLOUT]))
     log.say("hello")
     log.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
@@ -76,7 +77,7 @@ def test_a_full_disk_does_not_stop_a_run(tmp_path: Path) -> None:
         (tmp_path / f"rollouts/step_{step:06d}.tmp").symlink_to("/dev/full")
     with pytest.warns(UserWarning) as said:
         for step in (1, 2):
-            log.step(step, {"rollout/reward_mean": 0.5}, [ROLLOUT])
+            log.step(step, {"rollout/reward_mean": 0.5}, Rollouts.of([ROLLOUT]))
     log.close()
     texts = [str(warning.message) for warning in said]
     assert sum("log.txt" in text for text in texts) == 1 and sum("record rollouts" in text for text in texts) == 1

@@ -6,13 +6,13 @@ import pytest
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.rollout.aborted import abort_reasons, check_aborted
-from megarl.types import Prompt, Rollout
+from megarl.types import Prompt, Rollout, Rollouts, Turn
 
-WHOLE = Rollout(Prompt("p", ()), ())
+WHOLE = Rollout(Prompt("p", ()), (Turn((1,)),))
 
 
 def aborted(failure: str) -> Rollout:
-    return Rollout(Prompt("p", ()), (), status="aborted", failure=failure)
+    return Rollout(Prompt("p", ()), (Turn((1,)),), status="aborted", failure=failure)
 
 
 def config(share: float) -> Config:
@@ -20,17 +20,17 @@ def config(share: float) -> Config:
 
 
 def test_the_most_frequent_reasons_come_first() -> None:
-    assert abort_reasons([WHOLE]) == ""
+    assert abort_reasons(Rollouts.of([WHOLE])) == ""
     found = [aborted(text) for text in ("late", "odd\nanswer", "late", "d", "", "e")]
-    assert abort_reasons(found) == "2 x late, 1 x odd answer, 1 x d, and 2 other reasons"
+    assert abort_reasons(Rollouts.of(found)) == "2 x late, 1 x odd answer, 1 x d, and 2 other reasons"
 
 
 def test_the_share_is_the_last_that_is_allowed() -> None:
-    check_aborted([], config(0.0))
-    check_aborted([WHOLE] * 9 + [aborted("late")], config(0.1))
-    check_aborted([aborted("late")] * 3, config(1.0))
+    check_aborted(Rollouts.of([]), config(0.0))
+    check_aborted(Rollouts.of([WHOLE] * 9 + [aborted("late")]), config(0.1))
+    check_aborted(Rollouts.of([aborted("late")] * 3), config(1.0))
     with pytest.raises(ConfigError) as failure:
-        check_aborted([WHOLE] * 7 + [aborted("late")] * 2, config(0.1))
+        check_aborted(Rollouts.of([WHOLE] * 7 + [aborted("late")] * 2), config(0.1))
     text = str(failure.value)
     assert text.startswith("2 of 9 rollouts were aborted, more than rollout.max_aborted=0.1 allows: 2 x late. ")
     assert "runs/x/logs" in text and "raise rollout.request_timeout" in text and "\n" not in text

@@ -21,7 +21,7 @@ from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client, Generation
 from megarl.rollout.multi_turn import Conversations
 from megarl.rollout.tools import load_tools
-from megarl.types import Prompt
+from megarl.types import Prompt, Rollouts
 
 DRAFTS = 3
 SHORT = [[first, first + 1] for first in range(20, 420, 40)]
@@ -199,7 +199,7 @@ def test_conversations_count_their_drafts(drafting: Running) -> None:
     assert all(1 <= rollout.num_actions <= 24 for rollout in rollouts)
     drafted, accepted = (sum(getattr(rollout, name) for rollout in rollouts) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted
-    assert rollout_metrics(rollouts)["rollout/draft_accepted"] == accepted / drafted
+    assert rollout_metrics(Rollouts.of(rollouts))["rollout/draft_accepted"] == accepted / drafted
 
 
 def test_orders_reach_the_policy_and_its_draft_model(
