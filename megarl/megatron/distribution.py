@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megarl.config import ConfigError
+from megarl.megatron.replay import check_shape
 from megarl.models.routing import RoutingShape
 from megarl.parallel import delivery
 from megarl.parallel.ranks import Ranks, all_gather_objects
@@ -100,8 +100,9 @@ class Distribution:
             whole = {name: _by_number(getattr(batch, name), batch) for name in names}
             layers = tuple(range(len(self.shape.moe_layers))) if self.shape is not None else ()
             records = None if not replays or batch.routing is None else dict(enumerate(batch.routing))
-            if records is not None and self.shape is not None:
-                _check(records.values(), self.shape)
+            for record in (records or {}).values():
+                assert self.shape is not None
+                check_shape(record, self.shape)
             return Rows(batch, whole, records, layers)
         shares, needs = batch.shares, [list(chain.from_iterable(plan[place.dp_rank])) for place in self.places]
         mine = needs[self.ranks.rank]
@@ -125,7 +126,8 @@ class Distribution:
         assert batch.shares is not None and batch.routing is not None and self.shape is not None
         kind = self.shape.dtype, (len(self.shape.moe_layers), self.shape.topk)
         own = [record if len(record) else torch.zeros((0, *kind[1]), dtype=kind[0]) for record in batch.routing]
-        _check(own, self.shape)
+        for record in own:
+            check_shape(record, self.shape)
         packed = torch.cat(own) if own else torch.zeros((0, *kind[1]), dtype=kind[0])
         wants = [need if place.layers else [] for need, place in zip(needs, self.places, strict=True)]
         arrived = self._post.deliver(
@@ -170,15 +172,3 @@ class Distribution:
 
 def _by_number(column: torch.Tensor, batch: TrainBatch) -> dict[int, torch.Tensor]:
     return dict(enumerate(column.split(batch.cu_seqlens.diff().tolist())))
-
-
-def _check(records: Iterable[torch.Tensor], shape: RoutingShape) -> None:
-    """Raise ConfigError unless a record has the layers of this model, and as many experts in each."""
-    expected = (len(shape.moe_layers), shape.topk)
-    for record in records:
-        if len(record) and tuple(record.shape[1:]) != expected:
-            raise ConfigError(
-                f"the recorded routing is of {record.shape[1]} layers with {record.shape[2]} experts a token, the "
-                f"trainer's model has {expected[0]} with {expected[1]}: engine and trainer must load the same "
-                "config.json"
-            )

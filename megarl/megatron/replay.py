@@ -115,6 +115,16 @@ def begin(chunk: torch.nn.Module, routing: torch.Tensor | None, shape: RoutingSh
         router.router_replay.begin(None if routing is None else routing[:, number], chunk.training)
 
 
+def check_shape(record: torch.Tensor, shape: RoutingShape) -> None:
+    """Raise ConfigError unless a whole record has the layers of this model, and as many experts in each."""
+    expected = (len(shape.moe_layers), shape.topk)
+    if len(record) and tuple(record.shape[1:]) != expected:
+        raise ConfigError(
+            f"the recorded routing is of {record.shape[1]} layers with {record.shape[2]} experts a token, the "
+            f"trainer's model has {expected[0]} with {expected[1]}: engine and trainer must load the same config.json"
+        )
+
+
 def check(routing: torch.Tensor, shape: RoutingShape, layers: Sequence[int]) -> None:
     """Raise ConfigError unless each token has in each layer `topk` different experts of the model, or none at all.
 

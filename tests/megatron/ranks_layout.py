@@ -143,7 +143,9 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     planned = plan_memory(tiny.HF[family], replace(model.config, algorithm=algorithm), tiny.HF[family])
     states, name = planned[model.ranks.pp_rank].states, role.replace("_", " ")
     result = {f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in held_bytes(model).items()}
-    found = model.forward(batch)
+    names = ("logprobs", "entropy") if role == "actor" else ()
+    given = tiny.in_shares(batch)
+    found = {name: tiny.whole(given, values) for name, values in model.forward(given, names=names).items()}
     with torch.no_grad():
         if role == "actor":
             logprobs, entropy = reference.policy(trainer.model, batch)
@@ -167,7 +169,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     before = model.snapshot()
     result["parked"] = float(is_away(model, batch, found))
     with watched(model) as excess:
-        metrics = model.train_step(batch, loss_fn)
+        metrics = model.train_step(given, loss_fn)
     result["in flight"] = float(excess[0])
     adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
     betas = (ADAM["beta1"], ADAM["beta2"])
@@ -207,7 +209,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     own, reference_weights = model.snapshot(), {name: tensor.clone() for name, tensor in before.items()}
     with model.swapped(reference_weights):
         again = model.forward(batch)
-    result["swapped"] = max(float((again[name] - found[name]).abs().max()) for name in found)
+    result["swapped"] = max(float((again[name] - found[name]).abs().max()) for name in again)
     step = model.train_step(batch, lambda output, part: spoilt(loss_fn(output, part)))
     result["skipped"] = step[f"{role}/skipped"]
     result["unchanged"] = float(
@@ -300,7 +302,7 @@ def is_away(model: Any, batch: TrainBatch, found: dict[str, torch.Tensor]) -> bo
     again = model.forward(batch)
     back = memory(model) == (weights, 0)
     freed.append(model.park())
-    same = all(torch.equal(again[name], found[name]) for name in found)
+    same = all(torch.equal(again[name], found[name]) for name in again)
     return min(freed) > 0 and kept and away and back and same
 
 

@@ -106,7 +106,10 @@ def context_parts(batch: TrainBatch) -> dict[str, Any]:
     """The same two sequences over two context parallel ranks, each of which has a multiple of 10 tokens."""
     from megarl.megatron.micro_batch import make_micro_batch
 
-    micros = [make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=10, cp=2, cp_rank=rank) for rank in (0, 1)]
+    micros = [
+        make_micro_batch(batch.select([0, 2]), [0, 2], torch.device("cpu"), tp=10, cp=2, cp_rank=rank)
+        for rank in (0, 1)
+    ]
     whole = torch.arange(10.0, 30.0)
     return {
         "tokens": [micro.tokens.tolist() for micro in micros],
@@ -123,12 +126,11 @@ def micro_batch() -> dict[str, Any]:
     from megarl.megatron.replay import Share
 
     batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
-    routing = torch.arange(12, dtype=torch.int16).view(6, 1, 2)
-    recorded = batch.with_(routing=routing)
-    micro = make_micro_batch(recorded, [0, 2], torch.device("cpu"), tp=4, replayed=Share((0,), 1, 0))
+    recorded = batch.with_(routing=tiny.records(batch, torch.arange(12).view(6, 1, 2)))
+    micro = make_micro_batch(recorded.select([0, 2]), [0, 2], torch.device("cpu"), tp=4, replayed=Share((0,), 1, 0))
     emitted = torch.tensor([10.0, 20, 30, 50, 60, -1, -1, -1])
-    empty = make_micro_batch(batch, [], torch.device("cpu"), tp=4)
-    further = make_micro_batch(batch, [0, 2], torch.device("cpu"), tp=4, mtp_layers=1)
+    empty = make_micro_batch(batch.select([]), [], torch.device("cpu"), tp=4)
+    further = make_micro_batch(batch.select([0, 2]), [0, 2], torch.device("cpu"), tp=4, mtp_layers=1)
     return {
         "two ahead": further.ahead.tolist(),
         "aligned by two": further.align(emitted, 2).tolist(),
@@ -151,10 +153,10 @@ def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
     from megarl.megatron.micro_batch import make_micro_batch
     from megarl.megatron.replay import Share
 
-    recorded = batch.with_(routing=torch.arange(18, dtype=torch.int16).view(6, 3, 1))
+    recorded = batch.with_(routing=tiny.records(batch, torch.arange(18).view(6, 3, 1)))
 
     def of(replayed: Any, **cut: int) -> Any:
-        found = make_micro_batch(recorded, [0, 2], torch.device("cpu"), replayed=replayed, **cut).routing
+        found = make_micro_batch(recorded.select([0, 2]), [0, 2], torch.device("cpu"), replayed=replayed, **cut).routing
         return None if found is None else found.flatten(1).tolist()
 
     return {
@@ -173,7 +175,7 @@ def arrived(recorded: TrainBatch) -> dict[str, list[str]]:
     from megarl.megatron.micro_batch import make_micro_batch
     from megarl.megatron.replay import Share
 
-    micro = make_micro_batch(recorded, [0, 2], torch.device("meta"), replayed=Share((0,), 1, 0))
+    micro = make_micro_batch(recorded.select([0, 2]), [0, 2], torch.device("meta"), replayed=Share((0,), 1, 0))
     raw = object.__getattribute__
 
     def there() -> list[str]:
@@ -375,7 +377,8 @@ def who_gets_routing() -> dict[str, list[Any]]:
     from megarl.models.routing import routing_shape
 
     shape, batch, make = routing_shape(tiny.HF["deepseek_v3"], {}), tiny.batch(), module.make_micro_batch
-    recorded = batch.with_(routing=torch.full((len(batch.tokens), len(shape.moe_layers), shape.topk), -1).short())
+    record = torch.arange(shape.topk).expand(len(batch.tokens), len(shape.moe_layers), shape.topk)
+    recorded = batch.with_(routing=tiny.records(batch, record))
     found: dict[str, list[Any]] = {}
     for role in ("actor", "critic", "reward_model"):
         model, shapes = build("deepseek_v3", role, train={"replay_routing": True}), []

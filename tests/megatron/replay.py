@@ -87,8 +87,9 @@ def check(
         config = tiny.config(**layout, **sections, train={"replay_routing": True})
         model = MegatronModel(hf, config, ranks, "actor")
         model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
-        logprobs = model.forward(batch)["logprobs"]
-        loss = model.train_step(batch, policy_loss)["actor/loss"]
+        given = tiny.in_shares(batch)
+        logprobs = tiny.whole(given, model.forward(given)["logprobs"])
+        loss = model.train_step(given, policy_loss)["actor/loss"]
         return logprobs, loss, gradients(model)
 
     def difference(one: Any, other: Any) -> float:
@@ -97,13 +98,13 @@ def check(
 
     own = own_routing(trainer.model, batch)
     natural = stepped(batch)
-    result = {"same experts": difference(stepped(batch.with_(routing=own.flip(-1))), natural)}
+    result = {"same experts": difference(stepped(batch.with_(routing=tiny.records(batch, own.flip(-1)))), natural)}
 
     shape = routing_shape(hf, {})
     generator = torch.Generator().manual_seed(7)
     given = torch.rand(*own.shape[:2], shape.experts, generator=generator).topk(shape.topk).indices.short()
     given[batch.cu_seqlens[1:] - 1] = -1
-    other = batch.with_(routing=given)
+    other = batch.with_(routing=tiny.records(batch, given))
     replayed = stepped(other)
     with forced(trainer.model, given), torch.no_grad():
         logprobs, _ = reference.policy(trainer.model, batch)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megarl.algorithms.weights import pair_mean_weights
 from megarl.config import Config, from_dict
-from megarl.types import TrainBatch
+from megarl.parallel import ranks
+from megarl.types import Shares, TrainBatch
 
 COMMON: dict[str, Any] = dict(
     vocab_size=200,  # no multiple of 128: the last ranks' vocabulary is partly padding
@@ -192,3 +194,32 @@ def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 11, 9)) -> TrainBatch
     made = batch(lengths)
     group = torch.arange(len(lengths) // 2).repeat_interleave(2)
     return made.with_(group=group, loss_weights=pair_mean_weights(made.own, made.cu_seqlens, made.num_sequences // 2))
+
+
+def records(batch: TrainBatch, routing: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[T, layers, topk] of all tokens -> a record for each sequence: of those at its beginning without a -1."""
+    parts = routing.split(batch.lengths.tolist())
+    known = [int((part.flatten(1) >= 0).all(-1).sum()) for part in parts]
+    return tuple(part[:count].to(torch.uint8) for part, count in zip(parts, known, strict=True))
+
+
+def in_shares(batch: TrainBatch) -> TrainBatch:
+    """The same, of which each rank has some sequences: of two ranks or more the second has none."""
+    everyone, world = ranks.AllRanks(), torch.distributed.get_world_size()
+    homes = [rank for rank in range(world) if world == 1 or rank != 1]
+    home = torch.tensor([homes[number * number % len(homes)] for number in range(batch.num_sequences)])
+    own = (home == everyone.rank).nonzero().squeeze(1)
+    known = [0] * batch.num_sequences if batch.routing is None else [len(record) for record in batch.routing]
+    shares = Shares(batch.lengths, torch.tensor(known), home, own, everyone)
+    part = batch.select(own.tolist())
+    return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, shares=shares)
+
+
+def whole(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
+    """Numbers per token of a batch in shares, each rank's own -> [T] of all."""
+    found = [torch.zeros(0)] * batch.num_sequences
+    mine = list(zip(batch.own.tolist(), values.split(batch.cu_seqlens.diff().tolist()), strict=True))
+    for parts in batch.everyone.objects(mine):
+        for number, part in parts:
+            found[number] = part
+    return torch.cat(found)
