@@ -585,7 +585,7 @@ def nothing() -> dict[str, list[int]]:
 def spared() -> dict[str, Any]:
     """Which rollouts a reward function is called on, and what becomes of the others."""
     from megarl.observe.clock import Clock
-    from megarl.types import Prompt, Rollout, Status
+    from megarl.types import Prompt, Rollout, Rollouts, Status, Turn
     from megarl.workers.context import Context
     from megarl.workers.reward import RewardWorker
 
@@ -599,10 +599,10 @@ def spared() -> dict[str, Any]:
     context = Context(tiny.config(), RANKS, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {})
     worker = RewardWorker(context, reward_fn=reward)
     endings: list[Status] = ["stop", "aborted", "length", "aborted"]
-    rollouts = [Rollout(Prompt("p", ()), (), status, seed=i) for i, status in enumerate(endings)]
-    scored = worker.score(rollouts)
-    assert worker.score(rollouts[1:2]) == rollouts[1:2] and worker.score([]) == []
-    return {"seen": seen, "rewards": [r.reward for r in scored], "order": [r.seed for r in scored]}
+    rollouts = [Rollout(Prompt("p", ()), (Turn((1,)),), status, seed=i) for i, status in enumerate(endings)]
+    scored = worker.score(Rollouts.of(rollouts))
+    assert worker.score(Rollouts.of(rollouts[1:2])).here == (rollouts[1],) and not len(worker.score(Rollouts.of([])))
+    return {"seen": seen, "rewards": scored.reward.tolist(), "order": [r.seed for r in scored.here]}
 
 
 def waking() -> list[str]:

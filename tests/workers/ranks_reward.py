@@ -11,7 +11,7 @@ from typing import Any
 from megarl.config import Config, ConfigError, ParallelConfig, RewardConfig, RunConfig
 from megarl.observe.clock import Clock
 from megarl.parallel import ranks
-from megarl.types import Prompt, Rollout, Turn
+from megarl.types import Prompt, Rollout, Rollouts, Turn
 from megarl.workers.reward import RewardWorker
 
 ROLLOUTS = [Rollout(Prompt(f"p{i}", ()), (Turn((1, 2)),)) for i in range(4)]
@@ -36,12 +36,14 @@ def leaves(rollout: Rollout) -> float:
 def main() -> None:
     here = ranks.initialize(ParallelConfig(world_size=2), timeout_s=2.0)
     run, found = RunConfig(timeout_s=2.0), {}
+    own = range(here.rank, 4, 2)
+    mine = Rollouts.of([ROLLOUTS[i] for i in own], own, ranks.AllRanks())
     for function, limit in ((slow, 30.0), (hangs, 0.3), (leaves, 30.0)):
         config = Config(run=run, reward=RewardConfig(timeout=limit))
         context: Any = SimpleNamespace(config=config, ranks=here, clock=Clock())
         try:
-            scored = RewardWorker(context, reward_fn=function).score(ROLLOUTS)
-            found[function.__name__] = [rollout.reward for rollout in scored]
+            scored = RewardWorker(context, reward_fn=function).score(mine)
+            found[function.__name__] = scored.reward.tolist()
         except ConfigError as error:
             found[function.__name__] = str(error)
     print("RESULT", json.dumps(found), flush=True)

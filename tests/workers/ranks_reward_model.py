@@ -24,7 +24,7 @@ from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
 from megarl.models.registry import load_hf_config  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
-from megarl.types import ModelOutput, Prompt, Rollout, TokenLoss, TrainBatch, Turn  # noqa: E402
+from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TokenLoss, TrainBatch, Turn  # noqa: E402
 
 ADAM = dict(lr=0.02, schedule="constant", warmup_fraction=0.0)
 
@@ -88,10 +88,11 @@ def serve(family: str, folder: str) -> list[dict[str, Any]]:
     assert {tensor.dtype for tensor in worker.model.local_params().values()} == {torch.float32}
     alone = RewardWorker(made)
     alone.model = worker.model
-    only = [scored.reward for scored in alone.score(rollouts)]
-    return [
-        {"reward": r.reward, "only": o, **r.reward_parts} for r, o in zip(worker.score(rollouts), only, strict=True)
-    ]
+    own = range(1 - RANKS.rank, len(rollouts), 2)
+    dealt = Rollouts.of([rollouts[i] for i in own], own, parallel_ranks.AllRanks())
+    only, both = alone.score(dealt), worker.score(dealt)
+    figures = {"reward": both.reward, "only": only.reward, **both.reward_parts}
+    return [{name: float(values[i]) for name, values in figures.items()} for i in range(len(rollouts))]
 
 
 def length(rollout: Rollout) -> float:

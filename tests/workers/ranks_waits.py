@@ -25,9 +25,9 @@ import tiny  # noqa: E402
 from megarl.config import ConfigError  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
-from megarl.types import Prompt, Rollout  # noqa: E402
+from megarl.types import Prompt, Rollout, Turn  # noqa: E402
 
-PROMPT = Prompt("p", ())
+PROMPT, TURNS = Prompt("p", ()), (Turn((1,)),)
 
 
 def worker(engine_ranks: int, play: Callable[..., list[Rollout]]) -> Any:
@@ -47,14 +47,15 @@ def worker(engine_ranks: int, play: Callable[..., list[Rollout]]) -> Any:
 
 def outcome(made: Any) -> Any:
     try:
-        return [rollout.seed for rollout in made.generate([PROMPT, PROMPT], 1)]
+        found = made.generate([PROMPT, PROMPT], 1)
+        return [seed for seeds in found.everyone.objects([rollout.seed for rollout in found.here]) for seed in seeds]
     except ConfigError as error:
         return str(error)
 
 
 def slow(prompts: Any, **_: Any) -> list[Rollout]:
     time.sleep(2.5 * TIMEOUT)
-    return [Rollout(PROMPT, (), seed=RANKS.rank)]
+    return [Rollout(PROMPT, TURNS, seed=RANKS.rank)]
 
 
 def one_fails(prompts: Any, look: Callable[[], None], **_: Any) -> list[Rollout]:
@@ -68,7 +69,7 @@ def one_fails(prompts: Any, look: Callable[[], None], **_: Any) -> list[Rollout]
 
 
 def aborted(share: list[str]) -> Callable[..., list[Rollout]]:
-    return lambda prompts, **_: [Rollout(PROMPT, (), "aborted" if why else "stop", failure=why) for why in share]
+    return lambda prompts, **_: [Rollout(PROMPT, TURNS, "aborted" if why else "stop", failure=why) for why in share]
 
 
 def main() -> None:
