@@ -1,26 +1,31 @@
-"""Which sequence goes to which data-parallel rank and into which micro-batch. Pure: lists in and out.
+"""Which sequence goes to which data-parallel rank and into which micro-batch. Pure: numbers in, lists out.
 
 Plans are the same on every rank, because every rank computes them from the same lengths.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
+
+from megarl.data.partition import partition
+
+FINENESS = 64  # the number of micro-batches is found to one in so many
 
 
 def plan_micro_batches(
-    lengths: Sequence[int],
+    lengths: npt.ArrayLike,
     dp: int,
     token_budget: int,
     quadratic: float = 0.0,
     multiple: int = 1,
-    together: Sequence[int] | None = None,
+    together: npt.ArrayLike | None = None,
 ) -> list[list[list[int]]]:
     """Share out sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
+    lengths: [sequences] whole numbers, at least 1: a list, an array or a tensor of the host.
     quadratic: a sequence of n tokens is taken to cost n + quadratic * n^2, see `models.cost.quadratic_cost`. Micro-
     batches cost about the same, those that ranks compute at the same time most of all, and so do whole ranks.
     together: a number for each sequence; those of the same number are not parted. Everything below that is said of a
@@ -30,68 +35,85 @@ def plan_micro_batches(
     number of micro-batches, a multiple of `multiple`, because a collective of expert or pipeline parallelism needs all
     its ranks; a rank that has less to do gets empty ones. A sequence longer than the budget is a micro-batch of its
     own. The most expensive micro-batches come first.
+
+    The last plans are remembered, because the models of a step ask for the same one: a plan is the caller's own copy.
     """
     if dp < 1 or token_budget < 1:
         raise ValueError(f"dp and token_budget must be at least 1, not {dp} and {token_budget}")
-    for index, length in enumerate(lengths):
-        if length < 1:
-            raise ValueError(f"sequence {index} has {length} tokens; a sequence has at least one")
-    units: dict[int, list[int]] = {}
-    for index, number in enumerate(range(len(lengths)) if together is None else together):
-        units.setdefault(number, []).append(index)
-    members = list(units.values())
-    costs = np.array([sum(lengths[i] + quadratic * lengths[i] ** 2 for i in unit) for unit in members])
-    lengths = [sum(lengths[i] for i in unit) for unit in members]
-    short = [n for n in lengths if n <= token_budget]
-    fewest = len(lengths) - len(short) + -(-sum(short) // token_budget)  # no plan has fewer micro-batches
-    count = max(1, -(-fewest // (dp * multiple))) * multiple
+    sizes = _whole_numbers(lengths, "lengths")
+    if (short := np.flatnonzero(sizes < 1)).size:
+        raise ValueError(f"sequence {short[0]} has {sizes[short[0]]} tokens; a sequence has at least one")
+    numbers = None if together is None else _whole_numbers(together, "together")
+    if numbers is not None and len(numbers) != len(sizes):
+        raise ValueError(f"`together` has {len(numbers)} numbers for {len(sizes)} sequences")
+    marks = None if numbers is None else numbers.tobytes()
+    plan = _planned(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, marks)
+    return [[list(micro) for micro in rank] for rank in plan]
+
+
+def _whole_numbers(values: npt.ArrayLike, name: str) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"`{name}` must be a row of whole numbers, not {array.dtype} of shape {list(array.shape)}")
+    return array.astype(np.int64)
+
+
+@lru_cache(maxsize=8)  # a step's whole batch and its mini-batches, and those of a second layout
+def _planned(
+    sizes: bytes, dp: int, budget: int, quadratic: float, multiple: int, together: bytes | None
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """`plan_micro_batches`, of the bytes of int64 arrays."""
+    tokens = np.frombuffer(sizes, dtype=np.int64)
+    costs = tokens + quadratic * tokens**2
+    unit = np.arange(len(tokens))  # what is not parted, by its first sequence
+    if together is not None:
+        _, first, number = np.unique(np.frombuffer(together, dtype=np.int64), return_index=True, return_inverse=True)
+        unit = np.argsort(np.argsort(first))[number]
+    units = int(unit.max(initial=-1)) + 1
+    unit_costs = np.bincount(unit, weights=costs, minlength=units)
+    unit_tokens = np.bincount(unit, weights=tokens, minlength=units).astype(np.int64)
+
+    count = max(1, -(-fewest(unit_tokens, budget) // (dp * multiple))) * multiple
     while True:
-        parts = partition(costs, dp * count)
-        if all(len(part) <= 1 or sum(lengths[index] for index in part) <= token_budget for part in parts):
+        owner = partition(unit_costs, dp * count)
+        held = np.bincount(owner, weights=unit_tokens, minlength=dp * count)
+        if not np.any((held > budget) & (np.bincount(owner, minlength=dp * count) > 1)):
             break
-        count += multiple  # ends at the latest when each sequence has a micro-batch of its own
-    parts.sort(key=lambda part: (-costs[part].sum(), part))
-    plan: list[list[list[int]]] = [[] for _ in range(dp)]
-    loads = [0.0] * dp
-    for first in range(0, len(parts), dp):
-        idlest = sorted(range(dp), key=lambda rank: (loads[rank], rank))
-        for rank, part in zip(idlest, parts[first : first + dp], strict=True):
-            plan[rank].append(sorted(index for unit in part for index in members[unit]))
-            loads[rank] += float(costs[part].sum())
-    return plan
+        # Ends at the latest when each has a micro-batch of its own.
+        count += max(1, count // (FINENESS * multiple)) * multiple
+
+    parts = _members(owner, dp * count)
+    part_costs = np.array([unit_costs[part].sum() for part in parts])
+    first_units = np.array([part[0] if len(part) else -1 for part in parts])
+    order = np.lexsort((first_units, -part_costs))
+    sequences = parts if together is None else _members(owner[unit], dp * count)
+    plan: list[list[tuple[int, ...]]] = [[] for _ in range(dp)]
+    loads = np.zeros(dp)
+    for at_once in order.reshape(count, dp):
+        idlest = np.argsort(loads, kind="stable")
+        loads[idlest] += part_costs[at_once]
+        for rank, part in zip(idlest.tolist(), at_once.tolist(), strict=True):
+            plan[rank].append(tuple(sequences[part].tolist()))
+    return tuple(tuple(rank) for rank in plan)
 
 
-def partition(costs: np.ndarray, bins: int) -> list[list[int]]:
-    """Numbers of the items in each of `bins` parts of about equal cost; numbers rise within a part.
+def _members(owner: np.ndarray, bins: int) -> list[np.ndarray]:
+    """Numbers of the items of each part, ascending."""
+    return np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner, minlength=bins))[:-1])
 
-    By differencing (Karmarkar and Karp 1982): at first each item is a partition of its own, with all of its cost in one
-    bin. The two partitions whose bins differ most are joined, the fullest bin of one with the emptiest of the other,
-    until one is left.
+
+def fewest(sizes: np.ndarray, budget: int) -> int:
+    """No plan has fewer micro-batches than this (the bound L2 of Martello and Toth 1990).
+
+    For any k up to half the budget: what is above half the budget meets nothing else that is. What is above budget - k
+    has no room for k. The rest of those from k on must fit beside the others above half, or have more micro-batches.
     """
-    parts: list[list[int]] = [[] for _ in range(bins)]
-    if not len(costs):
-        return parts
-    sums: list[np.ndarray] = []  # of each partition's bins, falling
-    joined: list[tuple[int, int, np.ndarray]] = []  # two partitions, and which bin of the first each bin came from
-    for cost in costs:
-        sums.append(np.zeros(bins))
-        sums[-1][0] = cost
-    heap = [(-float(cost), number) for number, cost in enumerate(costs)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, a), (_, b) = heapq.heappop(heap), heapq.heappop(heap)
-        both = sums[a] + sums[b][::-1]
-        order = np.argsort(-both, kind="stable")
-        joined.append((a, b, order))
-        sums.append(both[order])
-        heapq.heappush(heap, (float(sums[-1][-1] - sums[-1][0]), len(sums) - 1))
-    # From the last partition back: where each bin of those that it was made of has come to lie.
-    place: dict[int, np.ndarray] = {len(sums) - 1: np.arange(bins)}
-    for number in range(len(sums) - 1, len(costs) - 1, -1):
-        a, b, order = joined[number - len(costs)]
-        first = np.empty(bins, dtype=np.int64)
-        first[order] = place.pop(number)
-        place[a], place[b] = first, first[::-1]
-    for item in range(len(costs)):
-        parts[place[item][0]].append(item)
-    return parts
+    rising = np.sort(sizes)
+    before = np.concatenate([[0], np.cumsum(rising)])  # tokens of so many of the smallest
+    middle = int(np.searchsorted(rising, budget / 2, "right"))
+    k = np.concatenate([[0], rising[:middle]])
+    start = np.searchsorted(rising, k, "left")
+    large = np.searchsorted(rising, budget - k, "right")  # from here on too large for k
+    room = (large - middle) * budget - (before[large] - before[middle])
+    more = before[middle] - before[start] - room
+    return int((len(rising) - middle + np.maximum(0, -(-more // budget))).max())

@@ -297,9 +297,8 @@ class MegatronModel:
         # Megatron's interleaved schedule takes micro-batches by the pipeline's length.
         multiple = parallel.pp if parallel.vpp > 1 else 1
         # The loss of a reward model compares the scores of a group.
-        together = batch.group.tolist() if self.role == "reward_model" and not forward_only else None
-        lengths = batch.lengths.tolist()
-        return plan_micro_batches(lengths, self.ranks.dp, budget, self.quadratic_cost, multiple, together)
+        together = batch.group if self.role == "reward_model" and not forward_only else None
+        return plan_micro_batches(batch.lengths, self.ranks.dp, budget, self.quadratic_cost, multiple, together)
 
     def _schedule(self, rows: Rows, plan: Plan, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results.

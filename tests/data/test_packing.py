@@ -1,9 +1,12 @@
+import itertools
 import random
 
 import numpy as np
 import pytest
+import torch
 
-from megarl.data.packing import partition, plan_micro_batches
+from megarl.data import packing
+from megarl.data.packing import fewest, plan_micro_batches
 
 
 def test_by_hand():
@@ -18,31 +21,6 @@ def test_a_multiple_of_micro_batches():
     plan = plan_micro_batches([5, 9, 2, 7, 4], dp=1, token_budget=10, multiple=2)
     assert plan == [[[1], [3], [2, 4], [0]]]
     assert plan_micro_batches([5], dp=1, token_budget=10, multiple=3) == [[[0], [], []]]
-
-
-def test_partition_by_hand():
-    # The example of Karmarkar and Karp's method: greedily 8 7 6 5 4 is 17 to 13, differencing makes it 16 to 14.
-    parts = partition(np.array([8.0, 7.0, 6.0, 5.0, 4.0]), 2)
-    assert sorted(parts) == [[0, 2], [1, 3, 4]]
-
-
-def greedy(costs, bins):
-    loads = [0.0] * bins
-    for cost in sorted(costs, reverse=True):
-        loads[loads.index(min(loads))] += cost
-    return max(loads)
-
-
-def test_partition_is_even_and_better_than_greedy():
-    rng = np.random.default_rng(1)
-    gains = []
-    for _ in range(40):
-        costs, bins = rng.lognormal(0.0, 0.8, rng.integers(30, 200)), int(rng.integers(2, 12))
-        parts = partition(costs, bins)
-        assert sorted(item for part in parts for item in part) == list(range(len(costs)))
-        assert all(part == sorted(part) for part in parts)
-        gains.append(greedy(costs, bins) / max(costs[part].sum() for part in parts))
-    assert np.mean(gains) > 1.0 and min(gains) > 0.97
 
 
 @pytest.mark.parametrize("quadratic", [0.0, 3e-5, 3e-4])
@@ -96,6 +74,15 @@ def test_an_empty_sequence_is_refused():
         plan_micro_batches([1, 0], 1, 10)
 
 
+def test_what_is_no_row_of_whole_numbers_is_refused():
+    with pytest.raises(ValueError, match="`lengths` must be a row of whole numbers, not float64"):
+        plan_micro_batches([1.5, 2.0], 1, 10)
+    with pytest.raises(ValueError, match="`lengths` must be a row of whole numbers, not int64 of shape"):
+        plan_micro_batches(np.ones((2, 2), dtype=np.int64), 1, 10)
+    with pytest.raises(ValueError, match="`together` has 1 numbers for 2 sequences"):
+        plan_micro_batches([1, 2], 1, 10, together=[0])
+
+
 def test_what_belongs_together_is_not_parted():
     """Pairs of 11, 6, 13 and 7 tokens, at most 13 at once: three micro-batches would do, so two for each rank."""
     lengths, together = [5, 3, 9, 4, 6, 3, 4, 3], [7, 1, 2, 2, 7, 1, 4, 4]
@@ -116,3 +103,128 @@ def test_belonging_together_keeps_the_balance():
     assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(512))
     cost = [sum(lengths[i] * (1 + quadratic * lengths[i]) for micro in rank for i in micro) for rank in plan]
     assert max(cost) <= 1.01 * np.mean(cost)
+
+
+# ---- many sequences
+
+KINDS = {
+    "even": lambda rng, n: rng.integers(2000, 8000, n),
+    "long-tailed": lambda rng, n: np.minimum(rng.lognormal(6.0, 0.7, n), 4096).astype(np.int64) + 1,
+    "wide": lambda rng, n: np.minimum(rng.lognormal(7.5, 1.1, n), 32768).astype(np.int64) + 1,
+    "all long": lambda rng, n: np.full(n, 32768),
+}
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """Numbers of parts that were tried, since nothing was remembered."""
+    tried, partition = [], packing.partition
+    monkeypatch.setattr(packing, "partition", lambda costs, bins: tried.append(bins) or partition(costs, bins))
+    packing._planned.cache_clear()
+    return tried
+
+
+def greedy_plan(lengths, costs, dp, budget):
+    """The longest to the micro-batch that costs least, of those in which it fits; one more for each rank where none
+    is. Returns what micro-batches cost at each time ([times, dp])."""
+    count = -(-int(lengths.sum()) // (dp * budget))
+    order = np.argsort(-costs, kind="stable")
+    while True:
+        loads, room = np.zeros(dp * count), np.full(dp * count, budget)
+        for item in order:
+            fits = (room >= lengths[item]) | (room == budget)
+            part = np.where(fits, loads, np.inf).argmin()
+            if not fits[part]:
+                break
+            loads[part] += costs[item]
+            room[part] -= lengths[item]
+        else:
+            return np.sort(loads)[::-1].reshape(count, dp)
+        count += 1
+
+
+@pytest.mark.parametrize("quadratic", [0.0, 3e-4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_many_as_promised_and_no_worse_than_a_simple_plan(kind, quadratic):
+    lengths, dp, budget = KINDS[kind](np.random.default_rng(3), 1200), 8, 32768
+    costs = lengths + quadratic * lengths**2.0
+    plan = plan_micro_batches(lengths, dp, budget, quadratic)
+    assert len({len(rank) for rank in plan}) == 1 and len(plan) == dp
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
+    assert all(micro == sorted(micro) for rank in plan for micro in rank)
+    assert all(lengths[micro].sum() <= budget or len(micro) == 1 for rank in plan for micro in rank)
+    cost = np.array([[costs[micro].sum() for micro in rank] for rank in plan])
+    assert np.all(cost[:, :-1].min(axis=0) >= cost[:, 1:].max(axis=0))  # the most expensive first
+    simple = greedy_plan(lengths, costs, dp, budget)
+    assert cost.max(axis=0).sum() <= 1.01 * simple.max(axis=1).sum()  # all wait for the slowest
+    assert cost.sum(axis=1).max() <= 1.01 * cost.sum(axis=1).mean()
+
+
+@pytest.mark.parametrize(
+    "kind, number, dp, budget, most",
+    [
+        ("even", 16384, 64, 16384, 3),
+        ("even", 16384, 4, 32768, 2),
+        ("long-tailed", 16384, 4, 8192, 2),
+        ("long-tailed", 16384, 16, 32768, 2),
+        ("wide", 16384, 4, 32768, 2),
+        ("all long", 1024, 64, 32768, 1),
+    ],
+)
+def test_few_counts_are_tried(trials, kind, number, dp, budget, most):
+    lengths = KINDS[kind](np.random.default_rng(5), number)
+    plan = plan_micro_batches(lengths, dp, budget)
+    assert len(trials) <= most
+    assert len(plan[0]) <= 1.04 * lengths.sum() / (dp * budget) + 1
+
+
+@pytest.mark.parametrize("quadratic", [3e-5, 3e-4, 1e-2])
+def test_where_attention_counts_the_counts_grow_by_percent(trials, quadratic):
+    """Equal costs are then far from equal tokens, so that the fewest micro-batches are out of reach."""
+    plan_micro_batches(KINDS["wide"](np.random.default_rng(5), 16384), 4, 32768, quadratic)
+    assert len(trials) <= 24
+    assert all(b - a == max(4, a // (4 * packing.FINENESS) * 4) for a, b in itertools.pairwise(trials))
+
+
+def test_a_plan_is_made_once_and_is_the_callers_own(trials):
+    lengths, group = [5, 9, 2, 7, 4], [3, 1, 3, 0, 0]
+    first = plan_micro_batches(lengths, 2, 11, together=group)
+    expected = [[list(micro) for micro in rank] for rank in first]
+    first[0][0].append(77)
+    first[1].clear()
+    for kind in (np.array, torch.tensor, tuple):
+        assert plan_micro_batches(kind(lengths), 2, 11, together=kind(group)) == expected
+    assert plan_micro_batches(np.array(lengths, dtype=np.int32), 2, 11, together=group) == expected
+    assert len(trials) == 1
+    assert all(type(index) is int for rank in expected for micro in rank for index in micro)
+    plan_micro_batches(lengths, 2, 11)
+    plan_micro_batches(lengths, 2, 11, quadratic=0.5, together=group)
+    assert len(trials) == 3
+
+
+def test_fewest_by_hand():
+    assert fewest(np.array([5, 9, 2, 7, 4]), 10) == 3  # 27 tokens
+    assert fewest(np.array([6, 6, 6, 6]), 10) == 4  # no two fit
+    assert fewest(np.array([6, 6, 5, 5, 5]), 10) == 4  # no 5 fits beside a 6, two fit with each other
+    assert fewest(np.array([30, 4, 4]), 10) == 2  # 30 is alone
+    assert fewest(np.array([], dtype=np.int64), 10) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fewest_is_a_bound(seed):
+    """Against all ways to share out seven sequences."""
+    rng = np.random.default_rng(seed)
+    sizes, budget = rng.integers(1, 15, 7), 12
+
+    def needed(rest, rooms):
+        if not rest:
+            return len(rooms)
+        size, *rest = rest
+        ways = [needed(rest, [*rooms, max(0, budget - size)])]
+        for number, room in enumerate(rooms):
+            if room >= size:
+                ways.append(needed(rest, [*rooms[:number], room - size, *rooms[number + 1 :]]))
+        return min(ways)
+
+    short = -(-int(np.minimum(sizes, budget).sum()) // budget)
+    assert short - (sizes > budget).sum() <= fewest(sizes, budget) <= needed(sizes.tolist(), [])

@@ -1,0 +1,63 @@
+import numpy as np
+import pytest
+
+from megarl.data.partition import DIFFERENCED, differenced, exchanged, greedy, partition
+
+
+def loads(costs, owner, bins):
+    return np.bincount(owner, weights=costs, minlength=bins)
+
+
+def test_differencing_by_hand():
+    # The example of Karmarkar and Karp's method: greedily 8 7 6 5 4 is 17 to 13, differencing makes it 16 to 14.
+    owner = differenced(np.array([8.0, 7.0, 6.0, 5.0, 4.0]), 2)
+    parts = [np.flatnonzero(owner == part).tolist() for part in range(2)]
+    assert sorted(parts) == [[0, 2], [1, 3, 4]]
+
+
+def test_greedy_by_hand():
+    assert greedy(np.array([4.0, 8.0, 7.0, 5.0, 6.0]), 2).tolist() == [0, 0, 1, 0, 1]  # 17 to 13
+
+
+def test_exchange_by_hand():
+    # 17 to 13: 8 for 6 lessens the gap from 4 to nothing, as 7 for 5 would.
+    owner = exchanged(np.array([8.0, 5.0, 4.0, 7.0, 6.0]), np.array([0, 0, 0, 1, 1]), 2)
+    assert loads(np.array([8.0, 5.0, 4.0, 7.0, 6.0]), owner, 2).tolist() == [15, 15]
+    # 9 to 1: only a gift helps, of the 4.
+    assert exchanged(np.array([5.0, 4.0, 1.0]), np.array([0, 0, 1]), 2).tolist() == [0, 1, 1]
+    # What cannot be better stays.
+    assert exchanged(np.array([5.0, 1.0]), np.array([0, 1]), 2).tolist() == [0, 1]
+    assert exchanged(np.array([5.0, 1.0]), np.array([0, 0]), 1).tolist() == [0, 0]
+
+
+def test_differencing_is_even_and_better_than_greedy():
+    rng = np.random.default_rng(1)
+    gains = []
+    for _ in range(40):
+        costs, bins = rng.lognormal(0.0, 0.8, rng.integers(30, 200)), int(rng.integers(2, 12))
+        owner = partition(costs, bins)
+        assert owner.shape == costs.shape and owner.min() >= 0 and owner.max() < bins
+        gains.append(loads(costs, greedy(costs, bins), bins).max() / loads(costs, owner, bins).max())
+    assert np.mean(gains) > 1.0 and min(gains) > 0.97
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exchanges_are_about_as_even_as_differencing(seed):
+    """Of more items than differencing is asked for, and of few in a part, where being even is hard."""
+    rng = np.random.default_rng(seed)
+    costs = rng.uniform(2.0, 8.0, 900) if seed % 2 else rng.lognormal(0.0, 1.0, 900)
+    bins = int(rng.integers(2, 450))
+    first, owner = greedy(costs, bins), partition(costs, bins)
+    assert len(costs) > DIFFERENCED and np.array_equal(owner, partition(costs.copy(), bins))
+    assert owner.shape == costs.shape and owner.min() >= 0 and owner.max() < bins
+    most = loads(costs, owner, bins).max()
+    assert most <= loads(costs, first, bins).max() * (1 + 1e-9)
+    assert most <= 1.005 * loads(costs, differenced(costs, bins), bins).max()
+
+
+def test_more_parts_than_items_leaves_each_alone():
+    for number in (5, DIFFERENCED + 5):
+        for bins in (number, 2 * number):
+            owner = partition(np.random.default_rng(2).uniform(1.0, 9.0, number), bins)
+            assert len(set(owner.tolist())) == number
+    assert partition(np.array([]), 3).tolist() == []
