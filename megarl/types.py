@@ -31,7 +31,7 @@ as an input, on the way to what predicts token t + 1. The engine never runs the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -239,6 +239,16 @@ class ModelOutput:
     entropy: torch.Tensor | None = None  # [T] of the distribution that token t was drawn from
     values: torch.Tensor | None = None  # [T] of the critic
     scores: torch.Tensor | None = None  # [T] of a reward model, of each beginning of the sequence
+
+
+Total = Callable[[torch.Tensor], torch.Tensor]
+"""Adds a small tensor up over all ranks' shares of a batch: the same shape and dtype, the same bits on every rank.
+All ranks call it, in the same order, also one whose share is empty."""
+
+
+def alone(x: torch.Tensor) -> torch.Tensor:
+    """The `Total` where one rank holds everything."""
+    return x
 
 
 @dataclass(frozen=True)

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import torch
 
+from megarl.types import Total, alone
 
-def token_mean_weights(loss_mask: torch.Tensor) -> torch.Tensor:
+
+def token_mean_weights(loss_mask: torch.Tensor, total: Total = alone) -> torch.Tensor:
     """[T] fp32 weights that make a sum of token losses their mean: 1 / (number of action tokens) on each of those.
 
-    Give it the whole mini-batch of an optimizer step: the weights then stay right however ranks and micro-batches cut
-    it up. All 0 where there is no action token.
+    Give it the whole mini-batch of an optimizer step, or each rank its share: the weights then stay right however ranks
+    and micro-batches cut it up. All 0 where there is no action token.
     """
-    return loss_mask.float() / loss_mask.sum().clamp(min=1)
+    return loss_mask.float().div_(total(torch.count_nonzero(loss_mask)).clamp(min=1))
 
 
-def sequence_mean_weights(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+def sequence_mean_weights(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor, total: Total = alone) -> torch.Tensor:
     """[T] fp32 weights that make a sum of token losses the mean over sequences of each one's mean over its action
     tokens (arXiv:2402.03300, eq. 3): 1 / (N * action tokens of the sequence) on each of those.
 
-    N counts the sequences that have an action token; others weigh nothing. As above of a whole mini-batch.
+    N counts the sequences that have an action token; others weigh nothing. As above of a whole mini-batch, or of the
+    whole sequences of a share of it.
     """
-    count = len(cu_seqlens) - 1
-    sequence = torch.repeat_interleave(torch.arange(count, device=cu_seqlens.device), cu_seqlens.diff())
-    actions = torch.bincount(sequence[loss_mask], minlength=count)
-    share = 1.0 / (actions.clamp(min=1) * (actions > 0).sum().clamp(min=1))
-    return loss_mask * share.float()[sequence]
+    lengths = cu_seqlens.diff().tolist()
+    masks = loss_mask.split(lengths)
+    actions = torch.tensor([int(torch.count_nonzero(mask)) for mask in masks], dtype=torch.int64)
+    share = 1.0 / (actions.clamp(min=1) * total((actions > 0).sum()).clamp(min=1))
+    weights = torch.zeros(len(loss_mask))
+    for part, mask, number in zip(weights.split(lengths), masks, share, strict=True):
+        part.masked_fill_(mask, number)
+    return weights
 
 
-def pair_mean_weights(cu_seqlens: torch.Tensor) -> torch.Tensor:
+def pair_mean_weights(cu_seqlens: torch.Tensor, total: Total = alone) -> torch.Tensor:
     """[T] fp32 weights that make a sum of `bradley_terry` losses their mean over the pairs: 1 / pairs at the last token
-    of each chosen sequence, which are those with even numbers."""
+    of each chosen sequence, which are those with even numbers. A share of the pairs has whole ones."""
     chosen = cu_seqlens[1:][0::2] - 1
     weights = torch.zeros(int(cu_seqlens[-1]))
-    weights[chosen] = 1.0 / max(1, len(chosen))
+    weights[chosen] = 1.0 / max(1, int(total(chosen.new_tensor(len(chosen)))))
     return weights
