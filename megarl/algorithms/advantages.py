@@ -64,12 +64,12 @@ def _gae_of_block(sequences: list[tuple[torch.Tensor, ...]], counts: list[int], 
     delta = first.new_zeros(len(sequences), longest)
     places = [mask.nonzero().squeeze(1) for _, _, mask, _, _ in sequences]
     for row, place, (rewards, values, _, _, _) in zip(delta, places, sequences, strict=True):
-        value = values[place].to(rewards.dtype)
+        value = values.index_select(0, place).to(rewards.dtype)
         following = torch.cat([value[1:], value.new_zeros(1)])
-        row[: len(place)] = (rewards[place] + gamma * following - value).flip(0)
+        row[: len(place)] = (rewards.index_select(0, place) + gamma * following - value).flip(0)
 
     steps = delta.t().contiguous()  # [longest, sequences]
-    decay = gamma * lam
+    decay = first.new_tensor(gamma * lam)
     alive = len(sequences) - torch.tensor(counts).bincount().cumsum(0)  # [longest + 1] that have more than k actions
     before = steps[0]
     for step, width in zip(steps[1:].unbind(0), alive[1:].tolist(), strict=False):
@@ -83,8 +83,8 @@ def _gae_of_block(sequences: list[tuple[torch.Tensor, ...]], counts: list[int], 
     delta.copy_(steps.t())
     for row, place, (_, values, _, advantages, returns) in zip(delta, places, sequences, strict=True):
         advantage = row[: len(place)].flip(0)
-        advantages[place] = advantage
-        returns[place] = advantage + values[place].to(advantage.dtype)
+        advantages.index_copy_(0, place, advantage)
+        returns.index_copy_(0, place, advantage + values.index_select(0, place).to(advantage.dtype))
 
 
 def whiten(x: torch.Tensor, mask: torch.Tensor, total: Total = alone) -> torch.Tensor:
@@ -102,7 +102,7 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, total: Total = alone) -> torch.T
     mean = entries / count
     scale = (total(chosen.sub_(mean).square_().sum()) / count + 1e-8).rsqrt()
     for part, numbers, where in in_blocks(result, x, mask):
-        part[where] = ((numbers[where].double() - mean) * scale).to(x.dtype)
+        part.copy_(torch.where(where, (numbers.double() - mean) * scale, 0.0))
     return result
 
 

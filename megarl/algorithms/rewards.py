@@ -1,4 +1,4 @@
-"""From one number per rollout to one per token."""
+"""From one number per rollout to one per token, and back."""
 
 from __future__ import annotations
 
@@ -34,3 +34,13 @@ def last_action(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tens
         places = mask.nonzero()
         last.append(start + int(places[-1, 0]) if len(places) else -1)
     return torch.tensor(last, dtype=torch.int64, device=cu_seqlens.device)
+
+
+def sequence_sums(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] -> [N]: the sum over each sequence's tokens, one after the other in the dtype of `x`."""
+    lengths = cu_seqlens.diff().tolist()
+    sums = x.new_zeros(len(lengths))
+    onto = torch.zeros(max(lengths, default=0), dtype=torch.int64, device=x.device)
+    for one, part in zip(sums.split(1), x.split(lengths), strict=False):  # of no sequences, one empty sum
+        one.index_add_(0, onto[: len(part)], part)
+    return sums

@@ -13,7 +13,7 @@ import torch
 
 from megarl.types import Total, alone
 
-BLOCK = 1 << 18
+BLOCK = 1 << 16
 """Tokens that are looked at together where a whole [T] column of intermediate results would be in the way."""
 
 DIGITS = ((20, 11), (10, 10), (0, 10))
@@ -86,7 +86,7 @@ def picked(x: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype | None = None
     result = x.new_empty(int(torch.count_nonzero(mask)), dtype=dtype or x.dtype)
     start = 0
     for part, chosen in in_blocks(x, mask):
-        values = part[chosen]
+        values = part.index_select(0, chosen.nonzero().squeeze(1))
         result[start : start + len(values)] = values
         start += len(values)
     return result

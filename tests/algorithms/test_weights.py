@@ -1,7 +1,14 @@
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from megarl.algorithms.weights import sequence_mean_weights, token_mean_weights
+from megarl.algorithms.weights import pair_mean_weights, sequence_mean_weights, token_mean_weights
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shares import Ranks, deal, random_batch  # noqa: E402
 
 
 def test_by_hand():
@@ -37,3 +44,32 @@ def test_the_mean_over_sequences_is_that_of_a_loop():
     means = [one[chosen].mean() for one, chosen in zip(loss.split(lengths), mask.split(lengths), strict=True)]
     expected = torch.stack([mean for mean in means if not mean.isnan()]).mean()
     torch.testing.assert_close((sequence_mean_weights(starts, mask) * loss).sum(), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_weights_are_the_plain_formulas_bit_by_bit_and_shares_change_nothing(seed):
+    mask, cu = random_batch(seed)
+    sequence = torch.repeat_interleave(torch.arange(len(cu) - 1), cu.diff())
+    actions = torch.bincount(sequence[mask], minlength=len(cu) - 1)
+    of_tokens = mask.float() / mask.sum().clamp(min=1)
+    of_sequences = mask * (1.0 / (actions.clamp(min=1) * (actions > 0).sum().clamp(min=1)))[sequence]
+    assert torch.equal(token_mean_weights(mask), of_tokens)
+    assert torch.equal(sequence_mean_weights(cu, mask), of_sequences)
+    for ranks in (1, 2, 5):
+        shares = deal(cu, ranks, seed)
+
+        def work(rank, total, shares=shares):
+            _, tokens, starts = shares[rank]
+            return token_mean_weights(mask[tokens], total), sequence_mean_weights(starts, mask[tokens], total)
+
+        for (_, tokens, _), (token, sequence_mean) in zip(shares, Ranks(ranks).run(work), strict=True):
+            assert torch.equal(token, of_tokens[tokens])
+            assert torch.equal(sequence_mean, of_sequences[tokens])
+
+
+def test_pairs_are_counted_over_all_shares():
+    starts = [torch.tensor([0, 2, 5]), torch.tensor([0]), torch.tensor([0, 1, 2, 4, 5])]
+    weights = Ranks(3).run(lambda rank, total: pair_mean_weights(starts[rank], total).tolist())
+    third = float(torch.tensor(1.0 / 3))
+    assert weights == [[0, third, 0, 0, 0], [], [third, 0, 0, third, 0]]
+    assert pair_mean_weights(starts[2]).tolist() == [0.5, 0, 0, 0.5, 0]
