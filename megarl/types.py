@@ -9,7 +9,7 @@ its home, which leads the engine that wrote it. There its tokens' columns are co
 is sent the rows that it computes. Functions of tokens (`algorithms/`) are functions of each sequence, so they are right
 on a part of them; what is said of all tokens, a mean or a sum, goes through `total`, which adds up the parts:
 
-    kl_mean = mean(kl, batch.loss_mask, batch.total)         and not kl.mean(), which is of this rank's tokens
+    kl_mean = token_mean(kl, batch.loss_mask, batch.total)         and not kl.mean(), which is of this rank's tokens
 
 On one rank all is here, and `total` gives back what it is given.
 
@@ -371,16 +371,13 @@ class TrainBatch:
         """The sum of a small tensor over the ranks that have sequences of this batch, the same on all. Collective."""
         return self.everyone.total(part)
 
-    def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """[T] -> [N]: the sum over each sequence, on every rank. Collective."""
-        count = len(self.cu_seqlens) - 1
-        places = torch.repeat_interleave(torch.arange(count), self.cu_seqlens.diff())
-        sums = values.new_zeros(count).index_add(0, places, values)
+    def everywhere(self, figures: torch.Tensor) -> torch.Tensor:
+        """[n] -> [N]: a number of each sequence that is here -> those of all, on every rank. Collective."""
         if self.shares is None:
-            return sums
-        rows = self.everyone.rows(torch.stack([self.own.double(), sums.double()], dim=1))
-        result = values.new_zeros(self.num_sequences)
-        result[rows[:, 0].long()] = rows[:, 1].to(values.dtype)
+            return figures
+        rows = self.everyone.rows(torch.stack([self.own.double(), figures.double()], dim=1))
+        result = figures.new_zeros(self.num_sequences)
+        result[rows[:, 0].long()] = rows[:, 1].to(figures.dtype)
         return result
 
     def with_(self, **changes: torch.Tensor | None) -> TrainBatch:
@@ -447,6 +444,16 @@ class ModelOutput:
     entropy: torch.Tensor | None = None  # [T] of the distribution that token t was drawn from
     values: torch.Tensor | None = None  # [T] of the critic
     scores: torch.Tensor | None = None  # [T] of a reward model, of each beginning of the sequence
+
+
+Total = Callable[[torch.Tensor], torch.Tensor]
+"""Adds a small tensor up over all ranks' shares of a batch: the same shape and dtype, the same bits on every rank.
+All ranks call it, in the same order, also one whose share is empty."""
+
+
+def alone(x: torch.Tensor) -> torch.Tensor:
+    """The `Total` where one rank holds everything."""
+    return x
 
 
 @dataclass(frozen=True)

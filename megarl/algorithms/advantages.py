@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
+
+from megarl.algorithms.totals import in_blocks, picked
+from megarl.types import Total, alone
 
 
 def gae(
@@ -26,42 +29,80 @@ def gae(
 
         delta_k = r_k + gamma * V_{k+1} - V_k,  A_k = delta_k + gamma * lam * A_{k+1}   for action k of a sequence
     """
-    index = loss_mask.nonzero().squeeze(1)  # [A] where the action tokens are
-    count = len(cu_seqlens) - 1
-    sequence = torch.repeat_interleave(torch.arange(count, device=cu_seqlens.device), cu_seqlens.diff())[index]  # [A]
-    actions = torch.bincount(sequence, minlength=count)  # [N]
-    # Which action of its sequence each one is: its place among all actions less the place of the sequence's first.
-    step = torch.arange(len(index), device=index.device) - (actions.cumsum(0) - actions)[sequence]
-    longest = int(actions.max()) if count else 0
-
-    # Steps as rows, so that the loop runs over the longest sequence's actions with [N] vectors. Behind a sequence's
-    # last action reward and value are 0, and so is everything that the recursion makes of them.
-    reward = rewards.new_zeros(longest + 1, count)
-    value = rewards.new_zeros(longest + 1, count)
-    reward[step, sequence] = rewards[index]
-    value[step, sequence] = values[index].to(rewards.dtype)
-    advantage = torch.zeros_like(reward)
-    for k in reversed(range(longest)):
-        delta = reward[k] + gamma * value[k + 1] - value[k]
-        advantage[k] = delta + gamma * lam * advantage[k + 1]
-
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    advantages[index] = advantage[step, sequence]
-    returns[index] = (advantage + value)[step, sequence]
+    lengths = cu_seqlens.diff().tolist()
+    columns = (rewards, values, loss_mask, advantages, returns)
+    sequences = list(zip(*(column.split(lengths) for column in columns), strict=True))
+    counts = [int(torch.count_nonzero(sequence[2])) for sequence in sequences]
+    for block in _blocks(counts):
+        _gae_of_block([sequences[i] for i in block], [counts[i] for i in block], gamma, lam)
     return advantages, returns
 
 
-def whiten(x: torch.Tensor, mask: torch.Tensor, total: Any = None) -> torch.Tensor:
+STEPS = 1 << 24
+"""Actions of the sequences that `gae` goes through together: 64 MB in fp32."""
+
+
+def _blocks(counts: list[int]) -> Iterator[list[int]]:
+    """The numbers of those that have actions, most actions first, so many at a time that a rectangle of them, each with
+    as many actions as the first, has `STEPS`; at least one."""
+    order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i])
+    while order:
+        together = max(1, STEPS // counts[order[0]])
+        yield order[:together]
+        order = order[together:]
+
+
+def _gae_of_block(sequences: list[tuple[torch.Tensor, ...]], counts: list[int], gamma: float, lam: float) -> None:
+    """Writes advantages and returns of sequences, each (rewards, values, mask, advantages, returns) as views, of which
+    the first has the most actions and each next one at most as many as the one before.
+
+    Only the recursion itself goes step by step, with the steps as rows, the last action of each sequence in row 0: a
+    row then is what one step of all sequences needs, and those that have no action left are at its end.
+    """
+    longest, first = counts[0], sequences[0][0]
+    delta = first.new_zeros(len(sequences), longest)
+    places = [mask.nonzero().squeeze(1) for _, _, mask, _, _ in sequences]
+    for row, place, (rewards, values, _, _, _) in zip(delta, places, sequences, strict=True):
+        value = values.index_select(0, place).to(rewards.dtype)
+        following = torch.cat([value[1:], value.new_zeros(1)])
+        row[: len(place)] = (rewards.index_select(0, place) + gamma * following - value).flip(0)
+
+    steps = delta.t().contiguous()  # [longest, sequences]
+    decay = first.new_tensor(gamma * lam)
+    alive = len(sequences) - torch.tensor(counts).bincount().cumsum(0)  # [longest + 1] that have more than k actions
+    before = steps[0]
+    for step, width in zip(steps[1:].unbind(0), alive[1:].tolist(), strict=False):
+        if width < len(before):
+            before = before[:width]
+        if width < len(step):
+            step = step[:width]
+        step += before * decay  # two roundings, as written; torch.add(..., alpha=decay) may fuse them into one
+        before = step
+
+    delta.copy_(steps.t())
+    for row, place, (_, values, _, advantages, returns) in zip(delta, places, sequences, strict=True):
+        advantage = row[: len(place)].flip(0)
+        advantages.index_copy_(0, place, advantage)
+        returns.index_copy_(0, place, advantage + values.index_select(0, place).to(advantage.dtype))
+
+
+def whiten(x: torch.Tensor, mask: torch.Tensor, total: Total = alone) -> torch.Tensor:
     """`x` [T] shifted and scaled to mean 0 and (population) standard deviation 1 over `mask` [T]; 0 elsewhere.
 
-    Where all entries are equal the result is 0.
+    Mean and deviation are those of all ranks' entries. Where these are all equal the result is 0.
     """
     result = torch.zeros_like(x)
-    if not bool(mask.any()):
+    chosen = picked(
+        x, mask, torch.float64
+    )  # fp32 would leave rounding noise of equal entries, which the scale blows up
+    count, entries = total(torch.stack([chosen.new_tensor(len(chosen)), chosen.sum()]))
+    if not count:
         return result
-    chosen = x[mask].double()  # fp32 would leave rounding noise of equal entries, which the division blows up
-    centred = chosen - chosen.mean()
-    result[mask] = (centred * (centred.square().mean() + 1e-8).rsqrt()).to(x.dtype)
+    mean = entries / count
+    scale = (total(chosen.sub_(mean).square_().sum()) / count + 1e-8).rsqrt()
+    for part, numbers, where in in_blocks(result, x, mask):
+        part.copy_(torch.where(where, (numbers.double() - mean) * scale, 0.0))
     return result
 
 
@@ -89,7 +130,10 @@ def group_advantages(sequence_reward: torch.Tensor, group: torch.Tensor, use_std
     return centred.to(sequence_reward.dtype)
 
 
-def spread_to_tokens(per_sequence: torch.Tensor, sequence_ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """[N] -> [T]: each sequence's number on all its action tokens, 0 elsewhere. sequence_ids: [T], whose each is."""
-    spread = per_sequence[sequence_ids]
-    return torch.where(loss_mask, spread, torch.zeros_like(spread))
+def spread_to_tokens(per_sequence: torch.Tensor, cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """[N] -> [T]: each sequence's number on all its action tokens, 0 elsewhere."""
+    spread = per_sequence.new_zeros(len(loss_mask))
+    lengths = cu_seqlens.diff().tolist()
+    for part, mask, number in zip(spread.split(lengths), loss_mask.split(lengths), per_sequence, strict=True):
+        part.masked_fill_(mask, number)
+    return spread

@@ -1,4 +1,4 @@
-"""From one number per rollout to one per token."""
+"""From one number per rollout to one per token, and back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def token_rewards(
     `sequence_reward` [N], `cu_seqlens` [N + 1], `loss_mask` [T] bool, `kl` [T] nats (only its action tokens are read).
     A sequence without an action token gets no reward anywhere.
     """
-    rewards = torch.zeros(len(loss_mask), dtype=sequence_reward.dtype, device=sequence_reward.device)
-    if kl is not None:
-        rewards[loss_mask] = -kl_coef * kl[loss_mask].to(rewards.dtype)
+    if kl is None:
+        rewards = sequence_reward.new_zeros(len(loss_mask))
+    else:
+        rewards = (-kl_coef * kl.to(sequence_reward.dtype)).masked_fill_(~loss_mask, 0.0)
     last = last_action(cu_seqlens, loss_mask)
     has_action = last >= 0
     rewards[last[has_action]] += sequence_reward[has_action]  # no index twice: one last action per sequence
@@ -28,8 +29,18 @@ def token_rewards(
 
 def last_action(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """[N] index into [T] of the last action token of each sequence, -1 where there is none."""
-    count = len(cu_seqlens) - 1
-    sequence = torch.repeat_interleave(torch.arange(count, device=cu_seqlens.device), cu_seqlens.diff())
-    index = loss_mask.nonzero().squeeze(1)
-    none = torch.full((count,), -1, dtype=torch.int64, device=cu_seqlens.device)
-    return none.scatter_reduce(0, sequence[index], index, reduce="amax")
+    starts, last = cu_seqlens[:-1].tolist(), []
+    for start, mask in zip(starts, loss_mask.split(cu_seqlens.diff().tolist()), strict=True):
+        places = mask.nonzero()
+        last.append(start + int(places[-1, 0]) if len(places) else -1)
+    return torch.tensor(last, dtype=torch.int64, device=cu_seqlens.device)
+
+
+def sequence_sums(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] -> [N]: the sum over each sequence's tokens, one after the other in the dtype of `x`."""
+    lengths = cu_seqlens.diff().tolist()
+    sums = x.new_zeros(len(lengths))
+    onto = torch.zeros(max(lengths, default=0), dtype=torch.int64, device=x.device)
+    for one, part in zip(sums.split(1), x.split(lengths), strict=False):  # of no sequences, one empty sum
+        one.index_add_(0, onto[: len(part)], part)
+    return sums

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from megarl.types import TokenLoss
+from megarl.algorithms.totals import action_tokens, picked
+from megarl.types import TokenLoss, Total, alone
 
 
 def value_loss(
@@ -44,14 +43,27 @@ def value_loss(
 
 
 def explained_variance(
-    values: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor, total: Any = None
+    values: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor, total: Total = alone
 ) -> float:
-    """1 - Var(R - V) / Var(R) over the action tokens: 1 is a perfect critic, 0 no better than a constant.
+    """1 - Var(R - V) / Var(R) over the action tokens of all: 1 is a perfect critic, 0 no better than a constant.
 
     0 where the returns are all equal, for then there is nothing to explain.
     """
-    actual = returns[loss_mask].double()
-    if len(actual) == 0 or bool((actual == actual[0]).all()):
+    count = action_tokens(loss_mask, total)
+    if not count:
         return 0.0
-    residual = actual - values[loss_mask].double()
-    return float(1.0 - residual.var(correction=0) / actual.var(correction=0))
+    actual = picked(returns, loss_mask, torch.float64)
+    mean, variance = _moments(actual, count, total)
+    # Equal returns have this mean but for the rounding of fp64, and so exactly this one in their own dtype.
+    if not total(torch.count_nonzero(actual != mean.to(returns.dtype))):
+        return 0.0
+    _, unexplained = _moments(actual.sub_(picked(values, loss_mask)), count, total)
+    return float(1.0 - unexplained / variance)
+
+
+def _moments(share: torch.Tensor, count: int, total: Total) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and (population) variance of `count` numbers of which `share` [n] fp64 is this rank's."""
+    weight = len(share) / count  # 1 where this is all of them: what comes out is then its own mean and variance
+    own_mean, own_variance = (share.mean(), share.var(correction=0)) if len(share) else share.new_zeros(2)
+    mean = total(weight * own_mean)
+    return mean, total(weight * (own_variance + (own_mean - mean).square()))

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import torch
 
+from megarl.types import Total, alone
+
 
 def token_mean_weights(loss_mask: torch.Tensor, actions: int) -> torch.Tensor:
     """[T] fp32 weights that make a sum of token losses their mean: 1 / (number of action tokens) on each of those.
 
-    actions: of the whole mini-batch of an optimizer step, of which the mask may be a part: so the weights are right
-    however ranks and micro-batches cut it up. All 0 where there is none.
+    actions: of the whole mini-batch of an optimizer step, of which a rank has a share: the weights stay right however
+    ranks and micro-batches cut it up. All 0 where there is no action token.
     """
-    return loss_mask.float() / max(actions, 1)
+    return loss_mask.float().div_(max(actions, 1))
 
 
-def sequence_mean_weights(actions: torch.Tensor, sequence_ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+def sequence_mean_weights(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor, sequences: int) -> torch.Tensor:
     """[T] fp32 weights that make a sum of token losses the mean over sequences of each one's mean over its action
     tokens (arXiv:2402.03300, eq. 3): 1 / (N * action tokens of the sequence) on each of those.
 
-    actions: [N] int64, action tokens of each sequence of the whole mini-batch; sequence_ids: [T], which of them a token
-    is of. N counts those that have an action token; others weigh nothing.
+    sequences: N, those of the whole mini-batch that have an action token; others weigh nothing.
     """
-    share = 1.0 / (actions.clamp(min=1) * (actions > 0).sum().clamp(min=1))
-    return loss_mask * share.float()[sequence_ids]
+    lengths = cu_seqlens.diff().tolist()
+    masks = loss_mask.split(lengths)
+    actions = torch.tensor([int(torch.count_nonzero(mask)) for mask in masks], dtype=torch.int64)
+    share = 1.0 / (actions.clamp(min=1) * max(sequences, 1))
+    weights = torch.zeros(len(loss_mask))
+    for part, mask, number in zip(weights.split(lengths), masks, share, strict=True):
+        part.masked_fill_(mask, number)
+    return weights
 
 
-def pair_mean_weights(own: torch.Tensor, cu_seqlens: torch.Tensor, pairs: int) -> torch.Tensor:
+def pair_mean_weights(cu_seqlens: torch.Tensor, total: Total = alone) -> torch.Tensor:
     """[T] fp32 weights that make a sum of `bradley_terry` losses their mean over the pairs: 1 / pairs at the last token
-    of each chosen sequence, which are those with even numbers.
-
-    own: [n], the numbers of the sequences that `cu_seqlens`, [n + 1], is about.
-    """
-    chosen = cu_seqlens[1:][own % 2 == 0] - 1
+    of each chosen sequence, which are those with even numbers. A share of the pairs has whole ones."""
+    chosen = cu_seqlens[1:][0::2] - 1
     weights = torch.zeros(int(cu_seqlens[-1]))
-    weights[chosen] = 1.0 / max(1, pairs)
+    weights[chosen] = 1.0 / max(1, int(total(chosen.new_tensor(len(chosen)))))
     return weights

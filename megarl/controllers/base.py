@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.weights import sequence_mean_weights, token_mean_weights
 from megarl.config import Config
 from megarl.types import Rollouts, TrainBatch
@@ -73,7 +74,8 @@ def mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[Train
     One in which nothing is trained on is left out: there may be fewer sequences than mini-batches, or their losses
     masked.
     """
-    actions = batch.per_sequence(batch.loss_mask.long())  # [N], so that every rank knows what a mini-batch is a mean of
+    # [N], so that every rank knows what a mini-batch is a mean of.
+    actions = batch.everywhere(sequence_sums(batch.loss_mask.int(), batch.cu_seqlens))
     for part in parts_of(batch.num_sequences, config.run.num_update, config.run.epochs, seed):
         chosen = actions[part]
         if not bool(chosen.any()):
@@ -82,7 +84,7 @@ def mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[Train
         if config.loss.mean == "token":
             weights = token_mean_weights(mini.loss_mask, int(chosen.sum()))
         else:
-            weights = sequence_mean_weights(chosen, mini.sequence_ids, mini.loss_mask)
+            weights = sequence_mean_weights(mini.cu_seqlens, mini.loss_mask, int((chosen > 0).sum()))
         yield mini.with_(loss_weights=weights)
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
-from megarl.algorithms.totals import mean
+from megarl.algorithms.rewards import sequence_sums
+from megarl.algorithms.totals import token_mean
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.policy import (
     PolicyController,
@@ -57,11 +58,11 @@ class GRPOController(PolicyController):
         score = batch.sequence_reward
         if batch.ref_logprobs is not None:
             kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, batch.loss_mask)
-            kl_mean = mean(kl, batch.loss_mask, batch.total)
+            kl_mean = token_mean(kl, batch.loss_mask, batch.total)
             if config.kl.place == "reward":
-                score = score - self.kl.coef * batch.per_sequence(kl)
+                score = score - self.kl.coef * batch.everywhere(sequence_sums(kl, batch.cu_seqlens))
         advantages = group_advantages(score, batch.group, config.advantage.group_std)
-        batch = batch.with_(advantages=spread_to_tokens(advantages, batch.sequence_ids, batch.loss_mask))
+        batch = batch.with_(advantages=spread_to_tokens(advantages[batch.own], batch.cu_seqlens, batch.loss_mask))
 
         # 3. Updates.
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:

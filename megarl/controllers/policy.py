@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ppo_policy_loss
-from megarl.algorithms.totals import spread
+from megarl.algorithms.totals import gap
 from megarl.config import Config
 from megarl.controllers.base import Controller
 from megarl.observe.metrics import rollout_metrics
@@ -94,15 +94,14 @@ def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -
     `train.replay_routing` they cannot. suffix: of the names, where `policy` was not computed as in training.
     """
     assert policy.logprobs is not None
-    gap = (batch.rollout_logprobs - policy.logprobs).abs()[batch.loss_mask]
-    figures = spread(gap, 95, batch.total)
+    found = gap(batch.rollout_logprobs, policy.logprobs, batch.loss_mask, batch.total)
     return (
         {}
-        if figures is None
+        if found is None
         else {
-            f"rollout/logprob_diff{suffix}": figures.largest,
-            f"rollout/logprob_diff_p95{suffix}": figures.percentile,
-            f"rollout/logprob_diff_mean{suffix}": figures.mean,
+            f"rollout/logprob_diff{suffix}": found.largest,
+            f"rollout/logprob_diff_p95{suffix}": found.p95,
+            f"rollout/logprob_diff_mean{suffix}": found.mean,
         }
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.algorithms.advantages import gae, whiten
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.rewards import token_rewards
-from megarl.algorithms.totals import mean
+from megarl.algorithms.totals import token_mean
 from megarl.algorithms.value_loss import explained_variance, value_loss
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.policy import (
@@ -61,7 +61,7 @@ class PPOController(PolicyController):
         penalty = None
         if batch.ref_logprobs is not None:
             kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, mask)
-            kl_mean = mean(kl, mask, batch.total)
+            kl_mean = token_mean(kl, mask, batch.total)
             penalty = kl if config.kl.place == "reward" else None
         rewards = token_rewards(batch.sequence_reward[batch.own], batch.cu_seqlens, mask, penalty, self.kl.coef)
         discount, lam = config.advantage.gamma, config.advantage.lam

@@ -58,4 +58,4 @@ def pair_batch(flow: HybridFlow, pairs: Sequence[Pair]) -> TrainBatch:
     rollouts = flow.deal([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], together=2)
     batch = TrainBatch.from_rollouts(rollouts)
     group = torch.arange(len(pairs)).repeat_interleave(2)
-    return batch.with_(group=group, loss_weights=pair_mean_weights(batch.own, batch.cu_seqlens, len(pairs)))
+    return batch.with_(group=group, loss_weights=pair_mean_weights(batch.cu_seqlens, batch.total))

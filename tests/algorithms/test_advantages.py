@@ -1,7 +1,17 @@
+import sys
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
+from megarl.algorithms import advantages, totals
 from megarl.algorithms.advantages import gae, group_advantages, spread_to_tokens, whiten
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shares import Ranks, deal  # noqa: E402
+from shares import random_batch as random_mask
 
 F64 = torch.float64
 
@@ -62,6 +72,35 @@ def test_against_the_definition(seed, gamma, lam):
         torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
 
 
+def stepwise_gae(rewards, values, mask, cu, gamma, lam):
+    """The recursion in fp32, one rounding per operation, action by action from the last."""
+    gamma, decay = np.float32(gamma), np.float32(gamma * lam)
+    results = np.zeros((2, len(mask)), np.float32)
+    for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        following = advantage = np.float32(0)
+        for t in reversed(range(start, end)):
+            if mask[t]:
+                reward, value = rewards[t].numpy()[()], values[t].numpy()[()]
+                advantage = ((reward + gamma * following) - value) + decay * advantage
+                following = value
+                results[:, t] = advantage, advantage + value
+    return torch.from_numpy(results)
+
+
+@pytest.mark.parametrize("steps", [1, 70, advantages.STEPS])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_recursion_bit_by_bit(seed, steps, monkeypatch):
+    """With tools' answers between actions, sequences without actions or tokens, NaN at what is no action, and blocks of
+    one, of a few and of all sequences."""
+    monkeypatch.setattr(advantages, "STEPS", steps)
+    mask, cu = random_mask(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, len(mask), generator=generator).where(mask, float("nan"))
+    for gamma, lam in ((0.99, 0.95), (1.0, 1.0), (0.7, 0.3)):
+        got = torch.stack(gae(rewards, values, mask, cu, gamma, lam))
+        assert torch.equal(got, stepwise_gae(rewards, values, mask, cu, gamma, lam))
+
+
 def test_undiscounted_return_is_the_outcome():
     # gamma = lambda = 1: returns are the rewards still to come, whatever the critic says.
     rewards, values, mask, cu = random_batch(3)
@@ -111,6 +150,29 @@ def test_whiten_of_equal_entries_or_none_is_zero():
     assert whiten(torch.tensor([5.0, float("nan")]), torch.tensor([False, False])).tolist() == [0.0, 0.0]
 
 
+def plain_whiten(x, mask):
+    chosen = x[mask].double()
+    centred = chosen - chosen.mean()
+    return torch.zeros_like(x).masked_scatter(mask, (centred * (centred.square().mean() + 1e-8).rsqrt()).to(x.dtype))
+
+
+@pytest.mark.parametrize("block", [16, totals.BLOCK])
+@pytest.mark.parametrize("seed", range(5))
+def test_whiten_is_the_plain_formula_bit_by_bit_and_shares_change_nothing(seed, block, monkeypatch):
+    monkeypatch.setattr(totals, "BLOCK", block)
+    mask, cu = random_mask(seed, longest=200)
+    x = (torch.randn(len(mask), generator=torch.Generator().manual_seed(seed)) * 3 + 50).where(mask, float("nan"))
+    whole = whiten(x, mask)
+    assert torch.equal(whole, plain_whiten(x, mask))
+    for ranks in (1, 2, 4):
+        shares = deal(cu, ranks, seed)
+        results = Ranks(ranks).run(
+            lambda rank, total, shares=shares: whiten(x[shares[rank][1]], mask[shares[rank][1]], total)
+        )
+        for (_, tokens, _), got in zip(shares, results, strict=True):
+            torch.testing.assert_close(got, whole[tokens], rtol=1e-6, atol=1e-6)
+
+
 def test_group_advantages_by_hand():
     # group 4: rewards 1, 0, 0, 1: mean 0.5, sample variance 4 * 0.25 / 3; group 7: 2, 5: mean 3.5, variance 4.5
     reward = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 1.0], dtype=F64)
@@ -147,5 +209,13 @@ def test_group_advantages_against_a_loop_in_any_order(seed):
 
 def test_spread():
     mask = torch.tensor([0, 1, 1, 0, 1]).bool()
-    spread = spread_to_tokens(torch.tensor([2.0, -3.0, float("nan")]), torch.tensor([0, 0, 0, 1, 1]), mask)
+    spread = spread_to_tokens(torch.tensor([2.0, -3.0, float("nan")]), torch.tensor([0, 3, 5, 5]), mask)
     assert spread.tolist() == [0, 2, 2, 0, -3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_spread_is_the_plain_formula_bit_by_bit(seed):
+    mask, cu = random_mask(seed)
+    numbers = torch.randn(len(cu) - 1, generator=torch.Generator().manual_seed(seed))
+    expected = torch.where(mask, torch.repeat_interleave(numbers, cu.diff()), 0.0)
+    assert torch.equal(spread_to_tokens(numbers, cu, mask), expected)

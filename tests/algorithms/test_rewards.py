@@ -1,6 +1,14 @@
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
-from megarl.algorithms.rewards import last_action, token_rewards
+from megarl.algorithms.rewards import last_action, sequence_sums, token_rewards
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shares import random_batch  # noqa: E402
 
 CU = torch.tensor([0, 4, 6, 9])
 # sequence 0: two actions; sequence 1: none; sequence 2: an action in its middle and a tool's answer after it
@@ -27,3 +35,28 @@ def test_inputs_are_left_alone():
 
 def test_nothing_at_all():
     assert token_rewards(torch.zeros(0), torch.tensor([0]), torch.zeros(0).bool()).tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rewards_are_the_plain_formula_bit_by_bit(seed):
+    mask, cu = random_batch(seed)
+    generator = torch.Generator().manual_seed(seed)
+    reward = torch.randn(len(cu) - 1, generator=generator)
+    kl = torch.randn(len(mask), generator=generator).where(mask, float("nan"))
+    expected = torch.zeros(len(mask))
+    expected[mask] = -0.05 * kl[mask]
+    for i, (start, end) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)):
+        places = [t for t in range(start, end) if mask[t]]
+        if places:
+            expected[places[-1]] += reward[i]
+    assert torch.equal(token_rewards(reward, cu, mask, kl, 0.05), expected)
+
+
+def test_sums_of_sequences():
+    cu = torch.tensor([0, 2, 2, 5])
+    assert sequence_sums(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), cu).tolist() == [3, 0, 28]
+    assert sequence_sums(torch.zeros(0), torch.tensor([0])).tolist() == []
+    mask, cu = random_batch(0)
+    x = torch.randn(len(mask), generator=torch.Generator().manual_seed(0))
+    ids = torch.repeat_interleave(torch.arange(len(cu) - 1), cu.diff())
+    assert torch.equal(sequence_sums(x, cu), torch.zeros(len(cu) - 1).index_add(0, ids, x))

@@ -1,7 +1,14 @@
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from megarl.algorithms.value_loss import explained_variance, value_loss
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shares import Ranks, deal, random_batch  # noqa: E402
 
 F64 = torch.float64
 
@@ -65,3 +72,48 @@ def test_explained_variance():
     assert explained_variance(torch.tensor([4.0, 2.0, 0.0, 0.0]), returns, mask) == pytest.approx(-3.0)
     assert explained_variance(torch.zeros(2), torch.ones(2), torch.ones(2).bool()) == 0.0
     assert explained_variance(returns, returns, torch.zeros(4).bool()) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_explained_variance_is_the_plain_formula_bit_by_bit_and_shares_change_nothing(seed):
+    mask, cu = random_batch(seed)
+    generator = torch.Generator().manual_seed(seed)
+    values, returns = (torch.randn(2, len(mask), generator=generator) + 3).where(mask, float("nan"))
+    actual = returns[mask].double()
+    plain = float(1.0 - (actual - values[mask].double()).var(correction=0) / actual.var(correction=0))
+    assert explained_variance(values, returns, mask) == plain
+    for ranks in (1, 2, 5):
+        shares = [tokens for _, tokens, _ in deal(cu, ranks, seed)]
+
+        def work(rank, total, shares=shares):
+            own = shares[rank]
+            return explained_variance(values[own], returns[own], mask[own], total)
+
+        results = Ranks(ranks).run(work)
+        assert set(results) == {results[0]}
+        assert results[0] == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("returns", [0.1, -7.3e-5, 0.0])
+def test_equal_returns_of_shares_explain_nothing(returns):
+    def work(rank, total):
+        count = (3, 0, 17, 6)[rank]
+        return explained_variance(
+            torch.arange(count).float(), torch.full((count,), returns), torch.ones(count).bool(), total
+        )
+
+    assert Ranks(4).run(work) == [0.0] * 4
+
+
+def test_returns_that_are_equal_within_each_share_only():
+    def work(rank, total):
+        return explained_variance(torch.zeros(2), torch.full((2,), float(rank)), torch.ones(2).bool(), total)
+
+    # returns 0 0 1 1 and values 0: residual and return have the same variance
+    assert Ranks(2).run(work) == [0.0] * 2
+    halves = Ranks(2).run(
+        lambda rank, total: explained_variance(
+            torch.full((2,), rank / 2), torch.full((2,), float(rank)), torch.ones(2).bool(), total
+        )
+    )
+    assert halves == pytest.approx([0.75] * 2)

@@ -1,14 +1,20 @@
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from megarl.algorithms.weights import sequence_mean_weights, token_mean_weights
+from megarl.algorithms.weights import pair_mean_weights, sequence_mean_weights, token_mean_weights
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shares import Ranks, deal, random_batch  # noqa: E402
 
 
 def test_by_hand():
     weights = token_mean_weights(torch.tensor([0, 1, 1, 0, 1, 1]).bool(), 4)
     assert weights.tolist() == [0, 0.25, 0.25, 0, 0.25, 0.25]
     assert weights.dtype == torch.float32
-    assert token_mean_weights(torch.tensor([0, 1]).bool(), 4).tolist() == [0, 0.25]  # three are elsewhere
 
 
 def test_mean_over_tokens_not_over_sequences():
@@ -23,22 +29,44 @@ def test_no_action():
 def test_mean_over_sequences_by_hand():
     """Sequences of one, none and three actions: two count, each half."""
     mask = torch.tensor([0, 1, 0, 0, 1, 1, 0, 1]).bool()
-    actions, ids = torch.tensor([1, 0, 3]), torch.tensor([0, 0, 1, 1, 2, 2, 2, 2])
-    weights = sequence_mean_weights(actions, ids, mask)
+    weights = sequence_mean_weights(torch.tensor([0, 2, 4, 8]), mask, 2)
     assert weights.dtype == torch.float32
     assert weights.tolist() == pytest.approx([0, 1 / 2, 0, 0, 1 / 6, 1 / 6, 0, 1 / 6])
-    assert torch.equal(sequence_mean_weights(actions, ids[2:], mask[2:]), weights[2:])  # the first is elsewhere
-    nothing = torch.zeros(0, dtype=torch.int64)
-    assert sequence_mean_weights(torch.tensor([0]), torch.zeros(2).long(), torch.zeros(2).bool()).tolist() == [0, 0]
-    assert sequence_mean_weights(nothing, nothing, nothing.bool()).tolist() == []
+    assert sequence_mean_weights(torch.tensor([0, 2]), torch.zeros(2).bool(), 0).tolist() == [0, 0]
+    assert sequence_mean_weights(torch.tensor([0]), torch.zeros(0).bool(), 0).tolist() == []
 
 
 def test_the_mean_over_sequences_is_that_of_a_loop():
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 1, 9, 4, 12]
-    ids = torch.arange(5).repeat_interleave(torch.tensor(lengths))
+    starts = torch.tensor([0, *lengths]).cumsum(0)
     mask, loss = torch.rand(31, generator=generator) < 0.5, torch.randn(31, generator=generator)
     means = [one[chosen].mean() for one, chosen in zip(loss.split(lengths), mask.split(lengths), strict=True)]
     expected = torch.stack([mean for mean in means if not mean.isnan()]).mean()
-    actions = torch.bincount(ids[mask], minlength=5)
-    torch.testing.assert_close((sequence_mean_weights(actions, ids, mask) * loss).sum(), expected)
+    torch.testing.assert_close(
+        (sequence_mean_weights(starts, mask, len(means) - sum(mean.isnan() for mean in means)) * loss).sum(), expected
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_weights_are_the_plain_formulas_bit_by_bit_and_shares_change_nothing(seed):
+    mask, cu = random_batch(seed)
+    sequence = torch.repeat_interleave(torch.arange(len(cu) - 1), cu.diff())
+    actions = torch.bincount(sequence[mask], minlength=len(cu) - 1)
+    of_tokens = mask.float() / mask.sum().clamp(min=1)
+    of_sequences = mask * (1.0 / (actions.clamp(min=1) * (actions > 0).sum().clamp(min=1)))[sequence]
+    tokens_of_all, sequences_of_all = int(mask.sum()), int((actions > 0).sum())
+    assert torch.equal(token_mean_weights(mask, tokens_of_all), of_tokens)
+    assert torch.equal(sequence_mean_weights(cu, mask, sequences_of_all), of_sequences)
+    for ranks in (1, 2, 5):
+        for _, tokens, starts in deal(cu, ranks, seed):
+            assert torch.equal(token_mean_weights(mask[tokens], tokens_of_all), of_tokens[tokens])
+            assert torch.equal(sequence_mean_weights(starts, mask[tokens], sequences_of_all), of_sequences[tokens])
+
+
+def test_pairs_are_counted_over_all_shares():
+    starts = [torch.tensor([0, 2, 5]), torch.tensor([0]), torch.tensor([0, 1, 2, 4, 5])]
+    weights = Ranks(3).run(lambda rank, total: pair_mean_weights(starts[rank], total).tolist())
+    third = float(torch.tensor(1.0 / 3))
+    assert weights == [[0, third, 0, 0, 0], [], [third, 0, 0, third, 0]]
+    assert pair_mean_weights(starts[2]).tolist() == [0.5, 0, 0, 0.5, 0]

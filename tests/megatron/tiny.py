@@ -193,7 +193,7 @@ def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 11, 9)) -> TrainBatch
     """The same, of which each two in turn are a pair, for a reward model; one is longer than a micro-batch."""
     made = batch(lengths)
     group = torch.arange(len(lengths) // 2).repeat_interleave(2)
-    return made.with_(group=group, loss_weights=pair_mean_weights(made.own, made.cu_seqlens, made.num_sequences // 2))
+    return made.with_(group=group, loss_weights=pair_mean_weights(made.cu_seqlens))
 
 
 def records(batch: TrainBatch, routing: torch.Tensor) -> tuple[torch.Tensor, ...]:

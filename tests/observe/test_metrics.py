@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from shares import as_ranks
+from thread_ranks import as_ranks
 
 from megarl.observe.metrics import rollout_metrics
 from megarl.types import Prompt, Rollout, Rollouts, Status, Turn

@@ -1,0 +1,105 @@
+"""Figures over shares are those of the whole, and those of the whole are what the plain formulas give, bit by bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.algorithms import totals
+from megarl.algorithms.totals import Gap, action_tokens, gap, kth_values, picked, token_mean
+from megarl.types import alone
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shares import Ranks, deal, random_batch  # noqa: E402
+
+
+@pytest.fixture(params=[totals.BLOCK, 16])
+def block(request, monkeypatch) -> int:
+    monkeypatch.setattr(totals, "BLOCK", request.param)
+    return request.param
+
+
+def numbers(count: int, seed: int) -> torch.Tensor:
+    """Of all sizes, with many equal ones."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(count, generator=generator).exp() * 10.0 ** torch.randint(-8, 3, (count,), generator=generator)
+    spread[torch.rand(count, generator=generator) < 0.3] = 0.25
+    spread[torch.rand(count, generator=generator) < 0.1] = 0.0
+    return spread
+
+
+def test_by_hand():
+    mask = torch.tensor([True, False, True, True])
+    one, other = torch.tensor([1.0, float("nan"), 0.0, 5.0]), torch.tensor([0.5, 0.0, 3.0, 5.0])
+    assert gap(one, other, mask) == Gap(largest=3.0, p95=3.0, mean=float(torch.tensor(3.5) / 3))
+    assert action_tokens(mask) == 3
+    assert token_mean(torch.tensor([1.0, 0.0, 2.0, 6.0]), mask) == 3.0
+    assert gap(one, other, torch.zeros(4).bool()) is None
+    assert token_mean(torch.zeros(4), torch.zeros(4).bool()) == 0.0
+    assert picked(one, mask, torch.float64).tolist() == [1.0, 0.0, 5.0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_kth_value_is_exact(seed, block):
+    values = numbers(2 + 97 * seed, seed)
+    ks = (1, len(values) // 2, -(-len(values) * 95 // 100), len(values))
+    assert kth_values(values, ks) == [float(values.kthvalue(max(k, 1)).values) for k in ks]
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0, 1e-45], [1e-45, 3.4e38, float("inf")], [1.0, 1.0000001, 1.0000002]])
+def test_the_kth_of_neighbours_and_of_extremes(values):
+    assert kth_values(torch.tensor(values), (1, 2, 3)) == torch.tensor(values).tolist()
+
+
+def test_other_bits_than_those_of_fp32_are_refused():
+    with pytest.raises(TypeError, match="float64"):
+        kth_values(torch.zeros(3, dtype=torch.float64), (1,))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_alone_is_the_plain_formula_bit_by_bit(seed, block):
+    mask, _ = random_batch(seed)
+    one, other = numbers(len(mask), seed), numbers(len(mask), seed + 100)
+    apart = (one - other).abs()[mask]
+    p95 = float(apart.kthvalue(-(-len(apart) * 95 // 100)).values)
+    assert gap(one, other, mask) == Gap(float(apart.max()), p95, float(apart.mean()))
+    outside = torch.where(mask, one, 0.0)
+    assert token_mean(outside, mask) == float(outside.sum() / mask.sum().clamp(min=1))
+    assert torch.equal(picked(one, mask), one[mask])
+    assert torch.equal(alone(one), one)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(5))
+def test_shares_give_what_the_whole_gives(seed, ranks, block):
+    mask, cu = random_batch(seed)
+    one, other = numbers(len(mask), seed), numbers(len(mask), seed + 100)
+    zero_outside = torch.where(mask, one, 0.0)
+    shares, together = deal(cu, ranks, seed), Ranks(ranks)
+
+    def work(rank, total):
+        _, tokens, _ = shares[rank]
+        own = mask[tokens]
+        return (
+            gap(one[tokens], other[tokens], own, total),
+            token_mean(zero_outside[tokens], own, total),
+            action_tokens(own, total),
+        )
+
+    results = together.run(work)
+    assert all(result == results[0] for result in results)
+    (got, mean, count), whole = results[0], gap(one, other, mask)
+    assert (got.largest, got.p95) == (whole.largest, whole.p95)
+    assert got.mean == pytest.approx(whole.mean, rel=1e-6)
+    assert mean == pytest.approx(token_mean(zero_outside, mask), rel=1e-6)
+    assert count == int(mask.sum())
+    assert together.largest <= 2 * 2048 * 8
+
+
+def test_shares_without_any_action():
+    results = Ranks(3).run(lambda rank, total: gap(torch.ones(rank), torch.ones(rank), torch.zeros(rank).bool(), total))
+    assert results == [None] * 3
