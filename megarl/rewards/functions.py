@@ -49,9 +49,7 @@ def load_functions(names: Sequence[str]) -> dict[str, RewardFunction]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: B036  whatever the user's module raises, sys.exit too
-            raise ConfigError(
-                f"reward.functions: cannot import {module_name} of {name!r}: {_worded(error)}"
-            ) from error
+            raise ConfigError(f"reward.functions: cannot import {module_name} of {name!r}: {_worded(error)}") from error
         if function is None:
             known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
             have = ", ".join(known) or "no function"
@@ -155,7 +153,8 @@ def _unharmed(rollout: Rollout) -> Rollout:
         ground_truth=_copied(prompt.ground_truth),
         extra=_copied(prompt.extra),
     )
-    return replace(rollout, prompt=own, messages=_copied(rollout.messages), reward_parts={}, routing=None)
+    turns = tuple(map(replace, rollout.turns))  # a turn makes its arrays read-only, which pickling undoes
+    return replace(rollout, prompt=own, turns=turns, messages=_copied(rollout.messages), reward_parts={}, routing=None)
 
 
 def _copied(value: Any) -> Any:
