@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -105,14 +107,19 @@ class Client:
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
-        status, answer = await self._post("/generate", body)
+        status, data = await self._post("/generate", body)
+        with _uncollected():
+            return self._generation(status, data, len(ids), routed)
+
+    def _generation(self, status: int, data: bytes | str, asked: int, routed: int) -> Generation:
+        answer = _loaded("/generate", data)
         if status == 503 and "timeout reached" in str(answer):
             raise RequestFailed("the engine did not end the answer within rollout.request_timeout")
         if status != 200:
             raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
         try:
             self._check_version(answer["meta_info"])
-            return self._read(answer, len(ids), routed)
+            return self._read(answer, asked, routed)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
 
@@ -171,7 +178,8 @@ class Client:
         Raises as `generate` does.
         """
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
-        status, answer = await self._post("/parse_function_call", body)
+        status, data = await self._post("/parse_function_call", body)
+        answer = _loaded("/parse_function_call", data)
         if status in (400, 500):  # what it says where the parser raises
             return None
         try:
@@ -182,14 +190,15 @@ class Client:
         except (LookupError, TypeError, ValueError) as error:
             raise RequestFailed(f"the engine's answer to /parse_function_call cannot be one: {error!r}") from None
 
-    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes | str]:
+        """Status and answer, bytes where they say that they are JSON."""
         assert self._session is not None, "the client is used outside `async with`"
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(1, _TRIES + 1):
             try:
                 async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
                     if answer.content_type == "application/json":
-                        return answer.status, orjson.loads(await answer.read())
+                        return answer.status, await answer.read()
                     return answer.status, await answer.text()
             except TimeoutError:
                 raise RequestFailed(f"the engine did not answer {path} within {self._timeout.total:g} s") from None
@@ -197,9 +206,29 @@ class Client:
                 if attempt == _TRIES:
                     raise RuntimeError(f"the engine cannot be reached: {error}") from None
                 await asyncio.sleep(_PAUSE_S * attempt)
-            except (aiohttp.ClientError, ValueError) as error:
+            except (aiohttp.ClientError, UnicodeError) as error:
                 raise RequestFailed(f"the engine's answer to {path} cannot be read: {error!r}") from None
         raise AssertionError("unreachable")
+
+
+def _loaded(path: str, data: bytes | str) -> Any:
+    try:
+        return data if isinstance(data, str) else orjson.loads(data)
+    except ValueError as error:
+        raise RequestFailed(f"the engine's answer to {path} cannot be read: {error!r}") from None
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without passes of Python's collector, which thousands of short-lived lists in an answer set off again and again:
+    over all that torch and others keep in this process, they take longer than to read the answer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _versions(spans: Sequence[dict[str, Any]], tokens: int) -> tuple[tuple[int, int], ...]:
