@@ -41,12 +41,15 @@ as an input, on the way to what predicts token t + 1. The engine never runs the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+
+from megarl.arrays import Ids, Logprobs, ids_of, joined, no_ids, no_logprobs, read_only, same
+from megarl.everyone import ALONE, Alone, Everyone
 
 Message = dict[str, Any]
 """One chat message in the OpenAI form: role, content, and tool_calls where there are some."""
@@ -58,78 +61,69 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 """By the numbers of `Rollouts.status`."""
 
 
-class Everyone(Protocol):
-    """All ranks of a job, for values that are put together of what each has. Collective, and the same on all."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def total(self, mine: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, which are small and of one shape."""
-        ...
-
-    def rows(self, mine: torch.Tensor) -> torch.Tensor:
-        """[n, ...] -> [N, ...], by rank; n may be another on each."""
-        ...
-
-    def objects(self, mine: Any) -> list[Any]:
-        """Small host values, by rank."""
-        ...
-
-
-class Alone:
-    """One rank that has everything."""
-
-    rank = 0
-
-    def total(self, mine: torch.Tensor) -> torch.Tensor:
-        return mine
-
-    def rows(self, mine: torch.Tensor) -> torch.Tensor:
-        return mine
-
-    def objects(self, mine: Any) -> list[Any]:
-        return [mine]
-
-
-ALONE = Alone()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """A task, as it comes out of a data set.
 
     `token_ids` are the rendered chat with the generation prompt, filled in by the loader; `tools` are the names
     of the tools that the policy may call. `ground_truth` and `extra` are for the reward and never reach the policy.
+
+    The ids are an array because turn 0 of every sample is one: all samples share the prompt's, and it is turned into
+    numbers of Python only inside of a request. It also takes 4 bytes a token, a tuple 8 and up to 32 for the number.
     """
 
     id: str
     messages: tuple[Message, ...]
-    token_ids: tuple[int, ...] = ()
+    token_ids: Ids = field(default_factory=no_ids)
     data_source: str = ""
     ground_truth: Any = None
     tools: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", ids_of(self.token_ids))
 
-@dataclass(frozen=True)
+    def __eq__(self, other: object) -> bool:
+        return same(self, other) if isinstance(other, Prompt) else NotImplemented
+
+
+@dataclass(frozen=True, eq=False)
 class Turn:
     """A run of tokens that one party wrote: the prompt, the policy, or a tool.
 
     `logprobs` has one entry per token for an action and is empty otherwise. `weight_version` is the version of the
-    weights that chose the tokens, -1 for tokens that no policy chose.
+    weights that chose the last token, and all others unless `versions` says something else; -1 for tokens that no
+    policy chose. A turn during which the weights changed stays one turn: it is one thing that the policy said.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
+    token_ids: Ids
+    logprobs: Logprobs = field(default_factory=no_logprobs)
     is_action: bool = False
     weight_version: int = -1
+    versions: tuple[tuple[int, int], ...] = ()
+    """(version, tokens) of one run of tokens after the other, where the weights changed meanwhile; else empty."""
 
     def __post_init__(self) -> None:
-        if self.is_action and len(self.logprobs) != len(self.token_ids):
-            raise ValueError(f"an action turn has {len(self.token_ids)} tokens but {len(self.logprobs)} logprobs")
-        if not self.is_action and self.logprobs:
+        logprobs = np.asarray(self.logprobs, dtype=np.float32)
+        object.__setattr__(self, "token_ids", ids_of(self.token_ids))
+        object.__setattr__(self, "logprobs", read_only(logprobs, self.logprobs))
+        if self.is_action and logprobs.shape != self.token_ids.shape:
+            raise ValueError(f"an action turn has {len(self.token_ids)} tokens but {logprobs.size} logprobs")
+        if not self.is_action and logprobs.size:
             raise ValueError("only an action turn carries logprobs")
+        if self.versions and sum(tokens for _, tokens in self.versions) != len(self.token_ids):
+            raise ValueError(f"a turn of {len(self.token_ids)} tokens with versions of others: {self.versions}")
+        if self.versions and self.versions[-1][0] != self.weight_version:
+            raise ValueError(f"a turn by version {self.weight_version} that ends by another: {self.versions}")
+
+    def __eq__(self, other: object) -> bool:
+        return same(self, other) if isinstance(other, Turn) else NotImplemented
+
+    @property
+    def token_versions(self) -> Ids:
+        """Version of the weights that chose each token."""
+        runs = self.versions or ((self.weight_version, len(self.token_ids)),)
+        return np.repeat(np.array([version for version, _ in runs], np.int32), [tokens for _, tokens in runs])
 
 
 @dataclass(frozen=True)
@@ -151,8 +145,8 @@ class Rollout:
     tool_calls: int = 0
     tool_errors: int = 0
     routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """[tokens, MoE layers, topk] int16: the experts that each token went through in the engine, in any order; a row of
-    -1 where that is not known. None where nothing was recorded."""
+    """[known, MoE layers, topk]: the experts that each of the first `known` tokens went through in the engine, in any
+    order. uint8 where the model has at most 256 of them, else int16. None where nothing was recorded."""
     drafted: int = 0
     """Tokens that were drafted for the policy (rollout.draft_tokens); 0 for recorded rollouts."""
     accepted: int = 0
@@ -161,8 +155,13 @@ class Rollout:
     """Of an aborted rollout, what cut it off."""
 
     @property
-    def token_ids(self) -> list[int]:
-        return [token for turn in self.turns for token in turn.token_ids]
+    def token_ids(self) -> Ids:
+        """All turns' in one array, made when it is asked for."""
+        return joined([turn.token_ids for turn in self.turns], np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
     def num_actions(self) -> int:
@@ -180,7 +179,7 @@ class Rollout:
 
 FIGURES: dict[str, Callable[[Rollout], float]] = {
     "group": lambda rollout: rollout.group,
-    "length": lambda rollout: sum(len(turn.token_ids) for turn in rollout.turns),
+    "length": lambda rollout: rollout.num_tokens,
     "prompt_length": lambda rollout: len(rollout.turns[0].token_ids),
     "actions": lambda rollout: rollout.num_actions,
     "turns": lambda rollout: sum(turn.is_action for turn in rollout.turns),
@@ -317,21 +316,19 @@ class TrainBatch:
         """
         rollouts = rollouts if isinstance(rollouts, Rollouts) else Rollouts.of(rollouts)
         turns = [turn for rollout in rollouts.here for turn in rollout.turns]
-        lengths = rollouts.length[rollouts.own]
+        lengths = [len(turn.token_ids) for turn in turns]
+        starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts.here)], dtype=np.int64)
+        mask = np.repeat(np.array([turn.is_action for turn in turns], dtype=np.bool_), lengths)
+        logprobs = np.zeros(len(mask), dtype=np.float32)
+        logprobs[mask] = joined([turn.logprobs for turn in turns], np.float32)
         shares = Shares(rollouts.length, rollouts.routed, rollouts.home, rollouts.own, rollouts.everyone)
         return TrainBatch(
-            tokens=_packed([turn.token_ids for turn in turns], np.int32),
-            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            loss_mask=torch.repeat_interleave(
-                torch.tensor([turn.is_action for turn in turns], dtype=torch.bool),
-                torch.tensor([len(turn.token_ids) for turn in turns], dtype=torch.int64),
-            ),
+            tokens=torch.from_numpy(joined([turn.token_ids for turn in turns], np.int32)),
+            cu_seqlens=torch.from_numpy(starts),
+            loss_mask=torch.from_numpy(mask),
             group=rollouts.group,
             sequence_reward=rollouts.reward.float(),
-            rollout_logprobs=_packed(
-                [turn.logprobs if turn.is_action else np.zeros(len(turn.token_ids), np.float32) for turn in turns],
-                np.float32,
-            ),
+            rollout_logprobs=torch.from_numpy(logprobs),
             routing=_records(rollouts),
             shares=None if isinstance(rollouts.everyone, Alone) else shares,
         )
@@ -415,11 +412,6 @@ COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _NO
 """The [T] tensors of a batch."""
 
 
-def _packed(parts: Iterable[Any], kind: type) -> torch.Tensor:
-    arrays: list[np.ndarray] = [np.asarray(part, kind) for part in parts]
-    return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros(0, kind))
-
-
 def _records(rollouts: Rollouts) -> tuple[torch.Tensor, ...] | None:
     """Of the rollouts that are here, empty where one has none; None where no rollout has one, here or elsewhere."""
     if not bool((rollouts.routed > 0).any()):
@@ -429,7 +421,7 @@ def _records(rollouts: Rollouts) -> tuple[torch.Tensor, ...] | None:
     if len(shapes) > 1:
         raise ValueError(f"rollouts whose routing has different shapes per token: {sorted(map(tuple, shapes))}")
     for record, rollout in zip(found, rollouts.here, strict=True):
-        if record is not None and len(record) > (tokens := sum(len(turn.token_ids) for turn in rollout.turns)):
+        if record is not None and len(record) > (tokens := rollout.num_tokens):
             raise ValueError(f"a rollout of {tokens} tokens has the routing of {len(record)}")
     (shape,) = shapes or {torch.Size((0, 0))}
     none = torch.zeros((0, *shape), dtype=torch.uint8)
@@ -444,16 +436,6 @@ class ModelOutput:
     entropy: torch.Tensor | None = None  # [T] of the distribution that token t was drawn from
     values: torch.Tensor | None = None  # [T] of the critic
     scores: torch.Tensor | None = None  # [T] of a reward model, of each beginning of the sequence
-
-
-Total = Callable[[torch.Tensor], torch.Tensor]
-"""Adds a small tensor up over all ranks' shares of a batch: the same shape and dtype, the same bits on every rank.
-All ranks call it, in the same order, also one whose share is empty."""
-
-
-def alone(x: torch.Tensor) -> torch.Tensor:
-    """The `Total` where one rank holds everything."""
-    return x
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Initialising Megatron's process groups on a machine without GPU needs Megatron-Core fitted to it.
 EXCEPTIONS = {("megarl.parallel.ranks", "megarl.megatron")}
 
-PURE = ("algorithms", "types", "models", "controllers")
+PURE = ("algorithms", "arrays", "everyone", "types", "models", "controllers")
 PROCESSES = ("torch.distributed", "megatron", "sglang")
 
 
@@ -137,7 +137,17 @@ def test_pure_parts_know_no_processes(module):
 
 @pytest.mark.parametrize("module", [module for module in FILES if part(module) == "algorithms"])
 def test_algorithms_know_the_types_and_torch_only(module):
-    known = ("__future__", "collections", "dataclasses", "math", "typing", "torch", "megarl.types", "megarl.algorithms")
+    known = (
+        "__future__",
+        "collections",
+        "dataclasses",
+        "math",
+        "typing",
+        "torch",
+        "megarl.types",
+        "megarl.everyone",
+        "megarl.algorithms",
+    )
     assert not {name for name in imports(module) if not starts(name, *known)}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.totals import action_tokens, picked
-from megarl.types import TokenLoss, Total, alone
+from megarl.everyone import Total, alone
+from megarl.types import TokenLoss
 
 
 def value_loss(

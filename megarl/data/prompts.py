@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from megarl.arrays import ids_of
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages, tool_names
 from megarl.data.rows import read_rows
@@ -60,7 +61,7 @@ def render_prompts(
     kept: list[Prompt] = []
     shortest = 0
     for prompt in prompts:
-        ids = tuple(render(prompt))
+        ids = ids_of(render(prompt))
         if len(ids) <= max_prompt_tokens:
             kept.append(replace(prompt, token_ids=ids))
         else:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from megarl.arrays import ids_of
 from megarl.config import RolloutConfig
 from megarl.models.routing import RoutingShape
 from megarl.rollout.chat import Chat, call_id
@@ -64,7 +66,8 @@ async def run_conversation(
     a turn or the context was full; `max_turns`; `aborted` when the engine cut it off, a request of it failed, or it was
     not done by `deadline`, in the event loop's time: then `failure` says which, and the turns are those it had.
     """
-    talk = _Talk([Turn(prompt.token_ids or tuple(around.chat.render(prompt)))], list(prompt.messages))
+    rendered = prompt.token_ids if len(prompt.token_ids) else ids_of(around.chat.render(prompt))
+    talk = _Talk([Turn(rendered)], list(prompt.messages))
     status: Status = "aborted"
     try:
         async with asyncio.timeout_at(deadline):
@@ -82,7 +85,7 @@ async def run_conversation(
         messages=tuple(talk.messages),
         tool_calls=talk.calls,
         tool_errors=talk.errors,
-        routing=_completed(talk.routing, sum(len(turn.token_ids) for turn in talk.turns)),
+        routing=torch.cat(talk.routing) if talk.routing else None,
         drafted=talk.drafted,
         accepted=talk.accepted,
         failure=talk.failure,
@@ -99,7 +102,7 @@ async def _converse(
     chat, config = around.chat, around.config
     schemas = chat.schemas(prompt)
     turns, messages = talk.turns, talk.messages
-    context = list(turns[0].token_ids)
+    context = turns[0].token_ids
     routed = 0
     for number in range(1, config.max_turns + 1):
         budget = min(config.max_new_tokens, config.max_context - len(context))
@@ -110,10 +113,10 @@ async def _converse(
         if out.routing is not None:
             talk.routing.append(out.routing)
             routed += len(out.routing)
-        if out.token_ids:
-            turns.append(Turn(out.token_ids, out.logprobs, is_action=True, weight_version=out.weight_version))
-            context += out.token_ids
-        last = out.token_ids[-1] if out.token_ids else None
+        last = int(out.token_ids[-1]) if len(out.token_ids) else None
+        if last is not None:
+            turns.append(Turn(out.token_ids, out.logprobs, True, out.weight_version, out.versions))
+            context = np.concatenate([context, turns[-1].token_ids])
         said = chat.text(out.token_ids[:-1] if last in chat.ends else out.token_ids)
         if last is None or last != chat.end_of_call:
             messages.append({"role": "assistant", "content": said})
@@ -139,18 +142,10 @@ async def _converse(
         observed = chat.observation(answers, schemas)
         if len(context) + len(observed) >= config.max_context:
             return "length"
-        turns.append(Turn(tuple(observed)))
-        context += observed
+        turns.append(Turn(ids_of(observed)))
+        context = np.concatenate([context, turns[-1].token_ids])
         messages += answers
     return "max_turns"
-
-
-def _completed(parts: list[torch.Tensor], tokens: int) -> torch.Tensor | None:
-    """[tokens, MoE layers, topk]: the parts, and -1 for the tokens at the end that no request has run."""
-    if not parts:
-        return None
-    known = torch.cat(parts)
-    return torch.cat([known, known.new_full((tokens - len(known), *known.shape[1:]), -1)])
 
 
 async def _run(tools: ToolPool, allowed: set[str], call: Any) -> ToolResult:
@@ -209,8 +204,8 @@ async def gather_rollouts(
     try:
         async with asyncio.TaskGroup() as together:
             for group, prompt in enumerate(prompts, first_group):
-                if not prompt.token_ids:
-                    prompt = replace(prompt, token_ids=tuple(around.chat.render(prompt)))
+                if not len(prompt.token_ids):
+                    prompt = replace(prompt, token_ids=ids_of(around.chat.render(prompt)))
                 tasks += [together.create_task(one(prompt, group, sample)) for sample in range(samples)]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None

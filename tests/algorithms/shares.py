@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megarl.types import Total
+from megarl.everyone import Total
 
 
 class Ranks:

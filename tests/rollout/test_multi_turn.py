@@ -26,7 +26,7 @@ from megarl.rollout.multi_turn import (
 )
 from megarl.rollout.tool_calls import Call, Reply
 from megarl.rollout.tools import ToolPool, load_tools
-from megarl.types import Prompt, Rollout, Status, TrainBatch
+from megarl.types import Prompt, Rollout, Status, TrainBatch, Turn
 
 TOKENIZER = tiny_models.tokenizer()
 CHAT = Chat(TOKENIZER, load_tools(["megarl.rollout.tools:calculator"]))
@@ -66,6 +66,10 @@ def said(text: str, finish: Any = "stop", version: int = 7) -> Generation:
     return Generation(tokens, tuple(-0.1 * (i + 1) for i in range(len(tokens))), finish, version)
 
 
+def turn_of(out: Generation) -> Turn:
+    return Turn(out.token_ids, out.logprobs, True, out.weight_version)
+
+
 async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
     """As SGLang's qwen25 parser does it, for one call."""
     if "<tool_call>" not in text or not schemas:
@@ -92,19 +96,20 @@ def converse(
 
 def test_a_call_and_a_statement_turn_by_turn() -> None:
     rollout, script = converse(call("1+2"), "3")
-    rendered = tuple(CHAT.render(PROMPT))
+    rendered = CHAT.render(PROMPT)
     first, last = said(call("1+2")), said("3")
     observed = ids("\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-    assert [turn.token_ids for turn in rollout.turns] == [rendered, first.token_ids, observed, last.token_ids]
+    turns = [Turn(rendered), turn_of(first), Turn(observed), turn_of(last)]
+    assert list(rollout.turns) == turns
     assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
     assert [turn.weight_version for turn in rollout.turns] == [-1, 7, -1, 7]
-    assert rollout.turns[1].logprobs == first.logprobs and rollout.turns[3].logprobs == last.logprobs
     assert (rollout.status, rollout.tool_calls, rollout.tool_errors) == ("stop", 1, 0)
     assert (rollout.group, rollout.seed, rollout.answer) == (5, 9, "3")
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
     assert rollout.messages[2]["content"] == "3"
     # The engine is always given exactly what it has seen and written so far.
     assert script.asked[1][0] == [*rendered, *first.token_ids, *observed]
+    assert rollout.turns[0].token_ids is not rollout.prompt.token_ids  # it was not rendered before
     assert script.asked[0][1] == {"temperature": 1.0, "max_new_tokens": 100}
 
 
@@ -128,8 +133,7 @@ def test_each_tokens_routing_is_asked_for_once_and_the_last_token_has_none(lost:
     script = Recorded(call("1+2"), call("3+4"), "7", lost=lost)
     rollout, _ = converse(script=script)
     assert rollout.routing is not None
-    size = len(rollout.token_ids)
-    assert rollout.routing.flatten().tolist() == [*range(size - 1), -1]
+    assert rollout.routing.flatten().tolist() == [*range(rollout.num_tokens - 1)]
     # Each request begins with the token that was written last before, which it is the first to run.
     before = [0, *(len(context) - 1 for context in ends(rollout))]
     if not lost:
@@ -138,11 +142,11 @@ def test_each_tokens_routing_is_asked_for_once_and_the_last_token_has_none(lost:
         assert script.routed[lost[0]] == script.routed[lost[0] - 1]
 
 
-def ends(rollout: Rollout) -> list[tuple[int, ...]]:
+def ends(rollout: Rollout) -> list[list[int]]:
     """The conversation up to the end of each of the policy's turns but the last."""
-    heads, context = [], ()
+    heads, context = [], []
     for turn in rollout.turns:
-        context += turn.token_ids
+        context = [*context, *turn.token_ids]
         heads += [context] if turn.is_action else []
     return heads[:-1]
 
@@ -243,7 +247,7 @@ def test_an_observation_that_does_not_fit_ends_the_rollout() -> None:
     size = len(CHAT.render(PROMPT)) + len(said(call("1+2")).token_ids)
     rollout, script = converse(call("1+2"), "3", max_context=size + 5)
     assert rollout.status == "length" and len(script.asked) == 1
-    assert len(rollout.token_ids) == size and rollout.messages[-1]["role"] == "assistant"
+    assert rollout.num_tokens == size and rollout.messages[-1]["role"] == "assistant"
 
 
 def test_a_prompt_that_fills_the_context_has_no_action() -> None:
@@ -311,7 +315,7 @@ def test_all_samples_of_all_prompts_in_order() -> None:
     assert [rollout.prompt.id for rollout in rollouts] == list("aaaabbbbcccc")
     assert [rollout.group for rollout in rollouts] == [10] * 4 + [11] * 4 + [12] * 4
     assert 2 <= script.most_at_once <= CONFIG.concurrency
-    assert all(rollout.prompt.token_ids for rollout in rollouts)
+    assert all(rollout.turns[0].token_ids is rollout.prompt.token_ids for rollout in rollouts)
 
 
 def test_each_sample_has_a_seed_of_its_own_that_does_not_depend_on_the_others() -> None:
@@ -340,7 +344,7 @@ def test_a_request_that_fails_aborts_its_conversation_which_keeps_whole_turns() 
     rollout, _ = converse(script=Fails(call("1+2"), RequestFailed("odd")))
     assert (rollout.status, rollout.failure, rollout.tool_calls) == ("aborted", "odd", 1)
     assert [turn.is_action for turn in rollout.turns] == [False, True, False]
-    assert rollout.turns[1].token_ids == first.token_ids and CHAT.text(rollout.turns[2].token_ids).startswith(observed)
+    assert rollout.turns[1] == turn_of(first) and CHAT.text(rollout.turns[2].token_ids).startswith(observed)
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool"]
 
 
@@ -352,7 +356,7 @@ def test_only_the_failing_conversation_is_aborted() -> None:
 
 def test_what_is_not_done_at_the_deadline_is_aborted_also_what_has_not_begun() -> None:
     script = Fails("1", None, "3", call("4"), *[None] * 6)
-    rollouts = gather(script, [PROMPT], 7, deadline_in=0.3, concurrency=2)
+    rollouts = gather(script, [PROMPT], 7, deadline_in=1.5, concurrency=2)
     assert [rollout.status for rollout in rollouts] == ["stop", "aborted", "stop", *["aborted"] * 4]
     assert {rollout.failure for rollout in rollouts} == {"", "it was not done within rollout.step_timeout"}
     assert rollouts[3].num_actions == len(said(call("4")).token_ids) and rollouts[3].tool_calls == 1
