@@ -248,7 +248,6 @@ class HybridFlow:
         newest = self._find_checkpoint()
         critic = config.critic.path or config.model.path if "critic" in self.controller.roles() else None
         self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config)
-        self.log.tokenizer = self.chat.tokenizer
         for note in self._notes:
             self.log.say(note)
         context = Context(

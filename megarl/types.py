@@ -103,7 +103,7 @@ class Rollout:
     """[tokens, MoE layers, topk] int16: the experts that each token went through in the engine, in any order; a row of
     -1 where that is not known. None where nothing was recorded."""
     drafted: int = 0
-    """Tokens that were drafted for the policy (rollout.draft_tokens); 0 for recorded rollouts."""
+    """Tokens that were drafted for the policy (rollout.draft_tokens)."""
     accepted: int = 0
     """Those of them that it accepted."""
     failure: str = ""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
-from megarl.observe.rollout_log import read_rollouts, rollout_file
+from megarl.observe.rollout_log import read_rollouts
 from megarl.parallel import device, ranks
 from megarl.rollout.aborted import check_aborted
 from megarl.rollout.engine import Engine
@@ -183,7 +183,7 @@ class RolloutWorker(Worker):
         return ranks.patient(seconds + self.config.run.timeout_s)
 
     def _replayed(self) -> list[Rollout]:
-        return read_rollouts(rollout_file(self.config.rollout.replay, self.step))
+        return read_rollouts(self.config.rollout.replay, self.step)
 
 
 class _Stopped(RuntimeError):
