@@ -289,6 +289,7 @@ class HybridFlow:
             written: dict[Path, Entry] = {}
             for role, model in self._trained().items():
                 written |= save_model(model, folder / role)
+            self.log.settle()  # a run that goes on from here does not take these steps again
             return written
 
         with self.clock.phase("save"):

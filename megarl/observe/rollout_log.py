@@ -63,8 +63,8 @@ def remove_after(run_dir: str | Path, step: int) -> None:
 class RolloutLog:
     """Writes this rank's rollouts on one thread of its own, beside training.
 
-    warn: called by `write` and `close`, on their thread, with what is to be said where an earlier step could not be
-    written. Nothing is raised for that, and no more is said of later ones.
+    warn: called by `write`, `settle` and `close`, on their thread, with what is to be said where an earlier step could
+    not be written. Nothing is raised for that, and no more is said of later ones.
     """
 
     def __init__(self, run_dir: str | Path, rank: int, warn: Callable[[str], None]) -> None:
@@ -88,18 +88,14 @@ class RolloutLog:
         advantages: [tokens] float32 of each, None for one that was not trained on. What is handed over must not be
         changed later. Waits until the step before is on disk, so that never more than one is held for that.
         """
-        self._settle()
+        self.settle()
         if rollouts:
             given = [None] * len(rollouts) if advantages is None else list(advantages)
             file = part_file(self._run_dir, step, self._rank)
             self._under_way = self._thread.submit(write_part, file, step, total, numbers, rollouts, given)
 
-    def close(self) -> None:
-        """Wait for what is under way."""
-        self._settle()
-        self._thread.shutdown()
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Wait until all that was handed over is on disk."""
         if self._under_way is None:
             return
         error = self._under_way.exception()
@@ -108,6 +104,10 @@ class RolloutLog:
             self._warned = True
             what = " ".join(str(error).split()) or type(error).__name__
             self._warn(f"could not record rollouts: {what}; training goes on without them")
+
+    def close(self) -> None:
+        self.settle()
+        self._thread.shutdown()
 
 
 def write_part(

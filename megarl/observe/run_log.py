@@ -143,6 +143,11 @@ class RunLog:
         if self._rollouts is not None:
             self._rollouts.write(step, total, numbers, rollouts, advantages)
 
+    def settle(self) -> None:
+        """Wait until what this rank recorded is on disk."""
+        if self._rollouts is not None:
+            self._rollouts.settle()
+
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Figures of the state after `step` steps that are not a step's own: an evaluation."""
         if not self.writes:
