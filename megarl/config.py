@@ -294,7 +294,7 @@ class TrackConfig:
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     rollouts: bool = True
-    """Write every rollout as JSONL into the run folder."""
+    """Record every rollout in the run folder, as parquet."""
     progress: bool = True
     """Live display on the terminal; plain lines where the output is no terminal."""
 

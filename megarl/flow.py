@@ -258,7 +258,6 @@ class HybridFlow:
         newest = self._find_checkpoint()
         critic = config.critic.path or config.model.path if "critic" in self.controller.roles() else None
         self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config)
-        self.log.tokenizer = self.chat.tokenizer
         for note in self._notes:
             self.log.say(note)
         context = Context(
@@ -300,6 +299,7 @@ class HybridFlow:
             written: dict[Path, Entry] = {}
             for role, model in self._trained().items():
                 written |= save_model(model, folder / role)
+            self.log.settle()  # a run that goes on from here does not take these steps again
             return written
 
         with self.clock.phase("save"):

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from megarl.config import LoraConfig, ParallelConfig
 from megarl.models.memory import stage_elements
 from megarl.models.registry import load_hf_config
-from megarl.observe.rollout_log import read_records, read_rollouts
+from megarl.observe.rollout_log import read_rollouts
 from megarl.rollout.hosting import SHARED
 from megarl.rollout.tools import calculator
 
@@ -135,7 +135,7 @@ def test_the_reward_model_serves_with_the_scores_of_transformers(ppo_run: Path, 
     model = AutoModelForSequenceClassification.from_pretrained(reward_run / "export", dtype=torch.float32)
     assert type(model).__name__ == "Qwen3MoeForSequenceClassification"
     scores = []
-    for rollout in read_rollouts(ppo_run / "rollouts" / "step_000002.jsonl"):
+    for rollout in read_rollouts(ppo_run, 2):
         with torch.no_grad():
             scores.append(float(model(torch.tensor([rollout.token_ids.tolist()])).logits))
         assert rollout.reward_parts.keys() == {"even", "model"}
@@ -167,7 +167,7 @@ def test_three_steps_of_ppo(ppo_run: Path) -> None:
 
 def test_rollouts_are_on_disk_with_weight_versions(ppo_run: Path) -> None:
     for step in (1, 2, 3):
-        rollouts = read_rollouts(ppo_run / "rollouts" / f"step_{step:06d}.jsonl")
+        rollouts = read_rollouts(ppo_run, step)
         assert len(rollouts) == 16 and {r.group for r in rollouts} == {0, 1, 2, 3}
         versions = {turn.weight_version for r in rollouts for turn in r.turns if turn.is_action}
         assert versions == {step - 1}
@@ -212,7 +212,7 @@ def test_grpo_by_one_key_and_by_the_reward_model_alone(
     reward = ("reward.functions=[]", f"reward.model={reward_run}/export")
     train(folder, tmp_path / "grpo", "algorithm=grpo", f"rollout.replay={ppo_run}", "run.num_rollout=1", *reward)
     (row,) = metrics_of(tmp_path / "grpo")
-    recorded = read_rollouts(ppo_run / "rollouts" / "step_000001.jsonl")
+    recorded = read_rollouts(ppo_run, 1)
     mean = sum(rollout.reward_parts["model"] for rollout in recorded) / len(recorded)
     assert row["rollout/reward_mean"] == pytest.approx(mean)
     assert "actor/ppo_kl" in row and not any(name.startswith("critic/") for name in row)
@@ -280,6 +280,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Path, tmp_path: Path, host: str) -> None:
     """SFT on a single conversation, for seconds; then the engine writes the call from memory, SGLang's parser reads it,
     the tool's process answers, and the engine reads that: in training, and in the evaluations before and after."""
+    from transformers import AutoTokenizer
+
     question = {"role": "user", "content": "What is 61+17?"}
     function = {"name": "calculator", "arguments": {"expression": "61+17"}}
     called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
@@ -299,16 +301,17 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
     overrides += [f"data.eval={held_out}", "run.eval_every=1", "run.export=false", "rollout.temperature=0.05"]
     overrides += ["kl.place=none", "data.prompts_per_step=2", "rollout.samples_per_prompt=2"]
     train(folder, tmp_path / "run", *alone, *overrides, host=host)
-    records = read_records(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
-    assert len(records) == 4
-    for record in records:
-        assert (record["status"], record["tool_calls"], record["tool_errors"]) == ("stop", 1, 0), record
-        assert [message["role"] for message in record["messages"]] == ["user", "assistant", "tool", "assistant"]
-        (call,) = record["messages"][1]["tool_calls"]
-        assert call["function"] == function and call["id"] == record["messages"][2]["tool_call_id"]
-        assert record["messages"][2]["content"] == "78" and record["messages"][3]["content"] == answer["content"]
-        assert [turn["is_action"] for turn in record["turns"]] == [False, True, False, True]
-        assert "<tool_response>\n78\n</tool_response>" in record["turns"][2]["text"]
+    rollouts = read_rollouts(tmp_path / "run", 1)
+    assert len(rollouts) == 4
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "sft" / "export")
+    for rollout in rollouts:
+        assert (rollout.status, rollout.tool_calls, rollout.tool_errors) == ("stop", 1, 0), rollout
+        assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
+        (call,) = rollout.messages[1]["tool_calls"]
+        assert call["function"] == function and call["id"] == rollout.messages[2]["tool_call_id"]
+        assert rollout.messages[2]["content"] == "78" and rollout.messages[3]["content"] == answer["content"]
+        assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
+        assert "<tool_response>\n78\n</tool_response>" in tokenizer.decode(list(rollout.turns[2].token_ids))
     before, step, after = metrics_of(tmp_path / "run")
     assert step["rollout/logprob_diff_p95"] <= 1e-4 and step["rollout/aborted_frac"] == 0.0
     for name in ("greedy", "sampled"):

@@ -26,7 +26,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Initialising Megatron's process groups on a machine without GPU needs Megatron-Core fitted to it.
 EXCEPTIONS = {("megarl.parallel.ranks", "megarl.megatron")}
 
-PURE = ("algorithms", "arrays", "everyone", "types", "models", "controllers")
+PURE = ("algorithms", "types", "models", "controllers")
 PROCESSES = ("torch.distributed", "megatron", "sglang")
 
 

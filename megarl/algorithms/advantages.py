@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megarl.algorithms.totals import in_blocks, picked
-from megarl.everyone import Total, alone
+from megarl.types import Total, alone
 
 
 def gae(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.everyone import Total, alone
+from megarl.types import Total, alone
 
 BLOCK = 1 << 16
 """Tokens that are looked at together where a whole [T] column of intermediate results would be in the way."""

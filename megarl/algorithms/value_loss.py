@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.totals import action_tokens, picked
-from megarl.everyone import Total, alone
-from megarl.types import TokenLoss
+from megarl.types import TokenLoss, Total, alone
 
 
 def value_loss(

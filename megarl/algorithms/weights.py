@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.everyone import Total, alone
+from megarl.types import Total, alone
 
 
 def token_mean_weights(loss_mask: torch.Tensor, actions: int) -> torch.Tensor:

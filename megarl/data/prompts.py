@@ -11,11 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megarl.arrays import ids_of
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages, tool_names
 from megarl.data.rows import read_rows
-from megarl.types import Prompt
+from megarl.types import Prompt, ids_of
 
 Item = TypeVar("Item")
 

@@ -9,11 +9,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from megarl.arrays import ids_of
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages, tool_schemas
 from megarl.data.rows import read_rows
-from megarl.types import Message, Prompt, Rollout, Turn
+from megarl.types import Message, Prompt, Rollout, Turn, ids_of
 
 
 def sft_rollouts(path: str | Path, tokenizer: Any, most: int | None = None) -> Demonstrations:

@@ -52,8 +52,11 @@ log.txt          what the run said, with the time
 logs/            what each SGLang engine said; the traceback of a rank that failed
 metrics.jsonl    one line of metrics per step and per evaluation: {"step": 12, "time": ..., "rollout/reward_mean": ...}
 tensorboard/     the same for TensorBoard: .venv/bin/python -m tensorboard.main --logdir <this folder>
-rollouts/        step_000012.jsonl holds every conversation of step 12: turns with token ids, texts, log-probs and
-                 advantages, reward, seed. Look: .venv/bin/python tools/view_rollouts.py <this folder> --step 12
+rollouts/        step_000012/ holds every conversation of step 12, a part of them in the file of each rank: words, turns
+                 with token ids, log-probs and advantages, reward, seed. Look:
+                 .venv/bin/python tools/view_rollouts.py <this folder> --step 12
+                 or as a table, which megarl/observe/rollout_table.py explains:
+                 pandas.read_parquet("<this folder>/rollouts/step_000012")
 checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest
 export/          the trained policy as a Hugging Face folder, written at the end
 adapter/         with LoRA, its adapters alone, as PEFT writes them

@@ -7,11 +7,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from megarl.config import Config, ConfigError
 from megarl.observe.progress import Progress
-from megarl.observe.rollout_log import rollout_file, write_rollouts
+from megarl.observe.rollout_log import RolloutLog, remove_after
 from megarl.observe.run_folder import Change, RunFolder, claim
 from megarl.observe.tracker import Tracker
 from megarl.parallel import ranks
@@ -20,19 +21,17 @@ from megarl.types import Rollouts, TrainBatch
 
 
 class RunLog:
-    """Made on every rank, by all of them together; rank 0 writes and prints, on the others every method is idle.
+    """Made on every rank, by all of them together. Each records its rollouts; all else is written and printed by rank
+    0, and idle on the others.
 
     Raises ConfigError on all ranks where the run folder cannot be had. Where it holds a run to go on with, nothing in
     it changes before `begin`. Later failures to write are warned of once.
-    Set `tokenizer` to have the texts of the turns recorded beside their ids.
     """
 
     def __init__(self, config: Config, place: ranks.Ranks) -> None:
         self.run_dir = Path(config.run.dir)
-        self.tokenizer: Any = None
         self.writes = place.rank == 0
         self._rank = place.rank
-        self._record_rollouts = config.track.rollouts
         self._warned: set[str] = set()
         self._folder: RunFolder | None = None
         self._early: list[str] | None = []
@@ -51,17 +50,26 @@ class RunLog:
             live=None if config.track.progress else False,
         )
         self._tracker = Tracker(self.run_dir, config.track.tensorboard) if self.writes else None
+        self._rollouts = RolloutLog(self.run_dir, place.rank, self._warn) if config.track.rollouts else None
         if self._folder is None or not self._folder.resumes:
             self._early = None
         self.say(f"run folder {self.run_dir}")
 
     def begin(self, step: int) -> None:
-        """The run goes on after step `step`, with what has changed in its configuration, which is said and recorded."""
+        """The run goes on after step `step`, with what has changed in its configuration, which is said and recorded.
+        Rollouts of later steps are removed: those steps are taken again."""
         changes: list[Change] = []
 
         def begin() -> None:
             if self._folder is not None and self._folder.resumes:
                 changes.extend(self._folder.begin(step))
+                try:
+                    remove_after(self.run_dir, step)
+                except OSError as error:
+                    raise ConfigError(
+                        f"cannot remove the rollouts of steps after {step} in {self.run_dir}/rollouts, which are to be "
+                        f"taken again: {error}; remove them, or set run.dir to another folder"
+                    ) from None
 
         self._on_lead(begin)
         early, self._early = self._early or [], None
@@ -110,23 +118,24 @@ class RunLog:
         batch: TrainBatch | None = None,
         trained: Rollouts | None = None,
     ) -> None:
-        """A step is done: its metrics, and its rollouts with the batch that was made of the `trained` ones in their
-        order; of all by default."""
-        everybody = [] if rollouts is None else [r for h in ranks.all_gather_objects(rollouts.here) for r in h]
+        """A step is done: its metrics, and its rollouts, which each rank records that has some, in the background, with
+        the batch that was made of the `trained` ones in their order; of all by default."""
+        if rollouts is not None and self._rollouts is not None:
+            own = advantages_of(rollouts, batch, rollouts if trained is None else trained)
+            self._rollouts.write(step, len(rollouts), rollouts.own.tolist(), rollouts.here, own)
         if not self.writes:
             return
         assert self._tracker is not None
         self._tracker.log(step, metrics)
-        if self._record_rollouts and everybody:
-            decode = None if self.tokenizer is None else self.tokenizer.decode
-            try:
-                write_rollouts(rollout_file(self.run_dir, step), everybody, None, decode, None)
-            except OSError as error:
-                self._warn(f"could not record rollouts: {error}; training goes on without them")
         if rollouts is not None and (reasons := abort_reasons(rollouts)):
             self.say(f"step {step}: aborted rollouts, which nothing is trained on: {reasons}")
         self._progress.step(step, metrics)
         self._note(self._progress.line(step, metrics))
+
+    def settle(self) -> None:
+        """Wait until what this rank recorded is on disk."""
+        if self._rollouts is not None:
+            self._rollouts.settle()
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Figures of the state after `step` steps that are not a step's own: an evaluation."""
@@ -154,6 +163,8 @@ class RunLog:
 
     def close(self) -> None:
         self._progress.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
         if self._tracker is not None:
             self._tracker.close()
         if self._folder is not None:
@@ -174,3 +185,13 @@ class RunLog:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, stacklevel=3)
+
+
+def advantages_of(rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts) -> list[np.ndarray | None]:
+    """[tokens] float32 for each rollout that is here, a view of the batch that was made of the `trained` ones, in their
+    order; None for others, and without advantages."""
+    if batch is None or batch.advantages is None:
+        return [None] * len(rollouts.here)
+    ends = batch.cu_seqlens[1:-1].tolist()
+    own = dict(zip(map(id, trained.here), np.split(batch.advantages.numpy(), ends), strict=False))
+    return [own.get(id(rollout)) for rollout in rollouts.here]

@@ -17,11 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megarl.arrays import Ids, ids_of
 from megarl.config import ConfigError
 from megarl.data.text import encodable
 from megarl.rollout.tools import Tool
-from megarl.types import Message, Prompt
+from megarl.types import Ids, Message, Prompt, ids_of
 
 _POLICY_TURN = "POLICYTURN"  # stands for what the policy wrote; any word that no template adds or changes
 _RESULT = "TOOLRESULT"  # and for what a tool, or the user, answered

@@ -16,8 +16,8 @@ import orjson
 import pybase64
 import torch
 
-from megarl.arrays import Ids, Logprobs, ids_of
 from megarl.models.routing import RoutingShape
+from megarl.types import Ids, Logprobs, ids_of
 
 _TRIES = 3
 _PAUSE_S = 0.5

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.arrays import ids_of
 from megarl.config import RolloutConfig
 from megarl.models.routing import RoutingShape
 from megarl.rollout.chat import Chat, call_id
@@ -19,7 +18,7 @@ from megarl.rollout.client import Client, Policy, RequestFailed
 from megarl.rollout.engine import Engine
 from megarl.rollout.tool_calls import Parse, Reply, parser
 from megarl.rollout.tools import ToolPool, ToolResult
-from megarl.types import Message, Prompt, Rollout, Status, Turn
+from megarl.types import Message, Prompt, Rollout, Status, Turn, ids_of
 
 _LOOK_S = 1.0
 _LATER_S = 60.0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
-from megarl.observe.rollout_log import read_rollouts, rollout_file
+from megarl.observe.rollout_log import read_rollouts
 from megarl.parallel import device, ranks
 from megarl.rollout.aborted import check_aborted
 from megarl.rollout.engine import Engine
@@ -184,7 +184,7 @@ class RolloutWorker(Worker):
 
     def _replayed(self) -> list[Rollout]:
         """This rank's part of what is recorded of the step, in whole groups."""
-        recorded = read_rollouts(rollout_file(self.config.rollout.replay, self.step))
+        recorded = read_rollouts(self.config.rollout.replay, self.step)
         groups = 1 + max((rollout.group for rollout in recorded), default=0)
         return [rollout for rollout in recorded if rollout.group * self.ranks.world // groups == self.ranks.rank]
 

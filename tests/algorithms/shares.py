@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megarl.everyone import Total
+from megarl.types import Total
 
 
 class Ranks:

@@ -10,7 +10,7 @@ import torch
 
 from megarl.algorithms import totals
 from megarl.algorithms.totals import Gap, action_tokens, gap, kth_values, picked, token_mean
-from megarl.everyone import alone
+from megarl.types import alone
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -7,44 +7,54 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from case import Case, nothing
 
+from megarl.observe.rollout_log import part_file, write_part
+from megarl.types import Prompt, Rollout, Turn
+
 Prepare = Callable[[Path], None]
-RECORD: dict[str, Any] = {
-    "id": "p",
-    "group": 0,
-    "status": "stop",
-    "reward": 1.0,
-    "reward_parts": {},
-    "advantage": None,
-    "tool_calls": 0,
-    "tool_errors": 0,
-    "seed": 0,
-    "messages": [],
-    "turns": [{"is_action": False, "weight_version": -1, "token_ids": [1]}],
-    "prompt": {"id": "p", "messages": [], "data_source": "", "ground_truth": None, "tools": [], "extra": {}},
-}
 METRICS = b'{"step": 1, "time": 0.0, "time/step": 2.0, "rollout/reward_mean": 0.5}\n'
 PROBLEM = {"question": "1+1?", "answer": "It is #### 2"}
 
 
 def run(metrics: bytes = METRICS, rollouts: bytes | None = None, config: bytes = b"algorithm: grpo\n") -> Prepare:
-    """A run's folder, FOLDER/r, with the rollouts of step 1."""
+    """A run's folder, FOLDER/r, with a rollout of step 1, or a file of this instead."""
 
     def prepare(folder: Path) -> None:
-        (folder / "r/rollouts").mkdir(parents=True)
+        file = part_file(folder / "r", 1, 0)
+        file.parent.mkdir(parents=True)
         (folder / "r/metrics.jsonl").write_bytes(metrics)
         (folder / "r/config.yaml").write_bytes(config)
-        lines = json.dumps(RECORD).encode() if rollouts is None else rollouts
-        (folder / "r/rollouts/step_000001.jsonl").write_bytes(lines)
+        if rollouts is None:
+            write_part(file, 1, 2, [0, 1], [Rollout(Prompt("p", ()), (Turn((1,)),))] * 2)
+        else:
+            file.write_bytes(rollouts)
 
     return prepare
 
 
 def recorded(**changes: Any) -> Prepare:
-    """A second record that differs; None takes a field away."""
-    record = {name: value for name, value in {**RECORD, **changes}.items() if value is not None or name == "advantage"}
-    return run(rollouts="\n".join(json.dumps(row) for row in (RECORD, record)).encode())
+    """Two rollouts, the second of which differs in these columns; None takes a column away."""
+
+    def prepare(folder: Path) -> None:
+        run()(folder)
+        file = part_file(folder / "r", 1, 0)
+        table = pq.read_table(file, partitioning=None)
+        for name, value in changes.items():
+            field, values = table.schema.field(name), table.column(name).to_pylist()
+            table = table.drop_columns(name)
+            if value is not None:
+                table = table.append_column(field, pa.array([values[0], value], field.type))
+        pq.write_table(table, file)
+
+    return prepare
+
+
+def empty_step(folder: Path) -> None:
+    run()(folder)
+    part_file(folder / "r", 1, 0).unlink()
 
 
 def texts(train: bytes | dict[str, Any] = b"", test: dict[str, Any] | None = PROBLEM) -> Prepare:
@@ -124,32 +134,27 @@ VIEW = [
         "a page where nothing can be", ("--html", "cannot be written"), "FOLDER/r", "--html", "/proc/a", prepare=run()
     ),
     view("a page on a full disk", ("No space left",), "FOLDER/r", "--html", "/dev/full", prepare=run()),
-    view("no rollouts", ("holds no rollouts", "--step"), "FOLDER/r", prepare=run(rollouts=b"")),
-    view("binary", ("is not a file of recorded rollouts",), "FOLDER/r", prepare=run(rollouts=bytes(range(256)))),
-    view("cut off", ("line 1",), "FOLDER/r", prepare=run(rollouts=json.dumps(RECORD).encode()[:100])),
-    view("nested", ("line 1",), "FOLDER/r", prepare=run(rollouts=b"[" * 100000)),
-    view("lists", ("jsonl:1 is not a rollout",), "FOLDER/r", prepare=run(rollouts=b"[1]\n")),
-    view("another program's", ("jsonl:1 is not a rollout",), "FOLDER/r", prepare=run(rollouts=b'{"text": "x"}\n')),
-    view("no turns", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(turns=None)),
-    view("turns that are text", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(turns=["x"])),
-    view(
-        "ids that are a number",
-        ("jsonl:2 is not",),
-        "FOLDER/r",
-        prepare=recorded(turns=[{**RECORD["turns"][0], "token_ids": 5}]),
+    view("no rollouts", ("has no rollouts of step 1", "rank_*.parquet"), "FOLDER/r", prepare=empty_step),
+    view("binary", ("parquet is not a file of",), "FOLDER/r", prepare=run(rollouts=bytes(range(256)))),
+    view("empty", ("parquet is not a file of",), "FOLDER/r", prepare=run(rollouts=b"")),
+    view("lines of JSON", ("parquet is not a file of",), "FOLDER/r", prepare=run(rollouts=b'{"text": "x"}\n')),
+    view("no turns", ("has no column 'turn_lengths'",), "FOLDER/r", prepare=recorded(turn_lengths=None)),
+    view("no id", ("has no column 'id'",), "FOLDER/r", prepare=recorded(id=None)),
+    *(
+        view(name, ("parquet, row 1, is not a recorded rollout", says), "FOLDER/r", prepare=recorded(**changes))
+        for name, says, changes in (
+            ("a turn of more tokens", "turns of 2 tokens with 1 token ids", {"turn_lengths": [2]}),
+            ("more turns in one column", "not as many", {"turn_lengths": [1, 0]}),
+            ("negative ids", "a token id is negative", {"token_ids": [-1]}),
+            ("an unknown end", "'done'", {"status": "done"}),
+            ("a reward part that is text", "not a number", {"reward_parts": '{"a": "high"}'}),
+            ("reward parts that are a number", "not a dict", {"reward_parts": "3"}),
+            ("messages cut off", "messages: ", {"messages": '[{"role": "us'}),
+            ("messages nested", "messages: ", {"messages": "[" * 100000}),
+            ("a prompt that is text", "prompt_messages is", {"prompt_messages": '"x"'}),
+            ("advantages of other tokens", "2 advantages", {"advantages": [0.5, 0.5]}),
+        )
     ),
-    view(
-        "a text that is a number",
-        ("jsonl:2 is not",),
-        "FOLDER/r",
-        prepare=recorded(turns=[{**RECORD["turns"][0], "text": 5}]),
-    ),
-    view("a reward that is text", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(reward="high")),
-    view("parts that are a number", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(reward_parts=3)),
-    view("an advantage that is text", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(advantage="x")),
-    view("no id", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(id=None)),
-    view("a prompt that is text", ("jsonl:2 is not a rollout",), "FOLDER/r", prepare=recorded(prompt="x")),
-    view("a prompt of another program", ("jsonl:2 is not",), "FOLDER/r", prepare=recorded(prompt={"text": "x"})),
 ]
 
 memory, QWEN = tool("plan_memory"), ("--model", "qwen3-30b-a3b")

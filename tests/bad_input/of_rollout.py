@@ -2,85 +2,103 @@
 
 from __future__ import annotations
 
-import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from case import Case
 
-from megarl.observe.rollout_log import rollout_file, write_rollouts
+from megarl.observe.rollout_log import part_file, write_part
 from megarl.types import Prompt, Rollout, Turn
 
 REPLAY = ("rollout.replay=FOLDER/recorded",)
-STEP_2 = "FOLDER/recorded/rollouts/step_000002.jsonl"
+STEP_2 = "FOLDER/recorded/rollouts/step_000002"
+PART = f"{STEP_2}/rank_00001.parquet"
 
 
-def record(folder: Path, steps: int = 2, prompts: int = 4, samples: int = 4, tokens: int = 2) -> Path:
-    """A recorded run as this configuration would leave it; the file of step 2."""
+def record(
+    folder: Path, steps: int = 2, prompts: int = 4, samples: int = 4, tokens: int = 2, logprob: float = -0.5
+) -> Path:
+    """A recorded run as this configuration would leave it, on two ranks; the second one's file of step 2."""
+    run_dir = folder / "recorded"
     for step in range(1, steps + 1):
         rollouts = [
             Rollout(
                 Prompt(str(group), ({"role": "user", "content": "1"},)),
-                (Turn((5, 6)), Turn((7,) * tokens, (-0.5,) * tokens, True, step - 1)),
+                (Turn((5, 6)), Turn((7,) * tokens, (logprob,) * tokens, True, step - 1)),
                 group=group,
             )
             for group in range(prompts)
             for _ in range(samples)
         ]
-        write_rollouts(rollout_file(folder / "recorded", step), rollouts)
-    return rollout_file(folder / "recorded", 2)
+        total = len(rollouts)
+        for rank, numbers in enumerate((range(0, total, 2), range(1, total, 2))):
+            own = [rollouts[number] for number in numbers]
+            write_part(part_file(run_dir, step, rank), step, total, numbers, own)
+    return part_file(run_dir, 2, 1)
 
 
-def recorded(**shape: int) -> Callable[[Path], None]:
+def recorded(**shape: Any) -> Callable[[Path], None]:
     return lambda folder: (record(folder, **shape), None)[1]
 
 
 def spoilt(spoil: Callable[[Path], Any]) -> Callable[[Path], None]:
-    """A recording whose second step has been spoilt."""
+    """A recording of which a file of the second step has been spoilt."""
     return lambda folder: (spoil(record(folder)), None)[1]
 
 
-def line(text: str | bytes) -> Callable[[Path], None]:
-    """One whose step 2 has this as its third line."""
-
-    def spoil(file: Path) -> None:
-        lines = file.read_bytes().split(b"\n")
-        lines[2] = text.encode() if isinstance(text, str) else text
-        file.write_bytes(b"\n".join(lines))
-
-    return spoilt(spoil)
+def content(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return spoilt(lambda file: file.write_bytes(change(file.read_bytes())))
 
 
-def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """One in whose step 2 the third record has been changed."""
-
-    def spoil(file: Path) -> None:
-        lines = file.read_text().splitlines()
-        found = json.loads(lines[2])
-        change(found)
-        lines[2] = json.dumps(found)
-        file.write_text("\n".join(lines) + "\n")
-
-    return spoilt(spoil)
+def table(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], None]:
+    """One that was written again by another program."""
+    return spoilt(lambda file: pq.write_table(change(pq.read_table(file, partitioning=None)), file))
 
 
-def action(**changes: Any) -> Callable[[Path], None]:
-    return changed(lambda found: found["turns"][1].update(changes))
+def cell(name: str, value: Any) -> Callable[[Path], None]:
+    """One with another value in the third row."""
+
+    def change(found: pa.Table) -> pa.Table:
+        values = found.column(name).to_pylist()
+        values[2] = value
+        field = found.schema.field(name)
+        return found.set_column(found.schema.get_field_index(name), field, pa.array(values, field.type))
+
+    return table(change)
 
 
-def set_to(**changes: Any) -> Callable[[Path], None]:
-    return changed(lambda found: found.update(changes))
+def column(name: str, values: list[Any], kind: pa.DataType) -> Callable[[Path], None]:
+    """One with another column in the place of this one."""
+    return table(lambda found: found.set_column(found.schema.get_field_index(name), name, pa.array(values * 8, kind)))
 
 
-def without(name: str) -> Callable[[Path], None]:
-    return changed(lambda found: found.pop(name))
+def about(**changes: str | None) -> Callable[[Path], None]:
+    """One with other metadata."""
+
+    def change(found: pa.Table) -> pa.Table:
+        metadata = dict(found.schema.metadata)
+        for name, value in changes.items():
+            metadata[f"megarl.{name}".encode()] = (value or "").encode()
+        return found.replace_schema_metadata(metadata)
+
+    return table(change)
 
 
-def case_of_line(name: str, prepare: Callable[[Path], None], says: str = "not a recorded rollout") -> Case:
-    return Case(name, (STEP_2, "line 3", says), REPLAY, prepare)
+def of_file(name: str, prepare: Callable[[Path], None], *says: str) -> Case:
+    return Case(name, (PART, *says), REPLAY, prepare)
 
 
+def of_row(name: str, prepare: Callable[[Path], None], says: str = "not a recorded rollout") -> Case:
+    return Case(name, (PART, "row 2", says), REPLAY, prepare)
+
+
+NO_FILE = "is not a file of recorded rollouts"
+DAMAGED = f"{NO_FILE}, or is damaged"
 OTHER = "it is of another configuration"
 
 CASES = [
@@ -154,12 +172,17 @@ CASES = [
     ),
     Case(
         "no step on record",
-        ("no rollouts of step 1", "step_000001.jsonl", "lower run.num_rollout"),
+        ("no rollouts of step 1", "step_000001", "lower run.num_rollout"),
         REPLAY,
         lambda folder: (folder / "recorded" / "rollouts").mkdir(parents=True),
     ),
     Case("fewer steps on record", ("no rollouts of step 2", "run.num_rollout=2"), REPLAY, recorded(steps=1)),
-    Case("a step is missing", ("no rollouts of step 2", "step_000002.jsonl"), REPLAY, spoilt(Path.unlink)),
+    Case(
+        "a step is missing",
+        ("no rollouts of step 2", "step_000002"),
+        REPLAY,
+        spoilt(lambda file: shutil.rmtree(file.parent)),
+    ),
     Case(
         "more steps than on record",
         ("no rollouts of step 3", "run.num_rollout=7"),
@@ -167,10 +190,22 @@ CASES = [
         recorded(),
     ),
     Case(
-        "a step that is a folder",
-        ("no rollouts of step 2", "step_000002.jsonl"),
+        "a step that is a file",
+        ("no rollouts of step 2", "step_000002"),
         REPLAY,
-        spoilt(lambda file: (file.unlink(), file.mkdir())),
+        spoilt(lambda file: (shutil.rmtree(file.parent), file.parent.write_text(""))),
+    ),
+    Case(
+        "a step of no files",
+        ("no rollouts of step 2", "rank_*.parquet"),
+        REPLAY,
+        spoilt(lambda file: (shutil.rmtree(file.parent), file.parent.mkdir())),
+    ),
+    Case(
+        "a step of lines of JSON",
+        ("no rollouts of step 2", "step_000002"),
+        REPLAY,
+        spoilt(lambda file: (shutil.rmtree(file.parent), file.parent.with_suffix(".jsonl").write_text("{}"))),
     ),
     Case("recorded with fewer samples", (OTHER, "holds 8 rollouts of 4 prompts"), REPLAY, recorded(samples=2)),
     Case("recorded with more samples", (OTHER, "rollout.samples_per_prompt"), REPLAY, recorded(samples=8)),
@@ -178,67 +213,94 @@ CASES = [
     Case("recorded with more prompts", (OTHER, "data.prompts_per_step"), REPLAY, recorded(prompts=5)),
     Case("prompts for samples", (OTHER, "16 rollouts of 8 prompts"), REPLAY, recorded(prompts=8, samples=2)),
     Case("recorded with longer conversations", (OTHER, "rollout.max_context=192"), REPLAY, recorded(tokens=300)),
+    # Parts of a step.
+    Case("a file is missing", (STEP_2, "8 of the 16 rollouts", "rollout 1 is missing"), REPLAY, spoilt(Path.unlink)),
     Case(
-        "a step without its last line",
-        (STEP_2, OTHER, "15 rollouts"),
+        "a file of a job of other ranks beside them",
+        (STEP_2, "rollout 1 twice", "two runs"),
         REPLAY,
-        spoilt(lambda file: file.write_text("".join(file.read_text().splitlines(True)[:-1]))),
+        spoilt(lambda file: shutil.copy(file, file.with_name("rank_00002.parquet"))),
     ),
-    Case("an empty step", (STEP_2, OTHER, "0 rollouts"), REPLAY, spoilt(lambda file: file.write_text(""))),
-    case_of_line("samples of different numbers", set_to(group="0")),
-    Case("a prompt with a sample of another", (STEP_2, OTHER), REPLAY, set_to(group=3)),
-    Case("a prompt from beyond the step", (STEP_2, OTHER), REPLAY, set_to(group=77)),
+    Case(
+        "a file of a longer step",
+        (STEP_2, "of 16 and of 32 rollouts", "two runs"),
+        REPLAY,
+        about(total="32"),
+    ),
+    Case(
+        "a file without its last row",
+        (STEP_2, "15 of the 16 rollouts", "rollout 15 is missing"),
+        REPLAY,
+        table(lambda found: found.slice(0, 7)),
+    ),
+    Case(
+        "a file without rows",
+        (STEP_2, "8 of the 16 rollouts", "rollout 1 is missing"),
+        REPLAY,
+        table(lambda found: found.slice(0, 0)),
+    ),
+    Case("a rollout from beyond the step", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", 16)),
+    Case("a negative number", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", -1)),
+    of_file("a file of another step", about(step="3"), "is of step 3"),
+    of_file("a file of a later program", about(format="2"), "format 2", "format 1 only"),
+    Case("a prompt with a sample of another", (STEP_2, OTHER), REPLAY, cell("group", 3)),
+    Case("a prompt from beyond the step", (STEP_2, OTHER), REPLAY, cell("group", 77)),
     # Damaged files.
+    of_file("a file of nothing", content(lambda whole: b""), DAMAGED),
+    of_file("a binary file", content(lambda whole: bytes(range(256)) * 4), DAMAGED),
+    of_file("a file of text", content(lambda whole: b'{"id": "a"}\n'), DAMAGED),
+    of_file("a file that ends in the middle", content(lambda whole: whole[: len(whole) // 2]), DAMAGED),
+    of_file("a file that begins in the middle", content(lambda whole: whole[len(whole) // 2 :]), DAMAGED),
+    of_file("a file without its last bytes", content(lambda whole: whole[:-40]), DAMAGED),
+    of_file("a file of zeros", content(lambda whole: bytes(len(whole))), DAMAGED),
+    of_file("a file that is a folder", spoilt(lambda file: (file.unlink(), file.mkdir())), DAMAGED),
+    of_file("a link to nothing", spoilt(lambda file: (file.unlink(), file.symlink_to("none"))), DAMAGED),
+    of_file(
+        "prompts instead of rollouts",
+        spoilt(lambda file: pq.write_table(pa.table({"prompt": ["What is 1+1?"], "ground_truth": [2]}), file)),
+        NO_FILE,
+        "megarl.format",
+    ),
+    of_file("no metadata", table(lambda found: found.replace_schema_metadata(None)), NO_FILE, "megarl.format"),
+    of_file("no step", about(step=None), NO_FILE, "megarl.step"),
+    of_file("a total in words", about(total="all"), NO_FILE, "megarl.total"),
+    # Columns of something else.
+    *(
+        of_file(f"no column {name}", table(lambda found, name=name: found.drop_columns(name)), f"no column {name!r}")
+        for name in (
+            "number",
+            "status",
+            "group",
+            "turn_lengths",
+            "token_ids",
+            "logprobs",
+            "messages",
+            "prompt_messages",
+        )
+    ),
+    of_file("groups in words", column("group", ["0"], pa.string()), "'group' is of string"),
+    of_file("a reward of text", column("reward", ["high"], pa.string()), "'reward' is of string"),
+    of_file("reward parts of numbers", column("reward_parts", [1.0], pa.float64()), "'reward_parts' is of double"),
+    of_file("turns of text", column("turn_lengths", ["2 2"], pa.string()), "'turn_lengths' is of string"),
+    of_file("log-probs of text", column("logprobs", [["a", "b"]], pa.list_(pa.string())), "'logprobs'"),
+    of_file("log-probs of another precision", column("logprobs", [[-0.5]], pa.list_(pa.float64())), "'logprobs'"),
+    of_file("tokens of text", column("token_ids", [["a"]], pa.list_(pa.string())), "'token_ids'"),
+    of_file("tokens that are fractions", column("token_ids", [[1.5]], pa.list_(pa.float32())), "'token_ids'"),
+    of_file("tokens that are no list", column("token_ids", [7], pa.int32()), "'token_ids' is of int32"),
+    of_file("messages that are a number", column("messages", [3], pa.int64()), "'messages' is of int64"),
+    of_file("a status that may be null", column("status", [None], pa.string()), "'status' may be null"),
+    # Rows of something else.
+    of_row("no turn at all", cell("turn_lengths", [])),
+    of_row("fewer versions than turns", cell("turn_weight_version", [-1]), "not as many"),
+    of_row("an unknown status", cell("status", "done"), "'done'"),
+    of_row("a first turn of the policy's", cell("turn_is_action", [True, True]), "not a prompt"),
+    of_row("a turn of less than nothing", cell("turn_lengths", [5, -1]), "negative length"),
     Case(
-        "a binary step",
-        (STEP_2, "not a file of recorded rollouts"),
+        "log-probs that are no numbers",
+        ("FOLDER/recorded/rollouts/step_000001/rank_00000.parquet, row 0", "not finite"),
         REPLAY,
-        spoilt(lambda file: file.write_bytes(bytes(range(256)) * 4)),
+        recorded(logprob=math.nan),
     ),
-    Case(
-        "a step in UTF-16",
-        (STEP_2, "not a file of recorded rollouts"),
-        REPLAY,
-        spoilt(lambda file: file.write_bytes(file.read_text().encode("utf-16"))),
-    ),
-    Case(
-        "a line in Latin-1", (STEP_2, "not a file of recorded rollouts"), REPLAY, line('{"id": "ä"}'.encode("latin-1"))
-    ),
-    Case(
-        "a step that ends in the middle",
-        (STEP_2, "line 16", "not a recorded rollout"),
-        REPLAY,
-        spoilt(lambda file: file.write_bytes(file.read_bytes()[:-40])),
-    ),
-    Case("a step of zeros", (STEP_2, "line 1"), REPLAY, spoilt(lambda file: file.write_bytes(b"\0" * 4096))),
-    case_of_line("a line that is no JSON", line("{"), "not a recorded rollout"),
-    case_of_line("an empty line", line("")),
-    case_of_line("a line that is a number", line("3")),
-    case_of_line("a line that is null", line("null")),
-    case_of_line("a line that is a list", line("[]")),
-    case_of_line("an object of nothing", line("{}")),
-    case_of_line("a line that nests too deeply", line("[" * 100000)),
-    case_of_line("a prompt's row instead of a record", line('{"prompt": "What is 1+1?", "ground_truth": 2}')),
-    # Records of something else.
-    case_of_line("no turns", without("turns")),
-    case_of_line("no turn at all", set_to(turns=[])),
-    case_of_line("no prompt", without("prompt")),
-    case_of_line("a prompt of text", set_to(prompt="1")),
-    case_of_line("a prompt with a foreign key", changed(lambda found: found["prompt"].update(colour=1)), "colour"),
-    case_of_line("no status", without("status")),
-    case_of_line("an unknown status", set_to(status="done"), "'done'"),
-    case_of_line("no group", without("group")),
-    case_of_line("a reward of text", set_to(reward="high")),
-    case_of_line("reward parts of text", set_to(reward_parts="high")),
-    case_of_line("turns of text", set_to(turns="high")),
-    case_of_line("fewer log-probs than tokens", action(logprobs=[-0.5]), "2 tokens but 1 logprobs"),
-    case_of_line("log-probs of text", action(logprobs=["a", "b"])),
-    case_of_line("log-probs that are not finite", action(logprobs=[{"float": "nan"}, -0.5]), "not finite"),
-    case_of_line("log-probs of what no policy wrote", action(is_action=False), "only an action turn"),
-    case_of_line("tokens of text", action(token_ids=["a", "b"])),
-    case_of_line("tokens that are fractions", action(token_ids=[1.5, 2.5])),
-    case_of_line("negative tokens", action(token_ids=[-1, 2]), "negative"),
-    case_of_line("tokens that are no list", action(token_ids=7)),
-    case_of_line("a first turn of the policy's", changed(lambda found: found["turns"].pop(0)), "not a prompt"),
-    case_of_line("messages that are a number", set_to(messages=3)),
+    of_file("log-probs that are not finite", cell("logprobs", [0.0, 0.0, -math.inf, -0.5]), "not finite"),
+    of_file("negative tokens", cell("token_ids", [5, 6, -7, 7]), "negative"),
 ]

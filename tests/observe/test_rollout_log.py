@@ -1,22 +1,47 @@
-"""Recorded rollouts come back as they were."""
+"""Recorded rollouts come back as they were, from however many files."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from megarl.config import ConfigError
-from megarl.observe import exact_json
-from megarl.observe.rollout_log import read_records, read_rollouts, rollout_file, write_rollouts
-from megarl.types import Prompt, Rollout, TrainBatch, Turn
+from megarl.observe import exact_json, rollout_log
+from megarl.observe.rollout_log import (
+    RolloutLog,
+    is_whole,
+    part_file,
+    read_records,
+    read_rollouts,
+    recorded_steps,
+    remove_after,
+    write_part,
+)
+from megarl.observe.rollout_table import SCHEMA
+from megarl.observe.run_log import advantages_of
+from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn
+
+NAN = math.nan
 
 
-def example(group: int = 0) -> Rollout:
+def single(value: float) -> float:
+    """A float32, as engines report them."""
+    return float(np.float32(value))
+
+
+def example(group: int = 0, **changes: Any) -> Rollout:
     prompt = Prompt(
         id="p1",
         messages=({"role": "user", "content": "Was ist 1/3?\u2028 🚀 \ud800"},),
@@ -26,14 +51,13 @@ def example(group: int = 0) -> Rollout:
         tools=("calculator",),
         extra={"level": 2, "limit": math.inf},
     )
-    third = float(torch.tensor(-1 / 3))  # a float32, as engines report them
-    return Rollout(
+    rollout = Rollout(
         prompt=prompt,
         turns=(
             Turn((1, 2, 3)),
-            Turn((7, 8), (third, -1e-300), is_action=True, weight_version=4, versions=((3, 1), (4, 1))),
+            Turn((7, 8), (single(-1 / 3), single(-1e-40)), is_action=True, weight_version=4),
             Turn((4, 5)),
-            Turn((9,), (-0.1,), is_action=True, weight_version=5),
+            Turn((9,), (single(-0.1),), is_action=True, weight_version=5),
         ),
         status="length",
         reward=0.1 + 0.2,
@@ -43,47 +67,108 @@ def example(group: int = 0) -> Rollout:
         messages=({"role": "user", "content": "x"}, {"role": "assistant", "content": "7", "tool_calls": []}),
         tool_calls=1,
         tool_errors=1,
+        drafted=6,
+        accepted=2,
     )
+    return dataclasses.replace(rollout, **changes)
+
+
+def written(run_dir: Path, rollouts: Sequence[Rollout], advantages: Any = None, step: int = 12) -> Path:
+    """All of a step, by rank 0."""
+    file = part_file(run_dir, step, 0)
+    write_part(file, step, len(rollouts), range(len(rollouts)), rollouts, advantages)
+    return file
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     rollouts = [example(), example(group=3), Rollout(Prompt(id="empty", messages=()), turns=(Turn((1,)),))]
-    rollouts.append(dataclasses.replace(example(), status="aborted", failure="it was late"))
-    file = rollout_file(tmp_path, 12)
-    write_rollouts(file, rollouts)
-    assert file == tmp_path / "rollouts/step_000012.jsonl"
-    assert read_rollouts(file) == rollouts
-    assert not list(tmp_path.rglob("*.tmp"))
+    rollouts.append(example(status="aborted", failure="it was late"))
+    rollouts.append(example(turns=(Turn(()), Turn((), (), is_action=True, weight_version=3), Turn((2**31 - 1,)))))
+    file = written(tmp_path, rollouts)
+    assert file == tmp_path / "rollouts/step_000012/rank_00000.parquet"
+    assert read_rollouts(tmp_path, 12) == rollouts
+    assert [path.name for path in file.parent.iterdir()] == ["rank_00000.parquet"]
+
+
+def test_the_weights_may_change_within_a_turn(tmp_path: Path) -> None:
+    turn = Turn((9, 6, 2), (0.0, -1.0, -2.0), is_action=True, weight_version=5, versions=((3, 2), (5, 1)))
+    rollouts = [example(), example(turns=(Turn((1,)), turn, Turn((4,)), turn))]
+    written(tmp_path, rollouts)
+    assert read_rollouts(tmp_path, 12) == rollouts
+
+
+def test_parts_of_several_ranks_and_row_groups_are_put_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_log, "SHARE", 20)  # three rollouts of eight tokens
+    rollouts = [example(group=number, seed=number) for number in range(11)]
+    for rank, numbers in ((0, [0, 10]), (3, [7, 1, 2, 3, 9]), (12, [4, 5, 6, 8])):
+        own = [np.full(8, number, np.float32) for number in numbers]
+        assert not is_whole(tmp_path, 2)
+        write_part(part_file(tmp_path, 2, rank), 2, 11, numbers, [rollouts[number] for number in numbers], own)
+    assert pq.ParquetFile(part_file(tmp_path, 2, 3)).num_row_groups == 2
+    assert is_whole(tmp_path, 2) and read_rollouts(tmp_path, 2) == rollouts
+    assert [(record.number, record.advantage) for record in read_records(tmp_path, 2)] == [(i, i) for i in range(11)]
 
 
 def test_prompt_ids_that_are_not_the_first_turn_are_kept(tmp_path: Path) -> None:
-    rollout = Rollout(Prompt(id="a", messages=(), token_ids=(1, 2)), turns=(Turn((1, 2, 3)),))
-    write_rollouts(tmp_path / "r.jsonl", [rollout])
-    assert read_rollouts(tmp_path / "r.jsonl") == [rollout]
+    rollouts = [Rollout(Prompt("a", (), ids), turns=(Turn((1, 2, 3)),)) for ids in ((1, 2), (), (1, 2, 3))]
+    written(tmp_path, rollouts)
+    assert read_rollouts(tmp_path, 12) == rollouts
 
 
-def test_values_that_are_no_numbers_survive_and_the_file_stays_json(tmp_path: Path) -> None:
-    rollout = Rollout(
-        Prompt(id="n", messages=()),
-        turns=(Turn((1,)), Turn((2, 3), (math.nan, -math.inf), is_action=True)),
-        reward=math.nan,
-    )
-    write_rollouts(tmp_path / "r.jsonl", [rollout])
-    json.loads((tmp_path / "r.jsonl").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    (back,) = read_rollouts(tmp_path / "r.jsonl")
+def test_values_that_are_no_numbers_survive(tmp_path: Path) -> None:
+    turns = (Turn((1,)), Turn((2, 3), (NAN, -math.inf), is_action=True))
+    written(tmp_path, [Rollout(Prompt("n", (), extra={"x": NAN}), turns, reward=NAN, reward_parts={"a": NAN})])
+    (back,) = read_rollouts(tmp_path, 12)
     assert math.isnan(back.reward) and math.isnan(back.turns[1].logprobs[0]) and back.turns[1].logprobs[1] == -math.inf
+    assert math.isnan(back.reward_parts["a"]) and math.isnan(back.prompt.extra["x"])
 
 
-def test_advantages_and_texts_are_written_by_turn(tmp_path: Path) -> None:
-    rollouts = [example(), example()]
-    batch = TrainBatch.from_rollouts(rollouts)
+def test_half_a_letter_in_a_plain_text_is_written_in_words(tmp_path: Path) -> None:
+    written(tmp_path, [example(status="aborted", failure="no file \udcff")])
+    assert read_rollouts(tmp_path, 12)[0].failure == "no file \\udcff"
+
+
+def test_pandas_reads_a_step_as_a_table(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write_part(part_file(tmp_path, 1, rank), 1, 2, [rank], [example(rank)], [np.arange(8, dtype=np.float32)])
+    (tmp_path / "rollouts/step_000001/.rank_00002.parquet").write_text("under way")
+    table = pandas.read_parquet(tmp_path / "rollouts/step_000001")
+    assert table.group.tolist() == [0, 1] and table.reward.tolist() == [0.1 + 0.2] * 2
+    assert table.advantage.tolist() == [pytest.approx((3 + 4 + 7) / 3)] * 2
+    assert table.logprob[0] == pytest.approx(-(1 / 3 + 0.1) / 3)
+    first = table.iloc[0]
+    assert first.token_ids.tolist() == [1, 2, 3, 7, 8, 4, 5, 9] and first.turn_lengths.tolist() == [3, 2, 2, 1]
+    assert first.logprobs.tolist() == [0, 0, 0, single(-1 / 3), single(-1e-40), 0, 0, single(-0.1)]
+    assert first.turn_is_action.tolist() == [False, True, False, True]
+    assert first.turn_weight_version.tolist() == [-1, 4, -1, 5]
+    assert json.loads(first.messages)[1]["content"] == "7" and json.loads(first.ground_truth) == 7
+    assert (table.token_ids[0].dtype, table.logprobs[0].dtype) == (np.int32, np.float32)
+
+
+def test_advantages_stand_beside_the_rollouts_that_were_trained_on(tmp_path: Path) -> None:
+    """An aborted one between two others, equal to the first but for that, is on record without an advantage."""
+    first, last = example(), example(group=1)
+    aborted = dataclasses.replace(first, status="aborted")
+    batch = TrainBatch.from_rollouts([first, last])
     batch = batch.with_(advantages=torch.arange(16, dtype=torch.float32))
-    write_rollouts(tmp_path / "r.jsonl", rollouts, batch, decode=lambda ids: "-".join(map(str, ids)))
-    first, second = read_records(tmp_path / "r.jsonl")
-    assert [turn["text"] for turn in first["turns"]] == ["1-2-3", "7-8", "4-5", "9"]
-    assert [turn.get("advantages") for turn in first["turns"]] == [None, [3.0, 4.0], None, [7.0]]
-    assert [turn.get("advantages") for turn in second["turns"]] == [None, [11.0, 12.0], None, [15.0]]
-    assert first["advantage"] == pytest.approx((3 + 4 + 7) / 3)
+    rollouts = [first, aborted, last]
+    written(tmp_path, rollouts, advantages_of(Rollouts.of(rollouts), batch, Rollouts.of([first, last])))
+    records = read_records(tmp_path, 12)
+    assert [record.rollout.status for record in records] == ["length", "aborted", "length"]
+    assert [None if r.advantages is None else r.advantages.tolist() for r in records] == [
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        None,
+        [8, 9, 10, 11, 12, 13, 14, 15],
+    ]
+    assert [record.advantage for record in records] == [
+        pytest.approx((3 + 4 + 7) / 3),
+        None,
+        pytest.approx((11 + 12 + 15) / 3),
+    ]
+    assert advantages_of(Rollouts.of(rollouts), None, Rollouts.of(rollouts)) == [None] * 3
+    assert advantages_of(Rollouts.of(rollouts), batch.with_(advantages=None), Rollouts.of(rollouts)) == [None] * 3
 
 
 def test_arrays_and_objects_that_json_does_not_know_are_written_somehow() -> None:
@@ -91,28 +176,172 @@ def test_arrays_and_objects_that_json_does_not_know_are_written_somehow() -> Non
     assert exact_json.loads(line) == {"a": [1, 2], "b": 0.5, "c": "x", "3": [4]}
 
 
-def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="gone.jsonl"):
-        read_rollouts(tmp_path / "gone.jsonl")
-    (tmp_path / "cut.jsonl").write_text('{"turns": [')
-    with pytest.raises(ConfigError, match="cut.jsonl"):
-        read_rollouts(tmp_path / "cut.jsonl")
-    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(ConfigError, match="not a recorded rollout"):
-        read_rollouts(tmp_path / "other.jsonl")
+# --- in the background ----------------------------------------------------------------------------------------
 
 
-def test_advantages_stand_beside_the_rollouts_that_were_trained_on(tmp_path: Path) -> None:
-    """An aborted one between two others, equal to the first but for that, is on record without an advantage."""
-    first, last = example(), example(group=1)
-    aborted = dataclasses.replace(first, status="aborted")
-    taken = [first, last]
-    batch = TrainBatch.from_rollouts(taken)
-    batch = batch.with_(advantages=torch.arange(float(len(batch.tokens))))
-    write_rollouts(tmp_path / "r.jsonl", [first, aborted, last], batch, trained=taken)
-    records = read_records(tmp_path / "r.jsonl")
-    assert [record["status"] for record in records] == ["length", "aborted", "length"]
-    found = [[turn.get("advantages") for turn in record["turns"]] for record in records]
-    assert found[0] == [None, [3.0, 4.0], None, [7.0]]
-    assert found[1] == [None] * 4 and records[1]["advantage"] is None
-    assert found[2] == [None, [11.0, 12.0], None, [15.0]]
+def test_a_step_is_written_while_the_next_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, begun = threading.Event(), threading.Event()
+    threads = set()
+
+    def slowly(file: Path, *given: Any) -> None:
+        threads.add(threading.current_thread())
+        begun.set()
+        assert goes_on.wait(60)
+        write_part(file, *given)
+
+    monkeypatch.setattr(rollout_log, "write_part", slowly)
+    log = RolloutLog(tmp_path, 5, pytest.fail)
+    log.write(1, 2, [0, 1], [example(), example(1)])
+    assert begun.wait(60) and recorded_steps(tmp_path) == []
+    second = threading.Thread(target=log.write, args=(2, 1, [0], [example()]))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()  # it waits: one step is held beside the one at work, and no more
+    goes_on.set()
+    second.join(60)
+    assert part_file(tmp_path, 1, 5).is_file()
+    log.write(3, 1, [], [])  # a rank that has none of a step
+    log.close()
+    assert read_rollouts(tmp_path, 1) == [example(), example(1)] and read_rollouts(tmp_path, 2) == [example()]
+    assert recorded_steps(tmp_path) == [1, 2]
+    assert len(threads) == 1 and threading.main_thread() not in threads
+
+
+def test_what_cannot_be_written_is_said_once_and_by_the_caller(tmp_path: Path) -> None:
+    said: list[tuple[str, threading.Thread]] = []
+    log = RolloutLog(tmp_path, 0, lambda text: said.append((text, threading.current_thread())))
+    (tmp_path / "rollouts").write_text("in the way")
+    for step in (1, 2, 3):
+        log.write(step, 1, [0], [example()])
+    log.close()
+    ((text, thread),) = said
+    assert text.startswith("could not record rollouts: ") and text.endswith("; training goes on without them")
+    assert str(tmp_path / "rollouts") in text and thread is threading.main_thread()
+
+
+@pytest.mark.parametrize("rollout", [example(seed=2**63), example(tool_calls=2**31)])
+def test_values_beyond_their_column_are_not_written_as_others(tmp_path: Path, rollout: Rollout) -> None:
+    said: list[str] = []
+    log = RolloutLog(tmp_path, 0, said.append)
+    log.write(1, 1, [0], [rollout])
+    log.close()
+    assert len(said) == 1 and not list((tmp_path / "rollouts/step_000001").iterdir())
+
+
+def test_steps_that_are_taken_again_leave_nothing_behind(tmp_path: Path) -> None:
+    """A run of three ranks stops after step 3, and one rank goes on from the checkpoint of step 1."""
+    for step in (1, 2, 3):
+        for rank in range(3):
+            write_part(part_file(tmp_path, step, rank), step, 3, [rank], [example(rank)])
+    (tmp_path / "rollouts/notes.txt").write_text("mine")
+    remove_after(tmp_path, 1)
+    assert recorded_steps(tmp_path) == [1] and (tmp_path / "rollouts/notes.txt").exists()
+    written(tmp_path, [example()], step=2)
+    assert read_rollouts(tmp_path, 2) == [example()]
+    remove_after(tmp_path / "nowhere", 0)
+
+
+# --- what cannot be read --------------------------------------------------------------------------------------
+
+
+def again(file: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    """Write a file anew with something changed, of the same schema where that is not what changes."""
+    pq.write_table(change(pq.read_table(file, partitioning=None)), file)
+
+
+def cell(file: Path, name: str, value: Any) -> None:
+    """Another value in the second row."""
+
+    def change(table: pa.Table) -> pa.Table:
+        values = table.column(name).to_pylist()
+        values[1] = value
+        field = table.schema.field(name)
+        return table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
+
+    again(file, change)
+
+
+CELLS: dict[str, tuple[str, Any, str]] = {
+    "an unknown end": ("status", "done", "does not end as 'done'"),
+    "no turns": ("turn_lengths", [], "not as many in every column"),
+    "a policy that begins": ("turn_is_action", [True, True, False, True], "first turn is not a prompt"),
+    "fewer tokens than turns": ("token_ids", [1, 2], "turns of 8 tokens with 2 token ids and 8 logprobs"),
+    "fewer log-probs": ("logprobs", [1.0] * 7, "8 token ids and 7 logprobs"),
+    "more advantages": ("advantages", [1.0] * 9, "9 advantages for a rollout of 8 tokens"),
+    "a negative token": ("token_ids", [1, 2, 3, 7, -8, 4, 5, 9], "a token id is negative"),
+    "messages that are no JSON": ("messages", "[{", "messages: Expecting"),
+    "messages that nest": ("messages", "[" * 100000, "messages: "),
+    "messages that are a number": ("messages", "3", "messages is 3, not a list"),
+    "a prompt in words": ("prompt_messages", '"hello"', "not a list"),
+    "reward parts in a list": ("reward_parts", "[1]", "not a dict"),
+    "a reward part in words": ("reward_parts", '{"a": "high"}', "its reward part a is 'high', not a number"),
+    "nothing extra": ("extra", "", "extra: Expecting"),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_rows_that_are_no_rollouts(tmp_path: Path, name: str) -> None:
+    column, value, says = CELLS[name]
+    file = written(tmp_path, [example(), example(), example()])
+    cell(file, column, value)
+    with pytest.raises(ConfigError) as error:
+        read_rollouts(tmp_path, 12)
+    assert str(error.value).startswith(f"{file}, row 1, ") and says in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_steps_and_parts_that_are_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no rollouts of step 1: .*rank_\*.parquet in .*step_000001"):
+        read_rollouts(tmp_path, 1)
+    write_part(part_file(tmp_path, 1, 1), 1, 4, [1, 2], [example(), example()])
+    with pytest.raises(ConfigError, match="2 of the 4 rollouts of its step, rollout 0 is missing"):
+        read_rollouts(tmp_path, 1)
+    write_part(part_file(tmp_path, 1, 2), 1, 4, [2, 3], [example(), example()])
+    with pytest.raises(ConfigError, match="has rollout 2 twice: its files are of two runs"):
+        read_rollouts(tmp_path, 1)
+    write_part(part_file(tmp_path, 1, 2), 1, 5, [3], [example()])
+    with pytest.raises(ConfigError, match="of 4 and of 5 rollouts: of two runs"):
+        read_rollouts(tmp_path, 1)
+    write_part(part_file(tmp_path, 1, 2), 1, 4, [0, 3, 4], [example()] * 3)
+    with pytest.raises(ConfigError, match="has a rollout 4, but its step has 4"):
+        read_rollouts(tmp_path, 1)
+
+
+def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
+    file = written(tmp_path, [example(messages=({"role": "user", "content": "x" * 50},))] * 2)
+    whole = file.read_bytes()
+
+    def says(content: bytes | Callable[[pa.Table], pa.Table], *parts: str) -> None:
+        file.write_bytes(content if isinstance(content, bytes) else whole)
+        if not isinstance(content, bytes):
+            again(file, content)
+        with pytest.raises(ConfigError) as error:
+            read_rollouts(tmp_path, 12)
+        for part in (str(file), *parts):
+            assert part in str(error.value)
+        assert "\n" not in str(error.value)
+
+    damaged = "is not a file of recorded rollouts, or is damaged: "
+    for content in (b"", b"{}", bytes(4096), whole[:-40], whole[: len(whole) // 2], whole[-400:]):
+        says(content, damaged)
+    file.write_bytes(whole)
+    about, group = pq.read_schema(file).metadata, pq.ParquetFile(file).metadata.row_group(0)
+    for name in ("token_ids.list.element", "messages"):
+        (column,) = (found for found in map(group.column, range(group.num_columns)) if found.path_in_schema == name)
+        last = column.data_page_offset + column.total_compressed_size - 1  # of its only page
+        says(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :], damaged)
+    says(lambda table: table.replace_schema_metadata(None), "no megarl.format")
+    says(lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}), "format 7", "format 1 only")
+    says(lambda table: table.replace_schema_metadata({**about, b"megarl.step": b"3"}), "is of step 3")
+    says(lambda table: table.replace_schema_metadata({**about, b"megarl.total": b"-1"}), "no megarl.total")
+    says(lambda table: table.drop_columns("seed"), "has no column 'seed'")
+    says(
+        lambda table: table.set_column(4, "reward", pa.array(["high", "low"])),
+        "its column 'reward' is of string, not of double",
+    )
+    cast = [item.with_nullable(True) for item in SCHEMA]
+    says(lambda table: table.cast(pa.schema(cast, about)), "its column 'number' may be null")
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ConfigError, match=damaged):
+        read_rollouts(tmp_path, 12)

@@ -6,9 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from thread_ranks import Thread, as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.observe.rollout_log import read_records
+from megarl.observe.rollout_log import part_file, read_rollouts, recorded_steps, write_part
 from megarl.observe.run_log import RunLog
 from megarl.observe.tracker import read_metrics
 from megarl.parallel.ranks import Ranks
@@ -17,15 +18,9 @@ from megarl.types import Prompt, Rollout, Rollouts, Turn
 ROLLOUT = Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (-0.5,), is_action=True)))
 
 
-class Letters:
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(96 + token) for token in ids)
-
-
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
-    monkeypatch.setattr("megarl.parallel.ranks.all_gather_objects", lambda value: [value])
 
 
 def place(rank: int) -> Ranks:
@@ -39,7 +34,6 @@ def config(run_dir: Path, **run: str) -> Config:
 
 def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(config(tmp_path), place(0))
-    log.tokenizer = Letters()
     log.metrics(0, {"eval/reward_greedy": 0.5})
     for step in (1, 2):
         log.begin_step(step)
@@ -47,8 +41,7 @@ def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         log.step(step, {"rollout/reward_mean": step / 2}, Rollouts.of([ROLLOUT]))
     log.close()
     assert list(read_metrics(tmp_path)) == [0, 1, 2]
-    (record,) = read_records(tmp_path / "rollouts/step_000002.jsonl")
-    assert [turn["text"] for turn in record["turns"]] == ["a", "b"]
+    assert recorded_steps(tmp_path) == [1, 2] and read_rollouts(tmp_path, 2) == [ROLLOUT]
     said = capsys.readouterr().out.splitlines()
     written = [line.split("  ", 1)[1] for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert said == written and said[2].startswith("step 1/2  reward 0.500")
@@ -62,7 +55,7 @@ def test_another_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     log.begin_step(1)
     log.phase("generate")
     log.metrics(0, {"eval/reward_greedy": 0.5})
-    log.step(1, {"rollout/reward_mean": 0.5}, Rollouts.of([ROLLOUT]))
+    log.step(1, {"rollout/reward_mean": 0.5}, Rollouts.of([]))
     log.say("hello")
     log.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
@@ -72,16 +65,47 @@ def test_a_full_disk_does_not_stop_a_run(tmp_path: Path) -> None:
     log = RunLog(config(tmp_path), place(0))
     (tmp_path / "log.txt").unlink()
     (tmp_path / "log.txt").symlink_to("/dev/full")
-    (tmp_path / "rollouts").mkdir()
     for step in (1, 2):
-        (tmp_path / f"rollouts/step_{step:06d}.tmp").symlink_to("/dev/full")
+        file = part_file(tmp_path, step, 0)
+        file.parent.mkdir(parents=True)
+        file.with_name(f".{file.name}").symlink_to("/dev/full")
     with pytest.warns(UserWarning) as said:
         for step in (1, 2):
             log.step(step, {"rollout/reward_mean": 0.5}, Rollouts.of([ROLLOUT]))
-    log.close()
+        log.close()
     texts = [str(warning.message) for warning in said]
     assert sum("log.txt" in text for text in texts) == 1 and sum("record rollouts" in text for text in texts) == 1
     assert list(read_metrics(tmp_path)) == [1, 2]
+
+
+def test_each_rank_records_what_it_has(tmp_path: Path) -> None:
+    rollouts = [dataclasses.replace(ROLLOUT, seed=number) for number in range(3)]
+    logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
+
+    def take_step(rank: Thread) -> None:
+        own = ([1], [0, 2])[rank.rank]
+        logs[rank.rank].step(4, {}, Rollouts.of([rollouts[i] for i in own], own, rank))
+
+    as_ranks(2, take_step)
+    for log in reversed(logs):
+        log.close()
+    assert read_rollouts(tmp_path, 4) == rollouts
+
+
+def test_steps_that_are_taken_again_are_forgotten(tmp_path: Path) -> None:
+    log = RunLog(config(tmp_path), place(0))
+    for step in (1, 2, 3):
+        log.step(step, {}, Rollouts.of([ROLLOUT]))
+    log.close()
+    for step in (2, 3):  # of a run of two ranks
+        write_part(part_file(tmp_path, step, 1), step, 1, [0], [ROLLOUT])
+    log = RunLog(config(tmp_path, resume="auto"), place(0))
+    assert recorded_steps(tmp_path) == [1, 2, 3]
+    log.begin(1)
+    assert recorded_steps(tmp_path) == [1]
+    log.step(2, {}, Rollouts.of([ROLLOUT]))
+    log.close()
+    assert read_rollouts(tmp_path, 2) == [ROLLOUT]
 
 
 def test_what_ends_a_run_is_written_down(tmp_path: Path) -> None:

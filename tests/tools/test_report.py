@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
-import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from megarl.config import Config
-from megarl.observe.rollout_log import rollout_file, write_rollouts
+from megarl.observe.rollout_log import part_file, write_part
 from megarl.observe.run_folder import prepare
 from megarl.observe.tracker import Tracker
-from megarl.types import Prompt, Rollout, TrainBatch, Turn
+from megarl.types import Prompt, Rollout, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,15 +86,18 @@ def test_what_is_no_run_is_one_clear_line(tmp_path: Path, name: str, capsys: pyt
 @pytest.fixture
 def with_rollouts(tmp_path: Path) -> Path:
     def rollout(index: int, reward: float) -> Rollout:
-        turns = (Turn((1, 2)), Turn((3, 4, 5), (-0.5, -0.25, 0.0), is_action=True, weight_version=7))
+        turns = (Turn((1, 1)), Turn((3, 4, 5), (-0.5, -0.25, 0.0), is_action=True, weight_version=7))
         return Rollout(Prompt(f"p{index}", (), ground_truth="<b>42</b>"), turns, reward=reward)
 
-    rollouts = [rollout(0, 0.0), rollout(1, 1.0)]
-    batch = TrainBatch.from_rollouts(rollouts)
-    batch = batch.with_(advantages=torch.full((10,), 0.125))
-    texts = {2: "<script>alert(1)</script>", 3: "policy & \x1b[31mred [bold]x[/bold]"}
     for step in (3, 4):
-        write_rollouts(rollout_file(tmp_path, step), rollouts, batch, lambda ids: texts[len(ids)])
+        for number in (0, 1):  # of a rank each
+            own = [np.full(5, 0.125, np.float32)]
+            write_part(part_file(tmp_path, step, number), step, 2, [number], [rollout(number, float(number))], own)
+    vocabulary = {"<script>alert(1)</script>": 1, "policy": 3, "&": 4, "\x1b[31mred [bold]x[/bold]": 5, "?": 6}
+    model = tmp_path / "model"
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(model)
+    (tmp_path / "config.yaml").write_text(f"model: {{path: {model}}}\n")
     return tmp_path
 
 
@@ -110,6 +117,27 @@ def test_rollouts_as_a_page_escape_everything(with_rollouts: Path, tmp_path: Pat
     assert "<script>" not in text and "<b>" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and "truth &lt;b&gt;42&lt;/b&gt;" in text
     assert text.count('<pre class="written">') == 2 and text.count('<pre class="given">') == 2
+
+
+def test_a_step_under_way_is_not_the_last_one(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part_file(with_rollouts, 4, 1).unlink()
+    assert tool("view_rollouts").main([str(with_rollouts)]) == 0
+    assert "step 3: 2 of 2 rollouts" in capsys.readouterr().out
+    assert tool("view_rollouts").main([str(with_rollouts), "--step", "4"]) == 2
+    assert "has 1 of the 2 rollouts of its step, rollout 1 is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", [None, "model: {path: /nowhere}", "- 1", "model: [", "\udcff"])
+def test_without_the_tokenizer_ids_are_shown(
+    with_rollouts: Path, config: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = with_rollouts / "config.yaml"
+    file.unlink() if config is None else file.write_bytes(config.encode("utf-8", "surrogateescape"))
+    assert tool("view_rollouts").main([str(with_rollouts)]) == 0
+    assert "\n1 1\n" in (shown := capsys.readouterr().out) and "\n3 4 5\n" in shown
+    shutil.copytree(with_rollouts / "model", with_rollouts / "export")
+    assert tool("view_rollouts").main([str(with_rollouts)]) == 0
+    assert "policy &" in capsys.readouterr().out
 
 
 def test_a_step_that_was_not_recorded_is_named(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,273 @@
+"""Rollouts as rows of a table: what a file of recorded rollouts holds, and how a row becomes a rollout again.
+
+One row per rollout, compressed parquet, which pandas, polars and duckdb read as it is. Columns of tokens have the
+tokens of all turns of a rollout end to end; `turn_lengths` says where one turn ends and the next begins:
+
+    number               int32    which rollout of its step, from 0
+    group                int64    which prompt of its step: samples of one prompt share it
+    status, failure      string   how it ended; of an aborted one, what cut it off
+    reward               float64
+    reward_parts         JSON     {name: value}
+    advantage, logprob   float64  means over the policy's tokens; null where there are none
+    tool_calls, tool_errors, drafted, accepted   int32
+    seed                 int64
+    turn_lengths         [int32]  tokens of each turn; turn 0 is the prompt
+    turn_is_action       [bool]   whether the policy wrote the turn
+    turn_weight_version  [int32]  -1 for what no policy wrote
+    turn_versions        JSON     {turn: [[version, tokens], ...]} of turns whose weights changed within; else null
+    token_ids            [int32]
+    logprobs             [float]  as the engine reported them, 0 for what the policy did not write
+    advantages           [float]  null where the rollout was not trained on
+    messages             JSON     the conversation in words
+    id, data_source      string   of the prompt, as all that follow
+    ground_truth, tools, extra, prompt_messages  JSON
+    prompt_token_ids     [int32]  null where they are those of turn 0
+
+JSON is `exact_json`: NaN is {"float": "nan"}. In a plain string half a surrogate pair, which parquet cannot hold, is
+written as \\ud800. The file's metadata say `megarl.format`, `megarl.step`, and `megarl.total`, the number of rollouts
+of the whole step; other files have those that are not in this one. Routing records are not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.observe import exact_json
+from megarl.types import Prompt, Rollout, Status, Turn, no_logprobs
+
+FORMAT = 1
+"""Another number for other columns."""
+
+
+def _list(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", kind, nullable=False))
+
+
+_KINDS: dict[pa.DataType, tuple[str, ...]] = {
+    pa.int32(): ("number", "tool_calls", "tool_errors", "drafted", "accepted"),
+    pa.int64(): ("group", "seed"),
+    pa.float64(): ("reward", "advantage", "logprob"),
+    pa.string(): ("status", "failure", "reward_parts", "messages", "id", "data_source", "ground_truth", "tools")
+    + ("extra", "prompt_messages", "turn_versions"),
+    _list(pa.int32()): ("turn_lengths", "turn_weight_version", "token_ids", "prompt_token_ids"),
+    _list(pa.bool_()): ("turn_is_action",),
+    _list(pa.float32()): ("logprobs", "advantages"),
+}
+_TYPES = {name: kind for kind, names in _KINDS.items() for name in names}
+_ORDER = (
+    *("number", "group", "status", "failure", "reward", "reward_parts", "advantage", "logprob", "tool_calls"),
+    *("tool_errors", "drafted", "accepted", "seed", "turn_lengths", "turn_is_action", "turn_weight_version"),
+    "turn_versions",
+    *("token_ids", "logprobs", "advantages", "messages", "id", "data_source", "ground_truth", "tools", "extra"),
+    *("prompt_messages", "prompt_token_ids"),
+)
+NULLABLE = ("advantage", "logprob", "advantages", "turn_versions", "prompt_token_ids")
+SCHEMA = pa.schema([pa.field(name, _TYPES[name], nullable=name in NULLABLE) for name in _ORDER])
+REPEATED = [name for name in _ORDER if _TYPES[name] == pa.string() and name != "messages"]
+"""Columns in which values come again and again, which a dictionary makes small."""
+
+
+class Record(NamedTuple):
+    """A rollout with what training said of it."""
+
+    number: int
+    """Which of its step."""
+    rollout: Rollout
+    advantage: float | None
+    """Mean over the policy's tokens; None where it was not trained on."""
+    advantages: np.ndarray | None
+    """[tokens] float32, of all turns end to end."""
+
+
+# --- rollouts to rows -----------------------------------------------------------------------------------------
+
+
+def to_batch(
+    numbers: Sequence[int], rollouts: Sequence[Rollout], advantages: Sequence[np.ndarray | None]
+) -> pa.RecordBatch:
+    """One row per rollout. `advantages` are as long as the rollouts' tokens. Raises ValueError or OverflowError for
+    what the columns cannot hold."""
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    lengths = np.array([len(turn.token_ids) for turn in turns], np.int32)
+    written = np.array([turn.is_action for turn in turns], bool)
+    turn_ends = _ends([len(rollout.turns) for rollout in rollouts])
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[turn_ends]
+    tokens = _joined([turn.token_ids for turn in turns], np.int32)
+    nothing = np.zeros(int(lengths.max(initial=0)), np.float32)
+    logprobs = _joined(
+        [turn.logprobs if turn.is_action else nothing[: len(turn.token_ids)] for turn in turns], np.float32
+    )
+    own = [np.zeros(0, np.float32) if values is None else values for values in advantages]
+    sizes = np.diff(ends).tolist()
+    if wrong := [i for i, values in enumerate(advantages) if values is not None and len(values) != sizes[i]]:
+        raise ValueError(f"{len(own[wrong[0]])} advantages for a rollout of {sizes[wrong[0]]} tokens")
+    spans = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
+    mask = np.repeat(written, lengths)
+    starts = [_starts_with_prompt(rollout) for rollout in rollouts]
+    prompt_ids = [() if same else rollout.prompt.token_ids for same, rollout in zip(starts, rollouts, strict=True)]
+    of_prompt: dict[int, tuple[str, ...]] = {}  # samples of a prompt share it
+    for rollout in rollouts:
+        if id(rollout.prompt) not in of_prompt:
+            of_prompt[id(rollout.prompt)] = _texts_of(rollout.prompt)
+    prompts = list(zip(*(of_prompt[id(rollout.prompt)] for rollout in rollouts), strict=True))
+    columns: dict[str, Any] = {
+        "number": np.asarray(numbers, np.int32),
+        "group": [rollout.group for rollout in rollouts],
+        "status": [rollout.status for rollout in rollouts],
+        "failure": [_plain(rollout.failure) for rollout in rollouts],
+        "reward": [float(rollout.reward) for rollout in rollouts],
+        "reward_parts": [exact_json.dumps(rollout.reward_parts) for rollout in rollouts],
+        "advantage": [
+            None if values is None else _mean(values[mask[a:b]])
+            for values, (a, b) in zip(advantages, spans, strict=True)
+        ],
+        "logprob": [_mean(logprobs[a:b][mask[a:b]]) for a, b in spans],
+        **{
+            name: [getattr(rollout, name) for rollout in rollouts]
+            for name in ("tool_calls", "tool_errors", "drafted", "accepted", "seed")
+        },
+        "turn_lengths": (turn_ends, lengths),
+        "turn_is_action": (turn_ends, written),
+        "turn_weight_version": (turn_ends, np.array([turn.weight_version for turn in turns], np.int32)),
+        "turn_versions": [_several(rollout) for rollout in rollouts],
+        "token_ids": (ends, tokens),
+        "logprobs": (ends, logprobs),
+        "advantages": (_ends(map(len, own)), _joined(own, np.float32), [values is None for values in advantages]),
+        "messages": [exact_json.dumps(rollout.messages) for rollout in rollouts],
+        **dict(zip(_OF_PROMPT, prompts, strict=True)),
+        "prompt_token_ids": (_ends(map(len, prompt_ids)), _joined(prompt_ids, np.int32), starts),
+    }
+    return pa.record_batch([_array(columns[name], _TYPES[name]) for name in _ORDER], schema=SCHEMA)
+
+
+_OF_PROMPT = ("id", "data_source", "ground_truth", "tools", "extra", "prompt_messages")
+
+
+def _texts_of(prompt: Prompt) -> tuple[str, ...]:
+    rest = map(exact_json.dumps, (prompt.ground_truth, prompt.tools, prompt.extra, prompt.messages))
+    return (_plain(prompt.id), _plain(prompt.data_source), *rest)
+
+
+def _several(rollout: Rollout) -> str | None:
+    found = {str(number): turn.versions for number, turn in enumerate(rollout.turns) if turn.versions}
+    return exact_json.dumps(found) if found else None
+
+
+def _spans(found: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((int(version), int(tokens)) for version, tokens in found)
+
+
+def _starts_with_prompt(rollout: Rollout) -> bool:
+    return bool(rollout.turns) and np.array_equal(rollout.prompt.token_ids, rollout.turns[0].token_ids)
+
+
+def _plain(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean(dtype=np.float64)) if len(values) else None
+
+
+def _ends(lengths: Any) -> np.ndarray:
+    """[n + 1], where each of the lists laid end to end begins, and where the last ends."""
+    return np.cumsum([0, *lengths], dtype=np.int64)
+
+
+def _joined(parts: Sequence[Any], dtype: type) -> np.ndarray:
+    """End to end; plain numbers become an array first."""
+    return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+
+
+def _array(column: Any, kind: pa.DataType) -> pa.Array:
+    if not isinstance(column, tuple) or not pa.types.is_list(kind):
+        return pa.array(column, kind)
+    ends, values, *missing = column
+    mask = pa.array(*missing, pa.bool_()) if missing else None
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values), type=kind, mask=mask)
+
+
+# --- rows to rollouts -----------------------------------------------------------------------------------------
+
+
+def rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Each row by column; lists are views of numpy arrays."""
+    columns = [_values(column.combine_chunks()) for column in table.columns]
+    for values in zip(*columns, strict=True):
+        yield dict(zip(table.column_names, values, strict=True))
+
+
+def to_record(row: dict[str, Any]) -> Record:
+    """The rollout that a row was made of. Raises ValueError where it is no such row."""
+    check_turns(row)
+    tokens, logprobs = row["token_ids"], row["logprobs"]
+    ends = _ends(row["turn_lengths"]).tolist()
+    if not ends[-1] == len(tokens) == len(logprobs):
+        raise ValueError(f"turns of {ends[-1]} tokens with {len(tokens)} token ids and {len(logprobs)} logprobs")
+    if len(tokens) and tokens.min() < 0:
+        raise ValueError("a token id is negative")
+    spans = zip(ends, ends[1:], row["turn_is_action"].tolist(), row["turn_weight_version"].tolist(), strict=False)
+    several = {} if row["turn_versions"] is None else _json(row, "turn_versions", dict)
+    own = [_spans(several.get(str(number), ())) for number in range(len(ends) - 1)]
+    turns = tuple(
+        Turn(tokens[a:b], logprobs[a:b] if written else no_logprobs(), written, version, versions)
+        for (a, b, written, version), versions in zip(spans, own, strict=True)
+    )
+    first, parts = row["prompt_token_ids"], _json(row, "reward_parts", dict)
+    if wrong := [name for name, value in parts.items() if type(value) not in (int, float)]:
+        raise ValueError(f"its reward part {wrong[0]} is {parts[wrong[0]]!r}, not a number")
+    prompt = Prompt(
+        id=row["id"],
+        messages=tuple(_json(row, "prompt_messages", list)),
+        token_ids=turns[0].token_ids if first is None else first,
+        data_source=row["data_source"],
+        ground_truth=_json(row, "ground_truth"),
+        tools=tuple(_json(row, "tools", list)),
+        extra=_json(row, "extra", dict),
+    )
+    names = ("status", "reward", "seed", "group", "tool_calls", "tool_errors", "drafted", "accepted", "failure")
+    rollout = Rollout(
+        prompt=prompt,
+        turns=turns,
+        messages=tuple(_json(row, "messages", list)),
+        reward_parts=parts,
+        **{name: row[name] for name in names},
+    )
+    if row["advantages"] is not None and len(row["advantages"]) != len(tokens):
+        raise ValueError(f"{len(row['advantages'])} advantages for a rollout of {len(tokens)} tokens")
+    return Record(row["number"], rollout, row["advantage"], row["advantages"])
+
+
+def check_turns(row: dict[str, Any]) -> None:
+    """Raise ValueError where the columns that are not of tokens do not say how a rollout went."""
+    lengths, written = row["turn_lengths"], row["turn_is_action"]
+    if row["status"] not in get_args(Status):
+        raise ValueError(f"a rollout does not end as {row['status']!r}")
+    if not len(lengths) == len(written) == len(row["turn_weight_version"]):
+        raise ValueError("its turns are not as many in every column")
+    if not len(lengths) or written[0]:
+        raise ValueError("its first turn is not a prompt")
+    if lengths.min() < 0:
+        raise ValueError("a turn has a negative length")
+
+
+def _json(row: dict[str, Any], name: str, kind: Callable[..., Any] | None = None) -> Any:
+    try:
+        value = exact_json.loads(row[name])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    if kind is not None and type(value) is not kind:
+        raise ValueError(f"{name} is {row[name][:50]}, not a {kind.__name__}")
+    return value
+
+
+def _values(column: pa.Array) -> list[Any]:
+    if not pa.types.is_list(column.type):
+        return column.to_pylist()
+    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
+    there = column.is_valid().to_pylist()
+    return [values[a:b] if is_there else None for a, b, is_there in zip(ends, ends[1:], there, strict=False)]

@@ -1,0 +1,190 @@
+"""Training side: packed batches, what a model says of one, and what a loss makes of it, aligned as `types` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.types.arrays import joined
+from megarl.types.everyone import ALONE, Alone, Everyone
+from megarl.types.rollouts import Rollout, Rollouts
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which rank has which of a batch's N sequences."""
+
+    lengths: torch.Tensor  # [N] int64 tokens
+    routed: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
+    home: torch.Tensor  # [N] int64, the rank
+    own: torch.Tensor  # [n] int64, which of the N are here; the batch has their tokens in this order
+    everyone: Everyone = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """N sequences, of which n are here, packed into `[T]` tensors; see the head of this file for the alignment.
+
+    float tensors are fp32. Without `shares` all sequences are here, on each rank: n is N.
+    """
+
+    tokens: torch.Tensor  # [T] int32 or int64
+    cu_seqlens: torch.Tensor  # [n + 1] int64, cu_seqlens[i] is where the i-th of those here starts, cu_seqlens[n] == T
+    loss_mask: torch.Tensor  # [T] bool, True where the policy chose the token
+    group: torch.Tensor  # [N] int64, samples of one prompt share a number
+    sequence_reward: torch.Tensor  # [N] outcome reward of each sequence
+    rollout_logprobs: torch.Tensor  # [T] as the engine reported them
+    old_logprobs: torch.Tensor | None = None  # [T] of the policy before the first update on this batch
+    ref_logprobs: torch.Tensor | None = None  # [T]
+    values: torch.Tensor | None = None  # [T]
+    rewards: torch.Tensor | None = None  # [T] token rewards: outcome plus, where asked for, the KL penalty
+    advantages: torch.Tensor | None = None  # [T]
+    returns: torch.Tensor | None = None  # [T]
+    loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
+    routing: tuple[torch.Tensor, ...] | None = None  # n records as of `Rollout`; the policy's model replays them
+    shares: Shares | None = None
+
+    @staticmethod
+    def from_rollouts(rollouts: Rollouts | Sequence[Rollout]) -> TrainBatch:
+        """Pack finished rollouts; a rollout without any action token is packed too and has an empty mask.
+
+        Of a plain sequence each rank packs what it is given, as one that is alone.
+        """
+        rollouts = rollouts if isinstance(rollouts, Rollouts) else Rollouts.of(rollouts)
+        turns = [turn for rollout in rollouts.here for turn in rollout.turns]
+        lengths = [len(turn.token_ids) for turn in turns]
+        starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts.here)], dtype=np.int64)
+        mask = np.repeat(np.array([turn.is_action for turn in turns], dtype=np.bool_), lengths)
+        logprobs = np.zeros(len(mask), dtype=np.float32)
+        logprobs[mask] = joined([turn.logprobs for turn in turns], np.float32)
+        shares = Shares(rollouts.length, rollouts.routed, rollouts.home, rollouts.own, rollouts.everyone)
+        return TrainBatch(
+            tokens=torch.from_numpy(joined([turn.token_ids for turn in turns], np.int32)),
+            cu_seqlens=torch.from_numpy(starts),
+            loss_mask=torch.from_numpy(mask),
+            group=rollouts.group,
+            sequence_reward=rollouts.reward.float(),
+            rollout_logprobs=torch.from_numpy(logprobs),
+            routing=_records(rollouts),
+            shares=None if isinstance(rollouts.everyone, Alone) else shares,
+        )
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[N] tokens of each sequence."""
+        return self.cu_seqlens.diff() if self.shares is None else self.shares.lengths
+
+    @property
+    def own(self) -> torch.Tensor:
+        """[n] which of the N sequences are here."""
+        return torch.arange(len(self.cu_seqlens) - 1) if self.shares is None else self.shares.own
+
+    @property
+    def everyone(self) -> Everyone:
+        """Those who have the others."""
+        return ALONE if self.shares is None else self.shares.everyone
+
+    @property
+    def num_sequences(self) -> int:
+        """N."""
+        return len(self.lengths)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[T] index of each token within its sequence."""
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
+        return torch.arange(len(starts), device=starts.device) - starts
+
+    @property
+    def sequence_ids(self) -> torch.Tensor:
+        """[T] which of the N sequences each token belongs to."""
+        return torch.repeat_interleave(self.own.to(self.cu_seqlens.device), self.cu_seqlens.diff())
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of a small tensor over the ranks that have sequences of this batch, the same on all. Collective."""
+        return self.everyone.total(part)
+
+    def everywhere(self, figures: torch.Tensor) -> torch.Tensor:
+        """[n] -> [N]: a number of each sequence that is here -> those of all, on every rank. Collective."""
+        if self.shares is None:
+            return figures
+        rows = self.everyone.rows(torch.stack([self.own.double(), figures.double()], dim=1))
+        result = figures.new_zeros(self.num_sequences)
+        result[rows[:, 0].long()] = rows[:, 1].to(figures.dtype)
+        return result
+
+    def with_(self, **changes: torch.Tensor | None) -> TrainBatch:
+        """A new batch with the named tensors in place of the old ones."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def select(self, indices: Sequence[int]) -> TrainBatch:
+        """The sub-batch of the given sequences, in the given order; each of them stays where it is."""
+        numbers = torch.as_tensor(list(indices), dtype=torch.int64)
+        place = torch.full((self.num_sequences,), -1, dtype=torch.int64)  # among those here, of all N
+        place[self.own] = torch.arange(len(self.own))
+        rows = place[numbers]
+        own = (rows >= 0).nonzero().squeeze(1)
+        rows = rows[own]
+        lengths = self.cu_seqlens.diff()[rows]
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        shift = self.cu_seqlens[rows] - starts[:-1]
+        tokens = torch.arange(int(starts[-1])) + torch.repeat_interleave(shift, lengths)
+        changes: dict[str, Any] = {name: getattr(self, name)[tokens] for name in self.columns()}
+        if self.routing is not None:
+            changes["routing"] = tuple(self.routing[row] for row in rows.tolist())
+        if self.shares is not None:
+            known = {name: getattr(self.shares, name)[numbers] for name in ("lengths", "routed", "home")}
+            changes["shares"] = replace(self.shares, own=own, **known)
+        changes |= {"group": self.group[numbers], "sequence_reward": self.sequence_reward[numbers]}
+        return replace(self, cu_seqlens=starts, **changes)
+
+    def columns(self) -> tuple[str, ...]:
+        """Names of the [T] tensors that there are."""
+        return tuple(name for name in COLUMNS if getattr(self, name) is not None)
+
+
+_NO_COLUMNS = ("cu_seqlens", "group", "sequence_reward", "routing", "shares")
+COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _NO_COLUMNS)
+"""The [T] tensors of a batch."""
+
+
+def _records(rollouts: Rollouts) -> tuple[torch.Tensor, ...] | None:
+    """Of the rollouts that are here, empty where one has none; None where no rollout has one, here or elsewhere."""
+    if not bool((rollouts.routed > 0).any()):
+        return None
+    found = [rollout.routing for rollout in rollouts.here]
+    shapes = {record.shape[1:] for record in found if record is not None}
+    if len(shapes) > 1:
+        raise ValueError(f"rollouts whose routing has different shapes per token: {sorted(map(tuple, shapes))}")
+    for record, rollout in zip(found, rollouts.here, strict=True):
+        if record is not None and len(record) > (tokens := rollout.num_tokens):
+            raise ValueError(f"a rollout of {tokens} tokens has the routing of {len(record)}")
+    (shape,) = shapes or {torch.Size((0, 0))}
+    none = torch.zeros((0, *shape), dtype=torch.uint8)
+    return tuple(none if record is None else record for record in found)
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What a model says of a micro-batch; index t speaks about token t, as at the head of this file. On the device."""
+
+    logprobs: torch.Tensor | None = None  # [T] of the policy
+    entropy: torch.Tensor | None = None  # [T] of the distribution that token t was drawn from
+    values: torch.Tensor | None = None  # [T] of the critic
+    scores: torch.Tensor | None = None  # [T] of a reward model, of each beginning of the sequence
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What a loss returns: a number per token, and further numbers per token to be logged.
+
+    The optimizer step minimises sum(loss_weights * loss); each metric is logged as sum(loss_weights * metric).
+    The weights are shares of the global mini-batch, so the result does not depend on how it was cut up.
+    """
+
+    loss: torch.Tensor  # [T], differentiable
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> [T], detached

@@ -1,0 +1,235 @@
+"""Host side: a task, a conversation about it turn by turn, and the figures of many that every rank knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from megarl.types.arrays import Ids, Logprobs, ids_of, joined, no_ids, no_logprobs, read_only, same
+from megarl.types.everyone import ALONE, Everyone
+
+Message = dict[str, Any]
+"""One chat message in the OpenAI form: role, content, and tool_calls where there are some."""
+
+Status = Literal["stop", "length", "max_turns", "aborted"]
+"""Why a rollout ended: the policy stopped, ran out of tokens, ran out of turns, or was cut off by a failure."""
+
+STATUSES: tuple[Status, ...] = get_args(Status)
+"""By the numbers of `Rollouts.status`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A task, as it comes out of a data set.
+
+    `token_ids` are the rendered chat with the generation prompt, filled in by the loader; `tools` are the names
+    of the tools that the policy may call. `ground_truth` and `extra` are for the reward and never reach the policy.
+
+    The ids are an array because turn 0 of every sample is one: all samples share the prompt's, and it is turned into
+    numbers of Python only inside of a request. It also takes 4 bytes a token, a tuple 8 and up to 32 for the number.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    token_ids: Ids = field(default_factory=no_ids)
+    data_source: str = ""
+    ground_truth: Any = None
+    tools: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", ids_of(self.token_ids))
+
+    def __eq__(self, other: object) -> bool:
+        return same(self, other) if isinstance(other, Prompt) else NotImplemented
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A run of tokens that one party wrote: the prompt, the policy, or a tool.
+
+    `logprobs` has one entry per token for an action and is empty otherwise. `weight_version` is the version of the
+    weights that chose the last token, and all others unless `versions` says something else; -1 for tokens that no
+    policy chose. A turn during which the weights changed stays one turn: it is one thing that the policy said.
+    """
+
+    token_ids: Ids
+    logprobs: Logprobs = field(default_factory=no_logprobs)
+    is_action: bool = False
+    weight_version: int = -1
+    versions: tuple[tuple[int, int], ...] = ()
+    """(version, tokens) of one run of tokens after the other, where the weights changed meanwhile; else empty."""
+
+    def __post_init__(self) -> None:
+        logprobs = np.asarray(self.logprobs, dtype=np.float32)
+        object.__setattr__(self, "token_ids", ids_of(self.token_ids))
+        object.__setattr__(self, "logprobs", read_only(logprobs, self.logprobs))
+        if self.is_action and logprobs.shape != self.token_ids.shape:
+            raise ValueError(f"an action turn has {len(self.token_ids)} tokens but {logprobs.size} logprobs")
+        if not self.is_action and logprobs.size:
+            raise ValueError("only an action turn carries logprobs")
+        if self.versions and sum(tokens for _, tokens in self.versions) != len(self.token_ids):
+            raise ValueError(f"a turn of {len(self.token_ids)} tokens with versions of others: {self.versions}")
+        if self.versions and self.versions[-1][0] != self.weight_version:
+            raise ValueError(f"a turn by version {self.weight_version} that ends by another: {self.versions}")
+
+    def __eq__(self, other: object) -> bool:
+        return same(self, other) if isinstance(other, Turn) else NotImplemented
+
+    @property
+    def token_versions(self) -> Ids:
+        """Version of the weights that chose each token."""
+        runs = self.versions or ((self.weight_version, len(self.token_ids)),)
+        return np.repeat(np.array([version for version, _ in runs], np.int32), [tokens for _, tokens in runs])
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One conversation: the token ids that the engine saw, turn by turn. Turn 0 is the rendered prompt.
+
+    `group` numbers the prompt within the step: samples of one prompt share it. `messages` is the conversation in
+    words, for rewards and readers; training reads only the turns.
+    """
+
+    prompt: Prompt
+    turns: tuple[Turn, ...]
+    status: Status = "stop"
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+    group: int = 0
+    messages: tuple[Message, ...] = ()
+    tool_calls: int = 0
+    tool_errors: int = 0
+    routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """[known, MoE layers, topk]: the experts that each of the first `known` tokens went through in the engine, in any
+    order. uint8 where the model has at most 256 of them, else int16. None where nothing was recorded."""
+    drafted: int = 0
+    """Tokens that were drafted for the policy (rollout.draft_tokens)."""
+    accepted: int = 0
+    """Those of them that it accepted."""
+    failure: str = ""
+    """Of an aborted rollout, what cut it off."""
+
+    @property
+    def token_ids(self) -> Ids:
+        """All turns' in one array, made when it is asked for."""
+        return joined([turn.token_ids for turn in self.turns], np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def num_actions(self) -> int:
+        """Tokens that the policy chose."""
+        return sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
+
+    @property
+    def answer(self) -> str:
+        """What the policy said last, as text."""
+        for message in reversed(self.messages):
+            if message["role"] == "assistant":
+                return str(message.get("content") or "")
+        return ""
+
+
+FIGURES: dict[str, Callable[[Rollout], float]] = {
+    "group": lambda rollout: rollout.group,
+    "length": lambda rollout: rollout.num_tokens,
+    "prompt_length": lambda rollout: len(rollout.turns[0].token_ids),
+    "actions": lambda rollout: rollout.num_actions,
+    "turns": lambda rollout: sum(turn.is_action for turn in rollout.turns),
+    "status": lambda rollout: STATUSES.index(rollout.status),
+    "tool_calls": lambda rollout: rollout.tool_calls,
+    "tool_errors": lambda rollout: rollout.tool_errors,
+    "drafted": lambda rollout: rollout.drafted,
+    "accepted": lambda rollout: rollout.accepted,
+    "routed": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
+}
+"""What every rank knows of every rollout, beside its reward: whole numbers."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """N rollouts in an order that is the same on all ranks: figures of all of them, and those whose home is here."""
+
+    here: tuple[Rollout, ...]
+    own: torch.Tensor  # [n] int64, which of the N those `here` are, ascending
+    home: torch.Tensor  # [N] int64, the rank that has it
+    group: torch.Tensor  # [N] int64, samples of one prompt share a number
+    length: torch.Tensor  # [N] int64 tokens
+    prompt_length: torch.Tensor  # [N] int64 tokens
+    actions: torch.Tensor  # [N] int64 tokens that the policy chose
+    turns: torch.Tensor  # [N] int64 turns of the policy
+    status: torch.Tensor  # [N] int64, place in STATUSES
+    tool_calls: torch.Tensor  # [N] int64
+    tool_errors: torch.Tensor  # [N] int64
+    drafted: torch.Tensor  # [N] int64
+    accepted: torch.Tensor  # [N] int64
+    routed: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
+    reward: torch.Tensor  # [N] float64
+    reward_parts: dict[str, torch.Tensor]  # [N] float64 each; 0 where a rollout has no such part
+    failures: tuple[str, ...] = ()  # of the aborted ones, in no order
+    everyone: Everyone = field(default=ALONE, compare=False, repr=False)
+
+    @staticmethod
+    def of(
+        here: Sequence[Rollout], order: Sequence[int] | torch.Tensor | None = None, everyone: Everyone = ALONE
+    ) -> Rollouts:
+        """Put together what all ranks have. order: a number for each of those here, by which all of them are ordered;
+        equal ones by rank, then as they are given, and so are all where it is None. Collective."""
+        keys = torch.zeros(len(here), dtype=torch.int64) if order is None else torch.as_tensor(order, dtype=torch.int64)
+        mine = (
+            sorted({name for rollout in here for name in rollout.reward_parts}),
+            [rollout.failure or "no reason on record" for rollout in here if rollout.status == "aborted"],
+        )
+        said = everyone.objects(mine)
+        parts = sorted({name for names, _ in said for name in names})
+        whole = [[get(rollout) for get in FIGURES.values()] for rollout in here]
+        rewards = [[rollout.reward, *(rollout.reward_parts.get(name, 0.0) for name in parts)] for rollout in here]
+        numbers = torch.tensor(whole, dtype=torch.int64).reshape(len(here), len(FIGURES))
+        marks = torch.stack([keys, torch.full_like(keys, everyone.rank)], dim=1)
+        table = everyone.rows(torch.cat([marks, numbers], dim=1))
+        rated = everyone.rows(torch.tensor(rewards, dtype=torch.float64).reshape(len(here), 1 + len(parts)))
+        into = torch.sort(table[:, 0], stable=True).indices
+        table, rated = table[into], rated[into]
+        own = (table[:, 1] == everyone.rank).nonzero().squeeze(1)
+        at = torch.sort(keys, stable=True).indices.tolist()  # equal keys of one rank are in its own order above, too
+        return Rollouts(
+            here=tuple(here[i] for i in at),
+            own=own,
+            home=table[:, 1].contiguous(),
+            **{name: table[:, column].contiguous() for column, name in enumerate(FIGURES, 2)},
+            reward=rated[:, 0].contiguous(),
+            reward_parts={name: rated[:, column].contiguous() for column, name in enumerate(parts, 1)},
+            failures=tuple(reason for _, reasons in said for reason in reasons),
+            everyone=everyone,
+        )
+
+    def __len__(self) -> int:
+        return len(self.home)
+
+    def with_(self, here: Sequence[Rollout]) -> Rollouts:
+        """The same with others in the place of those that are here, one for each. Collective."""
+        return Rollouts.of(here, self.own, self.everyone)
+
+    def are(self, *statuses: Status) -> torch.Tensor:
+        """[N] bool: which of them ended so."""
+        return torch.isin(self.status, torch.tensor([STATUSES.index(status) for status in statuses]))
+
+    def select(self, keep: torch.Tensor) -> Rollouts:
+        """Those where `keep`, [N] bool, says so, in their order."""
+        kept = keep[self.own]
+        figures = {name: getattr(self, name)[keep] for name in ("home", *FIGURES, "reward")}
+        return replace(
+            self,
+            here=tuple(rollout for rollout, stays in zip(self.here, kept.tolist(), strict=True) if stays),
+            own=(keep.cumsum(0) - 1)[self.own[kept]],
+            **figures,
+            reward_parts={name: part[keep] for name, part in self.reward_parts.items()},
+        )
