@@ -94,7 +94,7 @@ def test_lora_is_planned(plan) -> None:
         (["critic.parallel={tp: 4}"], r"the critic: .*num_key_value_heads=2 does not divide by tensor parallel size 4"),
         (["critic.parallel={cp: 3}"], r"the critic: critic.parallel.world_size=4 is not a multiple of tp x cp x pp"),
         (["critic.parallel={tpp: 2}"], r"unknown key critic.parallel.tpp; did you mean critic.parallel.tp"),
-        (["critic.parallel={world_size: 2}"], r"critic.parallel.world_size: actor and critic are on the same ranks"),
+        (["critic.parallel={world_size: 2}"], r"critic.parallel.world_size: the critic.s ranks are those of placement.critic"),
         (["train.ddp={overlap_grad_reduc: true}"], r"did you mean overlap_grad_reduce"),
         (["train.ddp={overlap_param_gather: true}"], r"overlap_param_gather cannot be set: weights must be whole"),
         (["parallel.vpp=2"], r"parallel.vpp=2 needs at least 3 pipeline stages"),

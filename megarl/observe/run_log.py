@@ -27,11 +27,11 @@ class RunLog:
     Set `tokenizer` to have the texts of the turns recorded beside their ids.
     """
 
-    def __init__(self, config: Config, place: ranks.Ranks) -> None:
+    def __init__(self, config: Config, job: ranks.Job) -> None:
         self.run_dir = Path(config.run.dir)
         self.tokenizer: Any = None
-        self.writes = place.rank == 0
-        self._rank = place.rank
+        self.writes = job.rank == 0
+        self._rank = job.rank
         self._record_rollouts = config.track.rollouts
         self._warned: set[str] = set()
         self._folder: RunFolder | None = None

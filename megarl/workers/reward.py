@@ -56,11 +56,11 @@ class RewardWorker(Worker):
 
     def _score(self, rollouts: list[Rollout]) -> list[Rollout]:
         with self.clock.phase("reward"):
-            share = rollouts[self.ranks.rank :: self.ranks.world]
+            share = rollouts[self.ranks.job.rank :: self.ranks.job.world]
             limit = self.config.reward.timeout
             result: list[Rollout] | str
             # The longest that the slowest rank may take, if each of its calls takes as long as one may.
-            calls = -(-len(rollouts) // self.ranks.world) * len(self.functions)
+            calls = -(-len(rollouts) // self.ranks.job.world) * len(self.functions)
             longest = max(self.config.run.timeout_s, (min(limit, _A_DAY_S) + GRACE_S) * calls)
             with patient(longest):
                 try:
@@ -73,7 +73,7 @@ class RewardWorker(Worker):
                     raise ConfigError(part)
             scored: list[Rollout] = [None] * len(rollouts)  # type: ignore[list-item]
             for rank, part in enumerate(parts):
-                scored[rank :: self.ranks.world] = part
+                scored[rank :: self.ranks.job.world] = part
             return scored if self.model is None else self._with_model(scored, self.model)
 
     def _with_model(self, rollouts: list[Rollout], model: MegatronModel) -> list[Rollout]:

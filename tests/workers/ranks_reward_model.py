@@ -48,7 +48,7 @@ def train(family: str, folder: str) -> list[float]:
     from megarl.workers.reward_model import RewardModelWorker
 
     policy, export = f"{folder}/{family}_policy", f"{folder}/{family}"
-    if RANKS.rank == 0:
+    if RANKS.job.rank == 0:
         tiny.hf_model(family).save_pretrained(policy)
         config = json.loads(Path(policy, "config.json").read_text())
         Path(policy, "config.json").write_text(json.dumps(config | {"architectures": tiny.HF[family]["architectures"]}))
