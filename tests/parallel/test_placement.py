@@ -177,3 +177,7 @@ def test_engines_fit_their_ranks(rollout: str, tp: int, here: int, message: str)
     with pytest.raises(ConfigError) as caught:
         check_nodes(chosen)
     assert message in str(caught.value)
+
+
+def test_a_script_places_roles_as_the_key_does(units: dict[str, Any]) -> None:
+    assert units["placing"] == {"actor": "0-3", "critic": "4-7"}
