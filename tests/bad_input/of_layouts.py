@@ -31,7 +31,7 @@ CASES = [
     placed("experts of other ranks", ("parallel.ep=8", "4 ranks"), "{actor: 0-3}", EIGHT, "parallel.ep=8"),
     placed(
         "a critic of other ranks",
-        ("critic.parallel", "tp x pp"),
+        ("the critic: placement.critic=0-2", "tp x pp"),
         "{actor: 3-7, critic: 0-2}",
         EIGHT,
         "critic.parallel={tp: 2}",
