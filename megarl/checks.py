@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.checkpoint import room
 from megarl.checkpoint.hf import check_target, open_hf
-from megarl.config import Config, ConfigError, critic_config
+from megarl.config import Config, ConfigError
 from megarl.data.first_rows import check_first_rows
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
@@ -22,7 +22,7 @@ from megarl.models.registry import family_of
 from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.observe.rollout_log import check_replay
-from megarl.parallel.ranks import check_layout
+from megarl.parallel.placement import check_engine_ranks, role_config, role_parallel
 from megarl.rewards.functions import load_functions
 from megarl.rollout import server_args, tool_calls
 from megarl.rollout.tools import load_tools
@@ -31,7 +31,8 @@ COLDEST = 0.001
 
 
 def data_parallel(config: Config) -> int:
-    return config.parallel.world_size // (config.parallel.tp * config.parallel.cp * config.parallel.pp)
+    parallel = role_parallel(config, "reward_model" if config.algorithm == "reward_model" else "actor")
+    return parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
 
 
 def sequences_per_step(config: Config) -> int:
@@ -40,6 +41,7 @@ def sequences_per_step(config: Config) -> int:
 
 
 def check_nodes(config: Config) -> None:
+    """Nodes are whole, and engines parts of them or several."""
     parallel, engine = config.parallel, config.rollout.tp
     world, here = parallel.world_size, min(parallel.world_size, parallel.ranks_per_node)
     if world % here:
@@ -49,13 +51,7 @@ def check_nodes(config: Config) -> None:
         )
     if not config.generates:
         return
-    if world % engine:
-        fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        raise ConfigError(f"rollout.tp={engine} does not divide parallel.world_size={world}; sizes that do: {fits}")
-    if here % engine and engine % here:
-        raise ConfigError(
-            f"rollout.tp={engine} does not fit nodes of {here} ranks: an engine is part of a node, or whole nodes"
-        )
+    check_engine_ranks(config)
     if engine % config.rollout.ep:
         raise ConfigError(f"rollout.ep={config.rollout.ep} does not divide rollout.tp={engine}")
 
@@ -83,13 +79,8 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
 
 def check_critic_layout(hf: HFConfig, config: Config) -> None:
     """The same for the critic, which may have a layout of its own."""
-    for name in ("world_size", "ranks_per_node"):
-        if name in config.critic.parallel:
-            raise ConfigError(f"critic.parallel.{name}: actor and critic are on the same ranks; leave it out")
-    own = critic_config(config)
     try:
-        check_layout(own.parallel)
-        check_training_layout(hf, own)
+        check_training_layout(hf, role_config(config, "critic"))
     except ConfigError as error:
         raise ConfigError(f"the critic: {str(error).replace('parallel.', 'critic.parallel.')}") from None
 

@@ -6,7 +6,6 @@ against the fields of `TransformerConfig` and `ServerArgs` when the run starts.
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +91,7 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     tp: Ranks = 1
-    """Ranks per engine: world_size / rollout.tp engines run, each tensor parallel over its ranks."""
+    """Ranks per engine: as many engines run as its ranks have room for, each tensor parallel over its ranks."""
     ep: Ranks = 1
     """Expert parallel size inside an engine; divides rollout.tp."""
     samples_per_prompt: Batch = 8
@@ -303,6 +302,11 @@ class TrackConfig:
 class Config:
     algorithm: Literal["ppo", "grpo", "sft", "reward_model"] = "ppo"
     """Which controller runs."""
+    placement: dict[str, Any] = field(default_factory=dict)
+    """Ranks of each role: `{actor: 0-3, critic: 4-7, rollout: all, reward: cpu}`, also as `0,2,5-6`; cpu is processes
+    beside the ranks. A role that is left out is where the actor is, and actor and rollout on all ranks. Two roles have
+    the same ranks, and take turns, or none in common, and work at once. `parallel` is the actor's layout, and that of
+    all that have none of their own."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -352,12 +356,6 @@ def _sections() -> dict[str, str]:
         found.setdefault(key.rpartition(".")[0], key)
     del found[""]  # algorithm is in none
     return found
-
-
-def critic_config(config: Config) -> Config:
-    """The configuration as the critic sees it, in its own layout."""
-    parallel = {**to_dict(config.parallel), **config.critic.parallel}
-    return dataclasses.replace(config, parallel=strict.build(ParallelConfig, parallel, "critic.parallel.", root=Config))
 
 
 def from_dict(tree: dict[str, Any]) -> Config:

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl import checks, named_models, strict
-from megarl.config import Config, ConfigError
+from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.controllers.registry import make_controller
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, kinds, plan_memory
 from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.stages import stage_layers
-from megarl.parallel.ranks import check_layout
+from megarl.parallel.placement import check_placement, engine_ranks, placement_of, role_config, role_parallel
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.rollout.engine import check_here
 from megarl.rollout.waits import check_waits
@@ -76,7 +76,8 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     # Each depends on the ones before it: a layout that is wrong has no data parallel size to speak of.
     if not passes(strict.check, config):  # it may have been made in Python
         return Report(errors, warnings, {}, [])
-    laid_out = passes(check_layout, config.parallel) and passes(checks.check_nodes, config)
+    roles = make_controller(config).roles()
+    laid_out = passes(check_placement, config, roles, warnings) and passes(checks.check_nodes, config)
     passes(checks.check_run_dir, config)
     passes(checks.check_algorithm, config, warnings, "reward" in roles_with_options)
     passes(checks.check_data, config, dry_run, warnings)
@@ -90,7 +91,7 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
         return Report(errors, warnings, {}, [])
     reward_hf = models[-1]
     divides = passes(checks.check_training_layout, hf, config) and passes(trained_mtp, hf, config)
-    if critic_hf is not None and (critic_hf is not hf or config.critic.parallel):
+    if critic_hf is not None and (critic_hf is not hf or config.critic.parallel or "critic" in config.placement):
         divides = passes(checks.check_critic_layout, critic_hf, config) and divides
     if reward_hf is not None and reward_hf is not hf:
         divides = passes(checks.check_training_layout, reward_hf, config) and divides
@@ -100,7 +101,9 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
             passes(check_here, config)
         passes(checks.check_lengths, hf, config, warnings)
         passes(check_waits, config, warnings)
-        divides = divides and passes(lambda: push_plan(hf, config, engine_layout(config)))
+        divides = divides and passes(engine_layout, config)
+        if divides and _pushes_to_itself(config):
+            divides = passes(lambda: push_plan(hf, role_config(config, "actor"), engine_layout(config)))
     if divides:
         passes(checks.check_routing, hf, config)
     if not divides:
@@ -117,10 +120,8 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
     counts, experts = param_count(hf), settings.get("num_moe_experts")
     critic_counts = counts if critic_hf is hf or critic_hf is None else param_count(critic_hf)
     here = min(parallel.world_size, parallel.ranks_per_node)
-    expert_dp = parallel.world_size // (parallel.ep * parallel.etp * parallel.pp)
+    placement, roles = placement_of(config), make_controller(config).roles()
     layers = [len(stage) for stage in stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)]
-    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
-    cut = f"etp {parallel.etp} x " if parallel.etp > 1 else ""
     model = [
         ("architecture", family_of(hf).architecture),
         ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
@@ -135,13 +136,16 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         model.append(("trained besides", f"{layers_ahead} layer(s) of multi-token prediction, {_count(more)}"))
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
-        ("dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {checks.data_parallel(config)}"),
-        *([("experts", f"{cut}ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}")] if experts else []),
+        *([] if placement.colocated else [("roles", placement.describe(roles))]),
+        *_cuts(role_parallel(config, "reward_model" if "reward_model" in roles else "actor"), "", bool(experts)),
         (
             "layers by stage",
             " ".join(map(str, layers)) + (f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""),
         ),
     ]
+    if "critic" in roles and placement.of("critic") != placement.of("actor"):
+        layout += _cuts(role_parallel(config, "critic"), "critic's ", bool(experts))
+        layout.append(("memory", "below is that of the actor's ranks, without the critic's"))
     sequences, per_epoch = checks.sequences_per_step(config), max(1, run.num_update // run.epochs)
     what = "pairs" if config.algorithm == "reward_model" else "sequences"
     samples = f" prompts x {rollout.samples_per_prompt}" if config.generates else ""
@@ -157,24 +161,43 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
     if config.generates:
         nodes = -(-rollout.tp // here)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
-        plan = push_plan(hf, config, engine_layout(config))
-        transfers, world = plan.transfers(), parallel.world_size
-        far = transfers.src // here != transfers.dst // here
-        received, over = transfers.nbytes.sum() / world, transfers.nbytes[far].sum() / world
-        network = f", {_bytes(int(over))} of it over the network" if world > here else ""
-        facts["push"] = [
-            ("weights are sent as", SENT_AS[plan.assignment.wire]),
-            ("each rank receives", f"{_bytes(int(received))} on average{network}"),
-            ("rounds", f"{plan.rounds}, staging at most 2 x {rollout.push_bucket_mb} MiB"),
-        ]
+        if _pushes_to_itself(config):
+            plan = push_plan(hf, role_config(config, "actor"), engine_layout(config))
+            transfers, world = plan.transfers(), len(placement.of("actor"))
+            far = transfers.src // here != transfers.dst // here
+            received, over = transfers.nbytes.sum() / world, transfers.nbytes[far].sum() / world
+            network = f", {_bytes(int(over))} of it over the network" if world > here else ""
+            facts["push"] = [
+                ("weights are sent as", SENT_AS[plan.assignment.wire]),
+                ("each rank receives", f"{_bytes(int(received))} on average{network}"),
+                ("rounds", f"{plan.rounds}, staging at most 2 x {rollout.push_bucket_mb} MiB"),
+            ]
         facts["engines"] = [
-            ("SGLang engines", f"{parallel.world_size // rollout.tp} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
+            ("SGLang engines", f"{len(engine_ranks(config))} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
         if rollout.draft_tokens:
-            pushed = "pushed with the policy" if plan.engine.draft else "as it is in the checkpoint"
+            pushed = "pushed with the policy" if engine_layout(config).draft else "as it is in the checkpoint"
             facts["engines"].append(("drafts", f"{rollout.draft_tokens} tokens at a time; the draft layer is {pushed}"))
     return facts
+
+
+def _cuts(parallel: ParallelConfig, whose: str, experts: bool) -> list[tuple[str, str]]:
+    """How a model's layers are cut over its ranks."""
+    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
+    dp = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
+    found = [(f"{whose}dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {dp}")]
+    if experts:
+        cut = f"etp {parallel.etp} x " if parallel.etp > 1 else ""
+        expert_dp = parallel.world_size // (parallel.ep * parallel.etp * parallel.pp)
+        found.append((f"{whose}experts", f"{cut}ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}"))
+    return found
+
+
+def _pushes_to_itself(config: Config) -> bool:
+    """Whether the engines are on the actor's ranks."""
+    placement = placement_of(config)
+    return placement.of("rollout") == placement.of("actor")
 
 
 def render(report: Report) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,10 @@ class HybridFlow:
             raise ConfigError(f"there is no role {role!r}; roles are {', '.join(WORKERS)}")
         self.registered[role] = (worker or WORKERS[role], options)
 
+    def set_placement(self, placement: Mapping[str, str | int]) -> None:
+        """Say which ranks the roles are on, as the key `placement` does."""
+        self.config = dataclasses.replace(self.config, placement=dict(placement))
+
     def run(self, num_rollout: int | None = None, num_update: int | None = None) -> dict[str, float]:
         """Train for `num_rollout` steps of `num_update` optimizer steps each; returns the last step's metrics.
 
@@ -107,7 +111,7 @@ class HybridFlow:
         self.ranks = ranks.initialize(self.config.parallel, run.timeout_s)
         with ranks.patient(run.storage_timeout_s):
             self._read_data()
-        self.log = RunLog(self.config, self.ranks)
+        self.log = RunLog(self.config, self.ranks.job)
         finished = False
         try:
             for warning in report.warnings:
@@ -172,7 +176,7 @@ class HybridFlow:
 
         together: as many at a time stay with each other.
         """
-        units = range(self.ranks.rank, -(-len(finished) // together), self.ranks.world)
+        units = range(self.ranks.job.rank, -(-len(finished) // together), self.ranks.job.world)
         own = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
         return Rollouts.of([finished[i] for i in own], own, ranks.AllRanks())
 
@@ -216,7 +220,7 @@ class HybridFlow:
         metrics |= self.clock.lap()
         if result.batch is not None:
             tokens = int(result.batch.lengths.sum())
-            metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.ranks.world
+            metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.ranks.job.world
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
         self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)
         return metrics
@@ -338,7 +342,7 @@ class HybridFlow:
 
     def _find_checkpoint(self) -> Path | None:
         """The one to go on from, before anything is loaded; what is said and recorded of the run goes on after it."""
-        run, layout = self.config.run, (self.ranks.world, *self.ranks.sizes)
+        run, layout = self.config.run, (self.ranks.job.world, *self.ranks.sizes)
         self.store = CheckpointStore(
             self.log.run_dir, run.keep_checkpoints, run.storage_timeout_s, layout, self.log.say
         )

@@ -15,7 +15,7 @@ from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
 from megarl.models.step_time import StepTime
-from megarl.parallel.ranks import check_layout
+from megarl.parallel.placement import check_layout
 from megarl.reshard.configured import engine_layout, push_plan
 
 WAYS = ("none", "selective", "full")  # of recomputing activations, the least first

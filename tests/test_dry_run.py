@@ -76,6 +76,22 @@ def test_a_sound_configuration(plan) -> None:
     assert dict(report.facts["batch"])["sequences a step"] == "8 prompts x 8"
 
 
+def test_roles_on_ranks_of_their_own(plan) -> None:
+    """The actor's ranks have half of the data parallel ones, and none of the critic's states."""
+    report = plan("placement={actor: 0-1, critic: 2-3}", "critic.parallel={tp: 1, pp: 2, ep: 1}", "rollout.tp=2")
+    assert report.ok, report.errors
+    layout, whole = dict(report.facts["layout"]), plan("rollout.tp=2")
+    assert layout["ranks"] == "4 = 1 nodes x 4"
+    assert layout["roles"] == "all: rollout; 0-1: actor, reference, reward; 2-3: critic"
+    assert (layout["dense layers"], layout["experts"]) == ("tp 2 x pp 1 x dp 1", "ep 2 x pp 1 x dp 1")
+    assert (layout["critic's dense layers"], layout["critic's experts"]) == ("tp 1 x pp 2 x dp 1", "ep 1 x pp 2 x dp 1")
+    assert dict(report.facts["engines"])["SGLang engines"] == "2 of tp 2, ep 1" and "push" not in report.facts
+    mine, theirs = report.memory[0].states, whole.memory[0].states
+    assert mine.keys() == {name for name in theirs if name.startswith("actor")}
+    assert mine["actor weights"] == theirs["actor weights"]
+    assert mine["actor optimizer"] == 2 * theirs["actor optimizer"]
+
+
 def test_lora_is_planned(plan) -> None:
     report = plan("lora.rank=4")
     assert report.ok
@@ -94,7 +110,7 @@ def test_lora_is_planned(plan) -> None:
         (["critic.parallel={tp: 4}"], r"the critic: .*num_key_value_heads=2 does not divide by tensor parallel size 4"),
         (["critic.parallel={cp: 3}"], r"the critic: critic.parallel.world_size=4 is not a multiple of tp x cp x pp"),
         (["critic.parallel={tpp: 2}"], r"unknown key critic.parallel.tpp; did you mean critic.parallel.tp"),
-        (["critic.parallel={world_size: 2}"], r"critic.parallel.world_size: actor and critic are on the same ranks"),
+        (["critic.parallel={world_size: 2}"], r"critic.parallel.world_size: the critic's ranks are those of pl"),
         (["train.ddp={overlap_grad_reduc: true}"], r"did you mean overlap_grad_reduce"),
         (["train.ddp={overlap_param_gather: true}"], r"overlap_param_gather cannot be set: weights must be whole"),
         (["parallel.vpp=2"], r"parallel.vpp=2 needs at least 3 pipeline stages"),

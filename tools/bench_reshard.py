@@ -72,7 +72,7 @@ class Case:
         self.ranks = ranks.initialize(
             ParallelConfig(tp=tp, pp=pp, ep=ep, world_size=world, ranks_per_node=self.here), TIMEOUT_S
         )
-        self.rank = self.ranks.rank
+        self.rank = self.ranks.job.rank
         self.train = TrainLayout(world, tp, ep, even_stages(hf["num_hidden_layers"], pp))
         self.engine = EngineLayout(engine, engine)
         self.experts = family_of(hf).num_experts(hf)
@@ -170,14 +170,15 @@ class Megatron:
 
         source = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "ep", "dp", "expt_tp", "expt_dp"])
         target = ProcessGroupCollection()
-        alone = [dist.new_group([rank], backend="gloo") for rank in range(case.ranks.world)]
+        alone = [dist.new_group([rank], backend="gloo") for rank in range(case.ranks.job.world)]
         size = case.engine.tp
         engines = [
             dist.new_group(list(range(first, first + size)), backend="gloo")
-            for first in range(0, case.ranks.world, size)
+            for first in range(0, case.ranks.job.world, size)
         ]
         across = [
-            dist.new_group(list(range(position, case.ranks.world, size)), backend="gloo") for position in range(size)
+            dist.new_group(list(range(position, case.ranks.job.world, size)), backend="gloo")
+            for position in range(size)
         ]
         own, peers = engines[case.rank // size], across[case.rank % size]
         target.tp, target.ep, target.dp, target.expt_dp = own, own, peers, peers

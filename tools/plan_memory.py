@@ -31,7 +31,7 @@ from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
 from megarl.models.step_time import Machine, StepTime
-from megarl.parallel.ranks import check_layout
+from megarl.parallel.placement import check_layout
 from megarl.suggest import RULE, WAYS, Judged, Search, best, check
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -242,7 +242,7 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         if role == "actor" and planned[0].host:
             snapshot = model.snapshot().values()
             found["reference weights"] = sum(tensor.numel() * tensor.element_size() for tensor in snapshot)
-    everyone = parallel_ranks.all_gather_objects((mine.rank, mine.pp_rank, found))
+    everyone = parallel_ranks.all_gather_objects((mine.job.rank, mine.pp_rank, found))
     parallel_ranks.shutdown()
     rows = [
         {
@@ -255,9 +255,9 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         for part, held in parts.items()
     ]
     worst = max(abs(row["measured"] / row["predicted"] - 1) for row in rows)
-    if mine.rank == 0 and options.json:
+    if mine.job.rank == 0 and options.json:
         print(json.dumps({"rows": rows, "largest_difference": worst}))
-    elif mine.rank == 0:
+    elif mine.job.rank == 0:
         table = Table(box=box.SIMPLE_HEAD)
         for name in ("rank", "part", "predicted", "measured", "difference"):
             table.add_column(name, justify="left" if name == "part" else "right")

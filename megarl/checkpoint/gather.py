@@ -1,4 +1,4 @@
-"""For the export: every rank gets every full HF tensor, one bounded bucket at a time."""
+"""For the export: every rank of a role gets every full HF tensor, one bounded bucket at a time."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ def owners(params: Sequence[Param], stages: Sequence[Collection[int]], ep: int) 
 def gather_hf(
     local: Mapping[str, torch.Tensor], params: Sequence[Param], ranks: Ranks, bucket_bytes: int = 512 << 20
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stream (HF name, full tensor), in the table's order and equal on all ranks, out of this rank's shards.
+    """Stream (HF name, full tensor), in the table's order and equal on all members, out of this rank's shards.
 
     `local`: canonical name -> this rank's shard (with padding), on the device; `params`: the family's table.
-    Collective: every rank must run the iterator to its end. Beside `local`, a bucket and a parameter are held: the
-    bucket has at most `bucket_bytes`, or one parameter that is larger. The tensors are new and belong to the caller.
-    Raises ValueError on all ranks, before anything moves, where some rank's shards are not those of the table.
+    Collective over the members of `ranks`, each of which must run the iterator to its end. Beside `local`, a bucket and
+    a parameter are held: the bucket has at most `bucket_bytes`, or one parameter that is larger. The tensors are new
+    and belong to the caller. Raises ValueError on all of them, before anything moves, where some rank's shards are not
+    those of the table.
     """
     from megatron.core import parallel_state
 
@@ -81,14 +82,18 @@ def gather_hf(
         etp_group = parallel_state.get_expert_tensor_parallel_group()
     layers = sorted({layer for layer in map(layer_of, local) if layer is not None})
     dtype = next((local[p.megatron].dtype for p in params if p.dtype is None and p.megatron in local), None)
-    seen = all_gather_objects((ranks.pp_rank, layers, dtype))
+    seen = all_gather_objects((ranks.pp_rank, layers, dtype), ranks.host)
     stages: list[list[int]] = [next(held for stage, held, _ in seen if stage == s) for s in range(ranks.pp)]
     owner = owners(params, stages, ranks.ep)
     dtypes = sorted({str(d) for *_, d in seen if d is not None})  # a stage may have none of the table's parameters
     dtype = next((d for *_, d in seen if d is not None), None)
     problems = [
         *([f"the ranks' parameters have different types: {', '.join(dtypes)}"] if len(dtypes) > 1 else []),
-        *(problem for found in all_gather_objects(_problems(local, params, owner, ranks, dtype)) for problem in found),
+        *(
+            problem
+            for found in all_gather_objects(_problems(local, params, owner, ranks, dtype), ranks.host)
+            for problem in found
+        ),
     ]
     if problems:
         raise ValueError(f"the model's shards do not fit its table: {problems[0]} ({len(problems)} such)")
@@ -131,16 +136,16 @@ def _problems(
         if stage != ranks.pp_rank or ep_rank not in (None, ranks.ep_rank):
             continue
         if param.megatron not in local:
-            found.append(f"rank {ranks.rank} lacks {param.megatron}")
+            found.append(f"rank {ranks.job.rank} lacks {param.megatron}")
             continue
         tensor, shape = local[param.megatron], local_shape(param, *ranks.grid(param.expert is not None))
         if tuple(tensor.shape) != shape:
-            found.append(f"{param.megatron} on rank {ranks.rank} has shape {tuple(tensor.shape)}, not {shape}")
+            found.append(f"{param.megatron} on rank {ranks.job.rank} has shape {tuple(tensor.shape)}, not {shape}")
         if tensor.dtype != (param.dtype or dtype):
-            found.append(f"{param.megatron} on rank {ranks.rank} is {tensor.dtype}, not {param.dtype or dtype}")
+            found.append(f"{param.megatron} on rank {ranks.job.rank} is {tensor.dtype}, not {param.dtype or dtype}")
     # With a tied head, Megatron has a copy of the embedding as output layer on the last stage; it is not sent.
     unknown = [name for name in local if name not in owner and name != "output_layer.weight"]
-    return found + [f"rank {ranks.rank} has {name}, which the table does not know" for name in unknown]
+    return found + [f"rank {ranks.job.rank} has {name}, which the table does not know" for name in unknown]
 
 
 def _runs(

@@ -17,6 +17,7 @@ from megarl.checkpoint.manifest import Entry, HashingFile, write_hashed
 from megarl.config import ConfigError
 from megarl.megatron.model import MegatronModel  # first: it fits Megatron-Core to a machine without GPU
 from megarl.parallel import ranks
+from megarl.parallel.subset import own_world
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing import serialization  # isort: skip
@@ -31,15 +32,18 @@ _failures: list[Exception] = []
 
 
 def save_model(model: MegatronModel, folder: Path) -> dict[Path, Entry]:
-    """Write weights, fp32 masters, optimizer and scheduler. All ranks take part; raises OSError on all of them where
-    writing fails on one. Returns the files that this rank has written and synced, hashed on the way."""
-    ranks.together(lambda: folder.mkdir(parents=True, exist_ok=True), lead=True)
+    """Write weights, fp32 masters, optimizer and scheduler. The ranks that the model is on take part, others may be at
+    something else; raises OSError on all of them where writing fails on one. Returns the files that this rank has
+    written and synced, hashed on the way."""
+    host = model.ranks.host
+    ranks.together(lambda: folder.mkdir(parents=True, exist_ok=True), lead=True, group=host)
     _written.clear()
     _failures.clear()
     with ranks.active(model.ranks):
         state, refused = model.sharded_state_dict(), None
         try:
-            dist_checkpointing.save(state, str(folder))
+            with own_world():
+                dist_checkpointing.save(state, str(folder))
         except CheckpointException as error:  # on all ranks
             refused = OSError(" ".join(str(error).split())[-300:])
 
@@ -48,18 +52,20 @@ def save_model(model: MegatronModel, folder: Path) -> dict[Path, Entry]:
             first = _failures[0]
             raise first if isinstance(first, OSError) else OSError(f"{type(first).__name__}: {first}")
 
-    ranks.together(failed)  # who failed knows best why
+    ranks.together(failed, group=host)  # who failed knows best why
     if refused is not None:
         raise refused
     return dict(_written)
 
 
 def restore_model(model: MegatronModel, folder: Path) -> None:
-    """Read what `save_model` wrote into a model that was built in the same way, in this layout or another. All ranks
-    take part. Raises ConfigError where the checkpoint is of another model."""
+    """Read what `save_model` wrote into a model that was built in the same way, in this layout or another. The
+    ranks that the model is on take part. Raises ConfigError where the checkpoint is of another model."""
     with ranks.active(model.ranks):
         try:
-            state = dist_checkpointing.load(model.sharded_state_dict(is_loading=True), str(folder))
+            wanted = model.sharded_state_dict(is_loading=True)
+            with own_world():
+                state = dist_checkpointing.load(wanted, str(folder))
         except (CheckpointException, dist_checkpointing.core.CheckpointingException, KeyError, ValueError) as error:
             causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
             raise ConfigError(

@@ -290,4 +290,5 @@ def _fresh_rng(step: int) -> None:
     random.seed(step)
     np.random.seed(step % 2**32)
     torch.manual_seed(step)
-    tensor_parallel.model_parallel_cuda_manual_seed(step + 1)
+    if tensor_parallel.get_cuda_rng_tracker().get_states():  # a rank without a model has none
+        tensor_parallel.model_parallel_cuda_manual_seed(step + 1)

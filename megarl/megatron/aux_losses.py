@@ -11,8 +11,8 @@ from megarl.parallel.ranks import Ranks, all_gather_objects
 def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: int) -> dict[str, float]:
     """Each auxiliary loss that is on, before its coefficient: the mean over layers, micro-batches and replicas.
 
-    Called by all ranks after each step; starts the next count. Empty where none is on, as in RL by default. Megatron's
-    own reduction fails on a pipeline stage without MoE layers, which has tracked nothing.
+    Called by all ranks of the model after each step; starts the next count. Empty where none is on, as in RL by
+    default. Megatron's own reduction fails on a pipeline stage without MoE layers, which has tracked nothing.
     """
     shares = {
         # name in Megatron -> how many ranks each hold the whole of it, the others being parts to add up
@@ -27,7 +27,7 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
     tracker = get_moe_layer_wise_logging_tracker()
     mine = {name: float(tracker[name]["values"].sum()) if name in tracker else 0.0 for name in names}
     tracker.clear()  # all of it: Megatron would keep the number of layers, and the next model may have more
-    everyone = all_gather_objects(mine)
+    everyone = all_gather_objects(mine, ranks.host)
     pattern = config.moe_layer_freq
     layers = sum(pattern) if isinstance(pattern, list) else -(-config.num_layers // pattern)
     layers += config.mtp_num_layers or 0

@@ -105,7 +105,7 @@ class Distribution:
                 check_shape(record, self.shape)
             return Rows(batch, whole, records, layers)
         shares, needs = batch.shares, [list(chain.from_iterable(plan[place.dp_rank])) for place in self.places]
-        mine = needs[self.ranks.rank]
+        mine = needs[self.ranks.job.rank]
         found: dict[str, dict[int, torch.Tensor]] = {}
         for own, wanting in (
             ([name for name in names if name == "tokens"], [place.reads for place in self.places]),
@@ -117,7 +117,7 @@ class Distribution:
             sent = {name: getattr(batch, name) for name in own}
             kinds: dict[str, delivery.Kind] = {name: (column.dtype, ()) for name, column in sent.items()}
             arrived = self._post.deliver(sent, kinds, shares.lengths, shares.home, wants)
-            if wanting[self.ranks.rank]:
+            if wanting[self.ranks.job.rank]:
                 found |= {name: dict(zip(mine, arrived.rows(name), strict=True)) for name in own}
         records = self._give_records(batch, needs) if replays else None
         return Rows(batch, found, records, self.here.layers)
@@ -139,8 +139,8 @@ class Distribution:
             {"routing": [place.layers for place in self.places]},
         )
         if not self.here.layers:
-            return {i: packed[:0] for i in needs[self.ranks.rank]}
-        return dict(zip(needs[self.ranks.rank], arrived.rows("routing"), strict=True))
+            return {i: packed[:0] for i in needs[self.ranks.job.rank]}
+        return dict(zip(needs[self.ranks.job.rank], arrived.rows("routing"), strict=True))
 
     def take_back(
         self, batch: TrainBatch, plan: Plan, done: Sequence[Spoken], names: Sequence[str]

@@ -129,7 +129,7 @@ class MegatronModel:
             tensor.copy_(value)
             if not bool(torch.isfinite(tensor).all()):
                 not_finite.append(" or ".join(item.name for item in table[name].hf))
-        if found := [name for names in all_gather_objects(not_finite) for name in names]:
+        if found := [name for names in all_gather_objects(not_finite, self.ranks.host) for name in names]:
             raise ConfigError(f"{found[0]} has elements that are not finite; these weights cannot be trained")
         if self.optimizer is not None:
             self.optimizer.reload_model_params()  # the fp32 masters
@@ -273,12 +273,13 @@ class MegatronModel:
             aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(plan[0]))
             norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
         figures = _to_floats(done) if self._distribution.here.speaks else {}
-        everyone = all_gather_objects((figures, optimizer.are_finite(self.chunks)))
+        everyone = all_gather_objects((figures, optimizer.are_finite(self.chunks)), self.ranks.host)
         if broken := [rank for rank, (_, finite) in enumerate(everyone) if not finite]:
             name = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
             raise ConfigError(
                 f"an update of the {self.role.replace('_', ' ')} has made weights that are not finite (on rank "
-                f"{broken[0]}; the gradient's norm was {norm:g}); nothing is saved of it: lower {name}.lr"
+                f"{self.ranks.members[broken[0]]}; the gradient's norm was {norm:g}); nothing is saved of it: lower "
+                f"{name}.lr"
             )
         metrics = _sum_figures([figures for figures, _ in everyone])
         metrics.update({f"{self.role}/{name}": value for name, value in aux_losses.items()})

@@ -7,11 +7,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
+from megarl.parallel.subset import own_world
+
+_get_param_groups = core_optimizer._get_param_groups
+
+
+def _own_param_groups(*arguments: Any) -> Any:
+    """Megatron asks all ranks of the job which sorts of parameters they have; the others may have no model."""
+    with own_world():
+        return _get_param_groups(*arguments)
+
+
+core_optimizer._get_param_groups = _own_param_groups
 
 
 def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Any:

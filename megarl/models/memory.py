@@ -14,7 +14,7 @@ from functools import cache
 from math import ceil, prod
 from typing import Any, NamedTuple
 
-from megarl.config import Config, LoraConfig, ParallelConfig, critic_config
+from megarl.config import Config, LoraConfig, ParallelConfig
 from megarl.models.activations import (
     activation_elements,
     is_moe,
@@ -30,6 +30,7 @@ from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.registry import family_of, trained_mtp
 from megarl.models.stages import stage_layers
+from megarl.parallel.placement import placement_of, role_config
 
 BYTES = {"float32": 4, "bfloat16": 2}
 REWARD_WEIGHTS = "reward model weights"
@@ -90,18 +91,23 @@ def plan_memory(
     """Memory of a rank of each pipeline stage of the actor, or of the reward model in training. `critic_hf`: of the
     critic's model; None where there is no critic. Of a critic in a layout of its own the fullest of the stages counts
     that the ranks have. `reward_hf`: likewise, of the reward model that serves, in fp32 and with its weights alone.
+    What `placement` has on other ranks is left out.
 
     Raises ConfigError where the layout does not divide the model.
     """
+    role, placement = "reward model" if config.algorithm == "reward_model" else "actor", placement_of(config)
+    ranks = set(placement.of(role.replace(" ", "_")))
+    here = {other for other in ("critic", "reward", "rollout") if ranks & set(placement.of(other))}
+    critic = role_config(config, "critic") if critic_hf is not None and "critic" in here else None
+    config = role_config(config, role.replace(" ", "_"))
     parallel, rollout = config.parallel, config.rollout
     size = BYTES[config.model.dtype]
-    role = "reward model" if config.algorithm == "reward_model" else "actor"
     trained = {role: _states_and_activations(hf, config, role)}
-    if critic_hf is not None:
-        trained["critic"] = _states_and_activations(critic_hf, critic_config(config), "critic")
-    served = [] if reward_hf is None else _served(reward_hf, config)
+    if critic_hf is not None and critic is not None:
+        trained["critic"] = _states_and_activations(critic_hf, critic, "critic")
+    served = [] if reward_hf is None or "reward" not in here else _served(reward_hf, config)
     engine: dict[str, int] = {}
-    if config.generates:
+    if config.generates and "rollout" in here:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
         cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
         drafts = bool(rollout.draft_tokens)
@@ -129,8 +135,9 @@ def plan_memory(
             states[REWARD_WEIGHTS], generation["reward model activations"] = served[stage]
         if config.generates:
             weights = states["actor weights"]
-            push["engine weights"] = engine["engine weights"]
-            push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, engine["engine weights"])
+            taken = engine.get("engine weights", 0)
+            push["engine weights"] = taken
+            push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, taken)
             if config.kl.place != "none" and not config.lora.rank:  # else it is the actor without its adapters
                 host["reference weights"] = weights
             if config.train.replay_routing:

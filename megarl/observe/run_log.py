@@ -28,10 +28,10 @@ class RunLog:
     it changes before `begin`. Later failures to write are warned of once.
     """
 
-    def __init__(self, config: Config, place: ranks.Ranks) -> None:
+    def __init__(self, config: Config, job: ranks.Job) -> None:
         self.run_dir = Path(config.run.dir)
-        self.writes = place.rank == 0
-        self._rank = place.rank
+        self.writes = job.rank == 0
+        self._rank = job.rank
         self._warned: set[str] = set()
         self._folder: RunFolder | None = None
         self._early: list[str] | None = []
@@ -50,7 +50,7 @@ class RunLog:
             live=None if config.track.progress else False,
         )
         self._tracker = Tracker(self.run_dir, config.track.tensorboard) if self.writes else None
-        self._rollouts = RolloutLog(self.run_dir, place.rank, self._warn) if config.track.rollouts else None
+        self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn) if config.track.rollouts else None
         if self._folder is None or not self._folder.resumes:
             self._early = None
         self.say(f"run folder {self.run_dir}")

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from math import prod
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
-from megarl import strict
 from megarl.config import ConfigError, ParallelConfig
 from megarl.parallel import device, meeting
+from megarl.parallel.placement import check_layout
+from megarl.parallel.subset import groups_among
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """This rank's coordinates. Dense parameters are cut by tp, routed experts dealt out by ep and cut by etp."""
+class Job:
+    """This rank among all ranks of the job, and on its machine."""
 
     rank: int
     world: int
     local_rank: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's coordinates in a layout. Dense parameters are cut by tp, routed experts dealt out by ep and cut by
+    etp. A layout is of some ranks of the job, its members, which are those of a role: `job.rank` is this rank's number
+    among all, `role_rank` among the members."""
+
+    job: Job
+    members: tuple[int, ...]
+    """The job's numbers of the ranks in this layout, ascending."""
     tp: int
     tp_rank: int
     pp: int
@@ -43,8 +54,22 @@ class Ranks:
     vpp: int = 1
 
     @property
+    def role_rank(self) -> int:
+        """This rank's number among the members."""
+        return self.members.index(self.job.rank)
+
+    @property
+    def role_world(self) -> int:
+        return len(self.members)
+
+    @property
+    def host(self) -> dist.ProcessGroup:
+        """A gloo group of the members, for host values."""
+        return _hosts[self.members]
+
+    @property
     def sizes(self) -> tuple[int, ...]:
-        """What a layout is, apart from the number of ranks."""
+        """What a layout is, apart from its ranks."""
         return self.tp, self.cp, self.pp, self.vpp, self.ep, self.etp
 
     def grid(self, expert: bool) -> tuple[int, int]:
@@ -54,60 +79,33 @@ class Ranks:
 
 _host_group: dist.ProcessGroup | None = None
 _timeout_s = 1800.0
-_layouts: dict[tuple[int, ...], dict[str, Any]] = {}
-"""Megatron's groups of each layout, as the globals of its parallel_state, by its sizes."""
-
-
-def check_layout(parallel: ParallelConfig) -> None:
-    """Raise ConfigError where the layout does not divide the world; says what would."""
-    strict.check(parallel, "parallel.")
-    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
-    shown = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
-    model_parallel = prod(sizes.values())
-    if parallel.world_size % model_parallel:
-        raise ConfigError(
-            f"parallel.world_size={parallel.world_size} is not a multiple of {' x '.join(shown)} = "
-            f"{' x '.join(map(str, shown.values()))} = {model_parallel}; the nearest that are: "
-            f"{_nearest_multiples(parallel.world_size, model_parallel)}"
-        )
-    expert_ranks = parallel.world_size // parallel.pp
-    if expert_ranks % (parallel.ep * parallel.etp):
-        for name, size, other in (("ep", parallel.ep, parallel.etp), ("etp", parallel.etp, parallel.ep)):
-            fits = [n for n in range(1, expert_ranks + 1) if expert_ranks % (n * other) == 0]
-            if size not in fits and (fits or name == "etp"):
-                beside = f", beside {'etp' if name == 'ep' else 'ep'}={other}" if other > 1 else ""
-                raise ConfigError(
-                    f"parallel.{name}={size} does not divide the {expert_ranks} ranks of a pipeline stage "
-                    f"(world_size / pp){beside}; possible: {', '.join(map(str, fits)) or 'none'}"
-                )
-    if parallel.vpp > 1 and parallel.pp < 3:
-        # With two stages each is before and behind the other, and Megatron 0.16.1 mixes up what it sends both ways.
-        raise ConfigError(
-            f"parallel.vpp={parallel.vpp} needs at least 3 pipeline stages, not parallel.pp={parallel.pp}"
-        )
-
-
-def _nearest_multiples(value: int, of: int) -> str:
-    low, high = value // of * of, (value // of + 1) * of
-    return f"{low} and {high}" if low else str(high)
+_hosts: dict[tuple[int, ...], Any] = {}
+"""Gloo groups by their members, of each set of ranks that has a layout."""
+_layouts: dict[tuple[Any, ...], dict[str, Any]] = {}
+"""Megatron's groups of each layout, as the globals of its parallel_state, by its members and sizes."""
 
 
 def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
-    """Join the process group that torchrun describes in the environment; build Megatron's. Once per process.
+    """Join the job and build Megatron's groups over all of its ranks. Once per process."""
+    check_layout(parallel)
+    join(parallel.world_size, timeout_s)
+    return layout(parallel, timeout_s)
+
+
+def join(world_size: int, timeout_s: float = 1800.0) -> Job:
+    """Join the process group that torchrun describes in the environment. Once per process; layouts come after.
 
     All ranks talk once before this returns: NCCL makes a group when it is first used, which must not be a push of
     weights or a pipeline's exchange, in which not all of its ranks may take part.
     """
     global _host_group, _timeout_s
-    check_layout(parallel)
     here = meeting.place()
-    if here.world != parallel.world_size:
+    if here.world != world_size:
         raise ConfigError(
-            f"{here.world} ranks were started but parallel.world_size={parallel.world_size}: start as many, with "
-            f"torchrun --nproc-per-node {parallel.world_size}, or without torchrun by python -m megarl.train"
+            f"{here.world} ranks were started but parallel.world_size={world_size}: start as many, with "
+            f"torchrun --nproc-per-node {world_size}, or without torchrun by python -m megarl.train"
         )
-    import megarl.megatron  # noqa: F401  isort: skip  fits Megatron-Core to a machine without GPU, so it comes first
-    from megatron.core import parallel_state, tensor_parallel  # isort: skip
+    import megarl.megatron  # noqa: F401  fits Megatron-Core to a machine without GPU, so it comes first
 
     device.select()
     if not here.launched:
@@ -119,11 +117,13 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
         device.backend(), store=meeting.store(here, timeout), rank=here.rank, world_size=here.world, timeout=timeout
     )
     meet()
-    _host_group = dist.new_group(backend="gloo", timeout=timeout)
-    ranks = layout(parallel, timeout_s)
-    vars(parallel_state).update(_layouts[ranks.sizes])
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    return ranks
+    _host_group = _hosts[tuple(range(here.world))] = dist.new_group(backend="gloo", timeout=timeout)
+    return _job()
+
+
+def _job() -> Job:
+    rank = dist.get_rank()
+    return Job(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", str(rank))))
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:
@@ -146,37 +146,59 @@ def first_to_say(text: str) -> bool | None:
         return None
 
 
-def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
-    """This rank's coordinates in a layout of the job's ranks, whose groups are made where nobody has asked for it yet.
+@overload
+def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks: ...
+@overload
+def layout(parallel: ParallelConfig, timeout_s: float, members: Sequence[int]) -> Ranks | None: ...
+def layout(parallel: ParallelConfig, timeout_s: float = 1800.0, members: Sequence[int] | None = None) -> Ranks | None:
+    """This rank's coordinates in a layout of `members`, by default of all ranks of the job; None outside of them.
 
-    Collective over all ranks. Megatron goes on in the layout that it is in; `active` changes to another.
+    parallel: with the members' number as world_size. Its groups are made where nobody has asked for this layout yet.
+    Collective over all ranks of the job, also over those outside. Megatron goes on in the first layout that this rank
+    is in; `active` changes to another.
     """
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, tensor_parallel
 
     check_layout(parallel)
+    job, chosen = _job(), tuple(range(dist.get_world_size()) if members is None else members)
+    if list(chosen) != sorted(set(chosen) & set(range(job.world))) or len(chosen) != parallel.world_size:
+        raise ConfigError(f"a layout of {parallel.world_size} of the job's {job.world} ranks cannot be on {chosen}")
     sizes = (parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp)
+    key, inside = (chosen, sizes), job.rank in chosen
+    if chosen not in _hosts:
+        _hosts[chosen] = new_host_group(chosen)
     before = _globals(parallel_state)
     if not _layouts:
         _layouts[()] = before  # of a Megatron that knows of no groups
-    vars(parallel_state).update(_layouts.get(sizes, _layouts[()]))
-    if sizes not in _layouts:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tp,
-            pipeline_model_parallel_size=parallel.pp,
-            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-            context_parallel_size=parallel.cp,
-            expert_model_parallel_size=parallel.ep,
-            expert_tensor_parallel_size=parallel.etp,
-            distributed_timeout_minutes=max(1, int(timeout_s // 60)),
-        )
-        _layouts[sizes] = _globals(parallel_state)
+    vars(parallel_state).update(_layouts.get(key, _layouts[()]))
+    if key not in _layouts:
+        with groups_among(chosen):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tp,
+                pipeline_model_parallel_size=parallel.pp,
+                virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+                context_parallel_size=parallel.cp,
+                expert_model_parallel_size=parallel.ep,
+                expert_tensor_parallel_size=parallel.etp,
+                distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+            )
+        _layouts[key] = _globals(parallel_state)
         _set_timeouts(list(dist.distributed_c10d._world.pg_map), timeout_s)  # Megatron makes some with torch's own
-        if parallel.pp > 1:  # the others are for collectives of all their ranks
+        if inside and parallel.pp > 1:  # the others are for collectives of all their ranks
             meet(parallel_state.get_pipeline_model_parallel_group())
-    ranks = Ranks(
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
-        local_rank=int(os.environ.get("LOCAL_RANK", str(dist.get_rank()))),
+        if inside and not tensor_parallel.get_cuda_rng_tracker().get_states():
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
+    ranks = _coordinates(parallel_state, parallel, job, chosen) if inside else None
+    if not inside or before["_DATA_PARALLEL_GROUP"] is not None:
+        vars(parallel_state).update(before)
+    return ranks
+
+
+def _coordinates(parallel_state: Any, parallel: ParallelConfig, job: Job, members: tuple[int, ...]) -> Ranks:
+    """Of this rank in the layout that Megatron is in."""
+    return Ranks(
+        job=job,
+        members=members,
         tp=parallel.tp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel.pp,
@@ -191,8 +213,6 @@ def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         vpp=parallel.vpp,
     )
-    vars(parallel_state).update(before)
-    return ranks
 
 
 @contextmanager
@@ -201,7 +221,7 @@ def active(ranks: Ranks) -> Iterator[None]:
     from megatron.core import parallel_state
 
     before = _globals(parallel_state)
-    vars(parallel_state).update(_layouts[ranks.sizes])
+    vars(parallel_state).update(_layouts[ranks.members, ranks.sizes])
     try:
         yield
     finally:
@@ -274,10 +294,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def all_gather_objects(value: Any) -> list[Any]:
+# What follows is said among all ranks of the job, or among those of `group`, a host group, which count from 0 in it.
+
+
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, by rank, on every rank. Values are pickled: for host values of our own only."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=host_group())
+    group = group or host_group()
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -310,8 +334,8 @@ class AllRanks:
 
 
 def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """work(0), work(1), ... work(count - 1), each done by one of the ranks, on every rank. A ConfigError of any of them
-    is raised on all."""
+    """work(0), work(1), ... work(count - 1), each done by one of the job's ranks, on every rank. A ConfigError of any
+    of them is raised on all."""
     rank, world, mine, problem = dist.get_rank(), dist.get_world_size(), [], None
     try:
         for number in range(rank, count, world):
@@ -324,21 +348,21 @@ def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
     return [everyone[number % world][0][number // world] for number in range(count)]
 
 
-def broadcast_object(value: Any, source: int = 0) -> Any:
+def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """The source rank's value on every rank."""
     values = [value]
-    dist.broadcast_object_list(values, src=source, group=host_group())
+    dist.broadcast_object_list(values, group_src=source, group=group or host_group())
     return values[0]
 
 
-def together(work: Callable[[], T], lead: bool = False) -> list[T | None]:
+def together(work: Callable[[], T], lead: bool = False, group: dist.ProcessGroup | None = None) -> list[T | None]:
     """What `work` returns on each rank, by rank, on every rank; with `lead` it is done on rank 0 alone.
 
     An OSError or ConfigError on one rank is raised on all of them, as one of its kind: nobody is left waiting.
     """
     result: T | None = None
     error: Exception | None = None
-    if is_lead() or not lead:
+    if is_lead(group) or not lead:
         try:
             result = work()
         except OSError as failure:
@@ -346,20 +370,20 @@ def together(work: Callable[[], T], lead: bool = False) -> list[T | None]:
             error = OSError(f"{what}: {failure.filename}" if failure.filename else what)
         except ConfigError as failure:
             error = ConfigError(str(failure))
-    outcomes = all_gather_objects((result, error))
+    outcomes = all_gather_objects((result, error), group)
     for _, failed in outcomes:
         if failed is not None:
             raise failed
     return [value for value, _ in outcomes]
 
 
-def is_lead() -> bool:
+def is_lead(group: dist.ProcessGroup | None = None) -> bool:
     """Whether this is rank 0, which writes what is written once."""
-    return dist.get_rank() == 0
+    return (group or host_group()).rank() == 0
 
 
-def barrier() -> None:
-    dist.barrier(group=host_group())
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    dist.barrier(group=group or host_group())
 
 
 def shutdown() -> None:
@@ -371,4 +395,5 @@ def shutdown() -> None:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         _layouts.clear()
+        _hosts.clear()
     _host_group = None

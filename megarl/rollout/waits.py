@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Config, ConfigError
+from megarl.parallel.placement import engine_ranks
 
 SLOW = 20.0
 """Tokens per second that each of an engine's conversations is taken to get at least, with as many others beside it as
@@ -28,7 +29,7 @@ def check_waits(config: Config, warnings: list[str]) -> None:
     at_once = min(rollout.concurrency, most if isinstance(most, int) and most > 0 else rollout.concurrency)
     if room:
         at_once = max(1, min(at_once, room // rollout.max_context))
-    engines = config.parallel.world_size // rollout.tp
+    engines = len(engine_ranks(config))
     conversations = -(-config.data.prompts_per_step // engines) * rollout.samples_per_prompt
     waves = -(-conversations // at_once)
     written = min(rollout.max_context, rollout.max_turns * rollout.max_new_tokens)

@@ -40,16 +40,18 @@ class ActorWorker(TrainingWorker):
         return self.config.rollout.temperature or 1.0
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the policy under its HF name, whole, on every rank, one after another; adapters merged."""
-        return gather_hf(self.model.merged(), self.model.params(), self.ranks)
+        """Every tensor of the policy under its HF name, whole, on every rank of the actor, one after another; adapters
+        merged."""
+        return gather_hf(self.model.merged(), self.model.params(), self.model.ranks)
 
     def export(self, folder: Path) -> None:
         """Write the policy as an HF folder, with LoRA also its adapters, in PEFT's format, into the folder `adapter`
-        beside it; rank 0 writes, all ranks take part. Raises OSError on all of them where the disk does not take it."""
+        beside it; the actor's first rank writes, all of its ranks take part. Raises OSError on all of them where the
+        disk does not take it."""
         with self.clock.phase("export"):
-            together(lambda: self._export_model(folder))
+            together(lambda: self._export_model(folder), group=self.model.ranks.host)
             if self.config.lora.rank:
-                together(lambda: self._export_adapter(folder.with_name("adapter")))
+                together(lambda: self._export_adapter(folder.with_name("adapter")), group=self.model.ranks.host)
 
     def _export_model(self, folder: Path) -> None:
         save_hf(
@@ -57,13 +59,13 @@ class ActorWorker(TrainingWorker):
             self.hf_tensors(),
             self.config.model.path,
             getattr(torch, self.config.model.dtype),
-            write=self.ranks.rank == 0,
+            write=self.model.ranks.role_rank == 0,
             table=self.model.params(),
         )
 
     def _export_adapter(self, folder: Path) -> None:
         lora, table = self.config.lora, self.model.params()
-        factors = dict(gather_hf(self.model.local_adapters(), self.model.adapter_params(), self.ranks))
-        if self.ranks.rank == 0:
+        factors = dict(gather_hf(self.model.local_adapters(), self.model.adapter_params(), self.model.ranks))
+        if self.model.ranks.role_rank == 0:
             tensors = peft_tensors(factors, adapted_weights(table, lora.targets), lora.rank)
             save_adapter(folder, tensors, peft_config(table, lora, str(Path(self.config.model.path).resolve())))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megarl.config import critic_config
 from megarl.megatron.model import MegatronModel
 from megarl.models.registry import load_hf_config
 from megarl.parallel import ranks
+from megarl.parallel.placement import role_config
 from megarl.types import TrainBatch
 from megarl.workers.training import TrainingWorker
 
@@ -17,7 +17,7 @@ class CriticWorker(TrainingWorker):
 
     def start(self) -> None:
         with self.clock.phase("load"):
-            context, config = self.context, critic_config(self.config)
+            context, config = self.context, role_config(self.config, self.role)
             layout = ranks.layout(config.parallel, config.run.timeout_s)
             path = config.critic.path or config.model.path
             self.model = MegatronModel(load_hf_config(path), config, layout, self.role, context.updates[self.role])

@@ -66,7 +66,7 @@ class WeightPush:
         it was sent; no engine generates then.
         """
         where = f"the push of version {version}"
-        _raise_first(shard_problems(local, self.params, self.plan.train, self.ranks.rank, self.num_experts), where)
+        _raise_first(shard_problems(local, self.params, self.plan.train, self.ranks.job.rank, self.num_experts), where)
         _raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
         hand_over = HandOff(self.engine, self.collect)
         problems = [] if self.compared else self._describe(hand_over)
@@ -74,7 +74,7 @@ class WeightPush:
         if not errors:
             self.compared = True
             if self.executor is None:
-                self.executor = Executor(self.plan, self.ranks.rank, self.config.rollout.verify_every, _allocate)
+                self.executor = Executor(self.plan, self.ranks.job.rank, self.config.rollout.verify_every, _allocate)
             try:
                 self.executor.push(local, hand_over, version)
             except PushError as error:
@@ -106,7 +106,7 @@ class WeightPush:
         shared = any(param.slot and ".shared_experts." in param.slot.name for param in self.params)
         if shared and not any(".shared_experts." in name for name in held):
             layout = replace(layout, fuse_shared=True)  # as SGLang has decided, the same on all ranks
-        position, wire = self.ranks.rank % layout.tp, self.plan.assignment.wire
+        position, wire = self.ranks.job.rank % layout.tp, self.plan.assignment.wire
         problems = layout_problems(odd) + engine_problems(held, self.params, layout, position, self.num_experts, wire)
         if problems:
             return problems

@@ -34,7 +34,7 @@ class RewardWorker(Worker):
             self.functions = load_functions(self.config.reward.functions)
         self.model: MegatronModel | None = None
         self._post = delivery.post()
-        self._here = min(self.ranks.world, self.config.parallel.ranks_per_node)
+        self._here = min(self.ranks.job.world, self.config.parallel.ranks_per_node)
         if not self.functions and not self.config.reward.model:
             raise ConfigError(
                 "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass reward_fn"
@@ -68,13 +68,13 @@ class RewardWorker(Worker):
         whole = [index for index, rollout in enumerate(rollouts.here) if rollout.status != "aborted"]
         mine = iter(whole)
         parcels: dict[int, list[tuple[int, Rollout]]] = {}
-        for rank, count in shares.get(self.ranks.rank, {}).items():
+        for rank, count in shares.get(self.ranks.job.rank, {}).items():
             parcels[rank] = [
                 (index, dataclasses.replace(rollouts.here[index], routing=None)) for index in islice(mine, count)
             ]
         # The longest that the slowest rank may take, if each of its calls takes as long as one may.
         limit = self.config.reward.timeout
-        most = max((sum(by.get(rank, 0) for by in shares.values()) for rank in range(self.ranks.world)), default=0)
+        most = max((sum(by.get(rank, 0) for by in shares.values()) for rank in range(self.ranks.job.world)), default=0)
         longest = max(self.config.run.timeout_s, (min(limit, _A_DAY_S) + GRACE_S) * most * len(self.functions))
         with patient(longest):
             arrived = self._post.exchange_objects(parcels)

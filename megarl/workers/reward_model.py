@@ -36,19 +36,19 @@ class RewardModelWorker(TrainingWorker):
         return self.require_finite("scores", scores, batch, every=True)
 
     def export(self, folder: Path) -> None:
-        """Write an HF folder of a sequence classifier with one label; rank 0 writes, all ranks take part. Raises
-        OSError on all of them where the disk does not take it."""
+        """Write an HF folder of a sequence classifier with one label; the role's first rank writes, all of its ranks
+        take part. Raises OSError on all of them where the disk does not take it."""
         with self.clock.phase("export"):
-            together(lambda: self._export_model(folder))
+            together(lambda: self._export_model(folder), group=self.model.ranks.host)
 
     def _export_model(self, folder: Path) -> None:
         table, hf = self.model.params(), self.context.hf_config
         save_hf(
             folder,
-            gather_hf(self.model.merged(), table, self.ranks),
+            gather_hf(self.model.merged(), table, self.model.ranks),
             self.config.model.path,
             dtype=getattr(torch, self.config.model.dtype),
-            write=self.ranks.rank == 0,
+            write=self.model.ranks.role_rank == 0,
             table=table,
             config=classifier_config(hf, family_of(hf).architecture, self._padding()),
         )

@@ -36,8 +36,8 @@ class RolloutWorker(Worker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         tp, here = self.config.rollout.tp, self.config.parallel.ranks_per_node
-        self.engines = self.ranks.world // tp
-        self.engine_index, self.position = divmod(self.ranks.rank, tp)
+        self.engines = self.ranks.job.world // tp
+        self.engine_index, self.position = divmod(self.ranks.job.rank, tp)
         self.lead_rank = self.engine_index * tp
         self.groups = [ranks.new_host_group(range(e * tp, (e + 1) * tp)) for e in range(self.engines)]
         self.engine: Engine | None = None
@@ -50,7 +50,7 @@ class RolloutWorker(Worker):
             self.engine = Engine(
                 self.config,
                 self.engine_index,
-                first_device=self.ranks.local_rank,
+                first_device=self.ranks.job.local_rank,
                 nnodes=-(-tp // here),
                 node_rank=self.position // here,
                 dist_init_addr=addresses[self.lead_rank] if tp > here else "",
@@ -186,7 +186,9 @@ class RolloutWorker(Worker):
         """This rank's part of what is recorded of the step, in whole groups."""
         recorded = read_rollouts(self.config.rollout.replay, self.step)
         groups = 1 + max((rollout.group for rollout in recorded), default=0)
-        return [rollout for rollout in recorded if rollout.group * self.ranks.world // groups == self.ranks.rank]
+        return [
+            rollout for rollout in recorded if rollout.group * self.ranks.job.world // groups == self.ranks.job.rank
+        ]
 
 
 def _gathered(mine: Sequence[Rollout]) -> Rollouts:

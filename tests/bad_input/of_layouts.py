@@ -2,7 +2,49 @@
 
 from case import Case
 
+FOUR, EIGHT = "parallel.world_size=4", "parallel.world_size=8"
+
+
+def placed(name: str, says: tuple[str, ...], placement: str, *given: str) -> Case:
+    """On eight ranks, where nothing else is said."""
+    return Case(name, says, (*(given or (EIGHT,)), f"placement={placement}"))
+
+
 CASES = [
+    placed("a rank that is not there", ("placement.critic=4-7", "rank 7", "0 to 3"), "{critic: 4-7}", FOUR),
+    placed("a rank far beyond", ("rank 999999999", "parallel.world_size=8"), "{actor: 0-999999999}"),
+    placed("ranks without a number", ("placement.actor=", "names no ranks", "0-3"), "{actor: ''}"),
+    placed("no word of where", ("placement.actor=None", "leave the role out"), "{actor: }"),
+    placed("a word for ranks", ("placement.actor=first", "is no set of ranks", "0,2,5-6"), "{actor: first}"),
+    placed("dots for ranks", ("'0..3'", "is no set of ranks"), "{actor: 0..3}"),
+    placed("a list for ranks", ("placement.actor=[0, 1]", "write ranks as"), "{actor: [0, 1]}"),
+    placed("ranks that go down", ("3-0 goes down", "0-3"), "{actor: 3-0}"),
+    placed("a rank twice", ("names rank 2 twice",), "{actor: '0-3,2'}"),
+    placed("a role misspelt", ("placement.critc", "did you mean placement.critic"), "{critc: 0-3}"),
+    placed("a role of another algorithm", ("grpo has no such role",), "{critic: 0-3}", EIGHT, "algorithm=grpo"),
+    placed("a reference elsewhere", ("placement.reference=4-7", "leave"), "{actor: 0-3, reference: 4-7}"),
+    placed("an actor without ranks", ("placement.actor=cpu", "name some"), "{actor: cpu}"),
+    placed("a model without ranks", ("reward.model is computed",), "{reward: cpu}", EIGHT, "reward.model=FOLDER/model"),
+    placed("roles that share some ranks", ("0-4", "4-7", "the same ranks"), "{actor: 0-4, critic: 4-7}"),
+    placed("engines on some of the actor's", ("0-3", "0-5", "rollout may"), "{actor: 0-3, rollout: 0-5}"),
+    placed("a layout of other ranks", ("placement.actor=0-2", "2 and 4"), "{actor: 0-2}", EIGHT, "parallel.tp=2"),
+    placed("experts of other ranks", ("parallel.ep=8", "4 ranks"), "{actor: 0-3}", EIGHT, "parallel.ep=8"),
+    placed(
+        "a critic of other ranks",
+        ("the critic: placement.critic=0-2", "tp x pp"),
+        "{actor: 3-7, critic: 0-2}",
+        EIGHT,
+        "critic.parallel={tp: 2}",
+    ),
+    placed(
+        "engines of other ranks", ("rollout.tp=4", "1, 2, 3, 6"), "{actor: 6-7, rollout: 0-5}", EIGHT, "rollout.tp=4"
+    ),
+    placed(
+        "engines of no neighbours", ("ranks 2,4", "neighbours"), "{actor: '3', rollout: '0-2,4'}", EIGHT, "rollout.tp=2"
+    ),
+    Case("a placement that is a text", ("placement must be a mapping", "not"), ("placement=0-3",)),
+    Case("a number for all roles", ("placement must be a mapping",), ("placement=3",)),
+    Case("a place within a role", ("placement.actor",), (EIGHT, "placement.actor.first=0")),
     Case("tp beyond the world", ("parallel.world_size=1", "tp x pp", "2"), ("parallel.tp=2",)),
     Case("ep without a divisor", ("parallel.ep=3", "possible"), ("parallel.world_size=2", "parallel.ep=3")),
     Case("pp without a divisor", ("4 layers", "parallel.pp=3"), ("parallel.world_size=3", "parallel.pp=3")),

@@ -122,7 +122,7 @@ def main(tp: int, pp: int, ep: int, etp: int) -> None:
         result[family] = [is_exact(list(gather_hf(local, params, place, size)), full) for size in (1, 2000, 1 << 30)]
         if family == "qwen3_moe":
             result["held_everything"] = len(local) == len(params)
-            last = place.rank == world - 1
+            last = place.job.rank == world - 1
             result["faults"] = {
                 fault: error_of(broken(local, fault) if last else local, params, place) for fault in FAULTS
             }

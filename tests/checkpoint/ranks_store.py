@@ -52,7 +52,7 @@ def whole(folder: Path) -> dict[str, object]:
     place = ranks.initialize(ParallelConfig(world_size=2), timeout_s=60)
     said: list[str] = []
     ours = CheckpointStore(folder, keep=2, layout=(2, 1), say=said.append)
-    place_of, rank = folder / "checkpoints", place.rank
+    place_of, rank = folder / "checkpoints", place.job.rank
     facts: dict[str, object] = {"found_before": ours.newest() is not None}
     for step in (1, 2, 3):
         ours.save(step, {"step": step, "coef": 0.1 + step}, parts(f"step {step}"))
@@ -177,7 +177,7 @@ def slow(folder: Path) -> dict[str, object]:
 
     def slowly(work: Callable[..., Any], rank: int) -> Callable[..., Any]:
         def slowed(*arguments: Any, **named: Any) -> Any:
-            if rank == place.rank:
+            if rank == place.job.rank:
                 time.sleep(1)
             return work(*arguments, **named)
 
@@ -195,7 +195,7 @@ def slow(folder: Path) -> dict[str, object]:
         pass  # from here on all groups have it
 
     def write(target: Path) -> Any:
-        if place.rank == 0:
+        if place.job.rank == 0:
             (target / "common.bin").write_text("which nobody has hashed")
         return save_model(model, target / "actor")
 
@@ -227,7 +227,7 @@ def killed(folder: Path) -> dict[str, object]:
     ours = CheckpointStore(folder, keep=2, storage_timeout_s=3600)
 
     def write(target: Path) -> None:
-        if place.rank == 1:
+        if place.job.rank == 1:
             print("RESULT {}", flush=True)
             os._exit(0)
 

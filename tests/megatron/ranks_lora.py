@@ -281,7 +281,7 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     other = build(layout=elsewhere)
     restore_model(other, place)
     if role == "critic" and targets:  # there a rank's share of the optimizer has nothing of the one dense tensor
-        assert [len(part.optimizer.state) for part in other.optimizer.chained_optimizers][0] == 1 - other.ranks.rank
+        assert [len(part.optimizer.state) for part in other.optimizer.chained_optimizers][0] == 1 - other.ranks.job.rank
         save_model(other, place / "again")
         other = build(layout=elsewhere)
         restore_model(other, place / "again")

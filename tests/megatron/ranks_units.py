@@ -617,9 +617,18 @@ def comparing() -> dict[str, Any]:
     return comparing.found(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
 
 
+def placing() -> dict[str, Any]:
+    from megarl.flow import HybridFlow
+
+    flow = HybridFlow(tiny.config(world=8))
+    flow.set_placement({"actor": "0-3", "critic": "4-7"})
+    return flow.config.placement
+
+
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
     refusals, folder, half, schedule, critic, aux_losses, training, waking, comparing, nothing, spared,
+    placing,
 ]  # fmt: skip
 
 if __name__ == "__main__":

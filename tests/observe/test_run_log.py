@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from megarl.config import Config, ConfigError, from_dict
 from megarl.observe.rollout_log import part_file, read_rollouts, recorded_steps, write_part
 from megarl.observe.run_log import RunLog
 from megarl.observe.tracker import read_metrics
-from megarl.parallel.ranks import Ranks
+from megarl.parallel.ranks import Job
 from megarl.types import Prompt, Rollout, Rollouts, Turn
 
 ROLLOUT = Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (-0.5,), is_action=True)))
@@ -23,9 +22,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
 
 
-def place(rank: int) -> Ranks:
-    names = {field.name: 0 for field in dataclasses.fields(Ranks)}
-    return Ranks(**{**names, "rank": rank})
+def place(rank: int) -> Job:
+    return Job(rank, world=2, local_rank=rank)
 
 
 def config(run_dir: Path, **run: str) -> Config:

@@ -48,7 +48,7 @@ def train(family: str, folder: str) -> list[float]:
     from megarl.workers.reward_model import RewardModelWorker
 
     policy, export = f"{folder}/{family}_policy", f"{folder}/{family}"
-    if RANKS.rank == 0:
+    if RANKS.job.rank == 0:
         tiny.hf_model(family).save_pretrained(policy)
         config = json.loads(Path(policy, "config.json").read_text())
         Path(policy, "config.json").write_text(json.dumps(config | {"architectures": tiny.HF[family]["architectures"]}))
@@ -88,7 +88,7 @@ def serve(family: str, folder: str) -> list[dict[str, Any]]:
     assert {tensor.dtype for tensor in worker.model.local_params().values()} == {torch.float32}
     alone = RewardWorker(made)
     alone.model = worker.model
-    own = range(1 - RANKS.rank, len(rollouts), 2)
+    own = range(1 - RANKS.job.rank, len(rollouts), 2)
     dealt = Rollouts.of([rollouts[i] for i in own], own, parallel_ranks.AllRanks())
     only, both = alone.score(dealt), worker.score(dealt)
     figures = {"reward": both.reward, "only": only.reward, **both.reward_parts}

@@ -55,12 +55,12 @@ def outcome(made: Any) -> Any:
 
 def slow(prompts: Any, **_: Any) -> list[Rollout]:
     time.sleep(2.5 * TIMEOUT)
-    return [Rollout(PROMPT, TURNS, seed=RANKS.rank)]
+    return [Rollout(PROMPT, TURNS, seed=RANKS.job.rank)]
 
 
 def one_fails(prompts: Any, look: Callable[[], None], **_: Any) -> list[Rollout]:
     """The second engine dies at once; the first would go on for an hour."""
-    if RANKS.rank:
+    if RANKS.job.rank:
         raise RuntimeError("engine 1 is not running; the last lines of its log")
     for _ in range(36000):
         time.sleep(0.1)
@@ -86,7 +86,7 @@ def main() -> None:
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)  # as the kernel ends a process that is killed
 
-    made = worker(1, gone if RANKS.rank else aborted([""]))
+    made = worker(1, gone if RANKS.job.rank else aborted([""]))
     try:
         made.generate([PROMPT, PROMPT], 1)
     except ConfigError:

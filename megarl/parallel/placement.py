@@ -1,0 +1,247 @@
+"""Which ranks of the job each role is on, and whether its layout divides them. Pure: no process is asked.
+
+`parallel.world_size` is of the job. A role's own world is the number of its ranks: `role_parallel` has it as
+world_size, with the sizes of `parallel`, which are the actor's, or those of `critic.parallel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from megarl import strict
+from megarl.config import Config, ConfigError, ParallelConfig, to_dict
+
+ALL, HOST = "all", "cpu"
+_RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+REMEDY = "write ranks as 0-3 or 0,2,5-6, or all, or cpu"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of each role that is placed: its ranks, ascending; none for one that is on the hosts' processors."""
+
+    world: int
+    placed: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def read(cls, placement: Mapping[str, Any], world: int) -> Placement:
+        """Of the configuration's texts. Raises ConfigError for one that cannot be read, or a rank that is not there."""
+        return cls(world, {role: _ranks(role, value, world) for role, value in placement.items()})
+
+    def of(self, role: str) -> tuple[int, ...]:
+        """A role's ranks. One that is not placed is where the actor is, but the engines are on all ranks, as is the
+        actor itself."""
+        if role in self.placed:
+            return self.placed[role]
+        return tuple(range(self.world)) if role in ("actor", "rollout") else self.of("actor")
+
+    @property
+    def colocated(self) -> bool:
+        """Whether each role that is placed is on all ranks, or on none."""
+        return all(len(ranks) in (0, self.world) for ranks in self.placed.values())
+
+    def describe(self, roles: Iterable[str]) -> str:
+        """`0-3: actor, reference; 4-7: critic; all: rollout; cpu: reward`, each set of ranks with its roles."""
+        found: dict[str, list[str]] = {}
+        for role in roles:
+            found.setdefault(self.text(role), []).append(role)
+        return "; ".join(f"{ranks}: {', '.join(names)}" for ranks, names in found.items())
+
+    def text(self, role: str) -> str:
+        """A role's ranks as the configuration would have them."""
+        ranks = self.of(role)
+        if len(ranks) in (0, self.world):
+            return ALL if ranks else HOST
+        return spans(ranks)
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Ascending numbers as runs: 0,2,5-6."""
+    firsts = [rank for rank in ranks if rank - 1 not in ranks]
+    lasts = [rank for rank in ranks if rank + 1 not in ranks]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
+
+
+def _ranks(role: str, value: Any, world: int) -> tuple[int, ...]:
+    text = str(value).replace(" ", "") if isinstance(value, str | int) and not isinstance(value, bool) else None
+    key = f"placement.{role}={strict.shown(value).strip(chr(39))}"
+    if text in (ALL, HOST):
+        return tuple(range(world)) if text == ALL else ()
+    if not text:
+        raise ConfigError(f"{key} names no ranks: {REMEDY}, or leave the role out")
+    found: set[int] = set()
+    for part in text.split(","):
+        run = _RUN.fullmatch(part)
+        if run is None:
+            raise ConfigError(f"{key} is no set of ranks, for {strict.shown(part)} in it is none: {REMEDY}")
+        first, last = int(run[1]), int(run[2] or run[1])
+        if first > last:
+            raise ConfigError(f"{key}: the run {part} goes down; write {last}-{first}")
+        if last >= world:
+            raise ConfigError(
+                f"{key} names rank {last}, but the job has the ranks 0 to {world - 1}: name others, or raise "
+                f"parallel.world_size={world}"
+            )
+        if twice := found & set(range(first, last + 1)):
+            raise ConfigError(f"{key} names rank {min(twice)} twice; once will do")
+        found |= set(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def placement_of(config: Config) -> Placement:
+    return Placement.read(config.placement, config.parallel.world_size)
+
+
+def role_parallel(config: Config, role: str) -> ParallelConfig:
+    """The layout of a role's model, with the number of its ranks as world_size. Raises ConfigError."""
+    own = config.critic.parallel if role == "critic" else {}
+    for name in ("world_size", "ranks_per_node"):
+        if name in own:
+            raise ConfigError(f"{role}.parallel.{name}: the {role}'s ranks are those of placement.{role}; leave it out")
+    tree = {**to_dict(config.parallel), **own, "world_size": len(placement_of(config).of(role))}
+    parallel: ParallelConfig = strict.build(ParallelConfig, tree, f"{role}.parallel.", root=Config)
+    return parallel
+
+
+def role_config(config: Config, role: str) -> Config:
+    """The configuration as a role's model sees it, which knows of no ranks but the role's."""
+    return dataclasses.replace(config, parallel=role_parallel(config, role), placement={})
+
+
+def engine_ranks(config: Config) -> list[tuple[int, ...]]:
+    """The ranks of each engine: `rollout.tp` of the rollout's at a time."""
+    ranks, tp = placement_of(config).of("rollout"), config.rollout.tp
+    return [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_placement(config: Config, roles: Collection[str], warnings: list[str]) -> None:
+    """Raise ConfigError where the roles of an algorithm cannot be where `placement` has them; `warnings` gets a line
+    where ranks are left over.
+
+    Roles are on the same ranks, or on others: one that shares some of its ranks only would have the rest of them wait
+    whenever the other is at work on those, and the memory of both would be needed on some ranks and lie idle on others.
+    Engines are one by one, and may be on all ranks, whoever is there.
+    """
+    for role in config.placement:
+        if role not in roles:
+            near = difflib.get_close_matches(str(role), list(roles), n=1)
+            hint = f"; did you mean placement.{near[0]}?" if near else ""
+            raise ConfigError(
+                f"placement.{role}: {config.algorithm} has no such role{hint} (it has {', '.join(roles)})"
+            )
+    placement = placement_of(config)
+    for role in roles:
+        if not placement.of(role) and (role != "reward" or config.reward.model):
+            what = "reward.model is computed" if role == "reward" else f"the {role} computes"
+            raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name some, or leave the role out")
+    if "reference" in roles and placement.of("reference") != placement.of("actor"):
+        raise ConfigError(
+            f"placement.reference={placement.text('reference')}, but the reference is the actor's model with its first "
+            f"weights, and the actor is on {placement.text('actor')}: leave placement.reference out"
+        )
+    _check_overlaps(placement, roles)
+    for role in roles:
+        if role not in ("rollout", "reference", "reward") or (role == "reward" and config.reward.model):
+            _check_model(config, placement, role)
+    used = {rank for role in roles for rank in placement.of(role)}
+    if idle := [rank for rank in range(placement.world) if rank not in used]:
+        warnings.append(
+            f"placement leaves rank {spans(idle)} of {placement.world} without a role; give it one, or lower "
+            "parallel.world_size"
+        )
+
+
+def _check_overlaps(placement: Placement, roles: Collection[str]) -> None:
+    for role in roles:
+        for other in roles:
+            mine, theirs = set(placement.of(role)), set(placement.of(other))
+            everywhere = "rollout" in (role, other) and len(placement.of("rollout")) == placement.world
+            if mine & theirs and mine != theirs and not everywhere:
+                raise ConfigError(
+                    f"placement has the {role} on {placement.text(role)} and the {other} on {placement.text(other)}, "
+                    "which share some ranks: put two roles on the same ranks, or on none that both have (rollout may "
+                    "also be on all)"
+                )
+
+
+def _check_model(config: Config, placement: Placement, role: str) -> None:
+    own, whole = role_parallel(config, role), len(placement.of(role)) == placement.world
+    if config.train.ddp.get("nccl_ub") and not whole:
+        raise ConfigError(
+            f"train.ddp.nccl_ub: Megatron waits for all ranks of the job in it, but placement has the {role} on "
+            f"{placement.text(role)} only; leave one of them out"
+        )
+    try:
+        check_layout(own, "" if whole else f"placement.{role}={placement.text(role)} ({own.world_size} ranks)")
+    except ConfigError as error:
+        if role != "critic":
+            raise
+        raise ConfigError(f"the critic: {str(error).replace('parallel.', 'critic.parallel.')}") from None
+
+
+def check_engine_ranks(config: Config) -> None:
+    """Raise ConfigError where the engines do not fit their ranks, or those their nodes."""
+    placement, tp, here = placement_of(config), config.rollout.tp, config.parallel.ranks_per_node
+    ranks = placement.of("rollout")
+    world = f"parallel.world_size={placement.world}"
+    if (count := len(ranks)) < placement.world:
+        world = f"the {count} ranks of placement.rollout={placement.text('rollout')}"
+    if count % tp:
+        fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise ConfigError(f"rollout.tp={tp} does not divide {world}; sizes that do: {fits}")
+    here = min(here, placement.world)
+    if here % tp and tp % here:
+        raise ConfigError(
+            f"rollout.tp={tp} does not fit nodes of {here} ranks: an engine is part of a node, or whole nodes"
+        )
+    for engine in engine_ranks(config):
+        nodes_fit = engine[0] // here == engine[-1] // here or engine[0] % here == 0
+        if engine[-1] - engine[0] != tp - 1 or not nodes_fit:
+            raise ConfigError(
+                f"placement.rollout={placement.text('rollout')} with rollout.tp={tp} makes an engine of the ranks "
+                f"{spans(engine)}: it must be of neighbours in a node of {here} ranks, or of whole nodes"
+            )
+
+
+def check_layout(parallel: ParallelConfig, world: str = "") -> None:
+    """Raise ConfigError where the layout does not divide the world; says what would. world: how it is called."""
+    strict.check(parallel, "parallel.")
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
+    shown = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
+    model_parallel = prod(sizes.values())
+    if parallel.world_size % model_parallel:
+        raise ConfigError(
+            f"{world or f'parallel.world_size={parallel.world_size}'} is not a multiple of {' x '.join(shown)} = "
+            f"{' x '.join(map(str, shown.values()))} = {model_parallel}; the nearest that are: "
+            f"{_nearest_multiples(parallel.world_size, model_parallel)}"
+        )
+    expert_ranks = parallel.world_size // parallel.pp
+    if expert_ranks % (parallel.ep * parallel.etp):
+        for name, size, other in (("ep", parallel.ep, parallel.etp), ("etp", parallel.etp, parallel.ep)):
+            fits = [n for n in range(1, expert_ranks + 1) if expert_ranks % (n * other) == 0]
+            if size not in fits and (fits or name == "etp"):
+                stage = "ranks / pp" if world else "world_size / pp"
+                beside = f", beside {'etp' if name == 'ep' else 'ep'}={other}" if other > 1 else ""
+                raise ConfigError(
+                    f"parallel.{name}={size} does not divide the {expert_ranks} ranks of a pipeline stage "
+                    f"({stage}){beside}; possible: {', '.join(map(str, fits)) or 'none'}"
+                )
+    if parallel.vpp > 1 and parallel.pp < 3:
+        # With two stages each is before and behind the other, and Megatron 0.16.1 mixes up what it sends both ways.
+        raise ConfigError(
+            f"parallel.vpp={parallel.vpp} needs at least 3 pipeline stages, not parallel.pp={parallel.pp}"
+        )
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    low, high = value // of * of, (value // of + 1) * of
+    return f"{low} and {high}" if low else str(high)

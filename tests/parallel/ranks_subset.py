@@ -1,0 +1,95 @@
+"""Models on some of a job's ranks each, that train at once: what they say, and what they are afterwards.
+
+Arguments: a folder for checkpoints, then a JSON object for each model: `name`, `members`, `layout` (as `tiny.config`),
+`family`, `role`, `steps`, and of those that go on from another's checkpoint `origin`, its name. `after`: the name of
+another that must be done before this one begins, without a word between them. Prints of each model that this rank has
+every step's figures, and digests of its weights and states, of its forward pass and of its export.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
+torch.set_num_threads(1)
+
+import reference  # noqa: E402
+import tiny  # noqa: E402
+from ranks_layout import ADAM, LOSSES  # noqa: E402
+
+from megarl.models.cuts import shard  # noqa: E402
+from megarl.parallel import meeting, ranks  # noqa: E402
+
+FOLDER = Path(sys.argv[1])
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
+    from megarl.megatron.model import MegatronModel
+
+    family, role, layout = part["family"], part["role"], part["layout"]
+    megatron: dict[str, Any] = dict(tiny.AUX_LOSSES) if "moe_intermediate_size" in tiny.HF[family] else {}
+    if layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
+        megatron["num_layers_in_first_pipeline_stage"] = 1
+    sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
+    config = tiny.config(world=place.role_world, **layout, **sections, model={"megatron": megatron})
+    weights = {name: tensor.clone() for name, tensor in reference.Trainer(family, role).tensors().items()}
+    model = MegatronModel(tiny.HF[family], config, place, role, total_updates=9)
+    model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+    return model
+
+
+def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
+    from megarl.checkpoint.gather import gather_hf
+    from megarl.checkpoint.sharded import restore_model, save_model
+    from megarl.megatron.optimizer import state_tensors
+
+    while "after" in part and not (FOLDER / part["after"] / "done").exists():
+        time.sleep(0.02)
+    model, batch = build(part, place), tiny.batch()
+    if "origin" in part:
+        restore_model(model, FOLDER / part["origin"])
+    found = {"figures": [model.train_step(batch, LOSSES[part["role"]]) for _ in range(part["steps"])]}
+    found["forward"] = digest(model.forward(batch).values())
+    found["states"] = digest([*model.local_params().values(), *state_tensors(model.optimizer)])
+    found["export"] = digest(tensor for _, tensor in gather_hf(model.merged(), model.params(), place))
+    save_model(model, FOLDER / part["name"])
+    if place.role_rank == 0:
+        (FOLDER / part["name"] / "done").touch()
+    return found
+
+
+def main() -> None:
+    parts = [json.loads(text) for text in sys.argv[2:]]
+    job = ranks.join(meeting.place().world, timeout_s=60)
+    places = [
+        ranks.layout(tiny.config(world=len(part["members"]), **part["layout"]).parallel, 60, part["members"])
+        for part in parts
+    ]
+    assert [place is not None for place in places] == [job.rank in part["members"] for part in parts]
+    results: dict[str, Any] = {}
+    for begins in (True, False):
+        for part, place in zip(parts, places, strict=True):
+            if place is not None and begins == ("origin" not in part):
+                assert place.members[place.role_rank] == job.rank == place.job.rank
+                results[part["name"]] = trained(part, place)
+        ranks.barrier()
+    print("RESULT " + json.dumps(results))
+    ranks.shutdown()
+
+
+main()

@@ -1,0 +1,183 @@
+"""Which ranks a role is on: what is read, what it means for a role's layout and the engines, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config import Config, ConfigError, from_dict
+from megarl.parallel.placement import (
+    Placement,
+    check_placement,
+    engine_ranks,
+    placement_of,
+    role_config,
+    role_parallel,
+    spans,
+)
+
+PPO = ("rollout", "actor", "reference", "critic", "reward")
+
+
+def config(placement: dict[str, Any], world: int = 8, **sections: Any) -> Config:
+    tree = {"placement": placement, "parallel": {"world_size": world, **sections.pop("parallel", {})}, **sections}
+    return from_dict(tree)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("0-3", (0, 1, 2, 3)),
+        ("0,2,5-6", (0, 2, 5, 6)),
+        ("5-6, 0, 2", (0, 2, 5, 6)),
+        (3, (3,)),
+        ("7", (7,)),
+        ("4-4", (4,)),
+        ("all", tuple(range(8))),
+        ("cpu", ()),
+    ],
+)
+def test_sets_are_read(text: str | int, ranks: tuple[int, ...]) -> None:
+    placement = Placement.read({"critic": text}, 8)
+    assert placement.of("critic") == ranks
+    assert Placement.read({"critic": placement.text("critic")}, 8).of("critic") == ranks
+
+
+def test_spans_are_read_back() -> None:
+    for number in range(1, 2**8):
+        ranks = tuple(rank for rank in range(8) if number >> rank & 1)
+        assert Placement.read({"actor": spans(ranks)}, 8).of("actor") == ranks
+
+
+def test_roles_that_are_not_placed() -> None:
+    """With the actor, but for the engines."""
+    placement = Placement.read({"actor": "0-3", "critic": "4-7", "reward": "cpu"}, 8)
+    assert placement.of("reference") == placement.of("actor") == (0, 1, 2, 3)
+    assert placement.of("rollout") == tuple(range(8)) and placement.of("reward") == ()
+    assert placement.describe(PPO) == "all: rollout; 0-3: actor, reference; 4-7: critic; cpu: reward"
+    assert not placement.colocated
+    nothing = Placement.read({}, 2)
+    assert nothing.colocated and {nothing.of(role) for role in (*PPO, "reward_model", "teacher")} == {(0, 1)}
+    assert nothing.describe(PPO) == "all: rollout, actor, reference, critic, reward"
+    assert Placement.read({"actor": "0-1", "reward": "cpu"}, 2).colocated
+
+
+def test_a_role_has_a_world_of_its_own() -> None:
+    split = config(
+        {"actor": "0-3", "critic": "4-5"},
+        parallel={"tp": 2, "ep": 2},
+        critic={"parallel": {"tp": 1, "pp": 2, "ep": 1}},
+        rollout={"tp": 2},
+    )
+    actor, critic, reward = (role_parallel(split, role) for role in ("actor", "critic", "reward"))
+    assert (actor.world_size, actor.tp, actor.pp, actor.ep) == (4, 2, 1, 2) == (reward.world_size, 2, 1, 2)
+    assert (critic.world_size, critic.tp, critic.pp, critic.ep) == (2, 1, 2, 1)
+    own = role_config(split, "critic")
+    assert own.parallel == critic and placement_of(own).of("actor") == (0, 1)
+    assert engine_ranks(split) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    apart = config({"actor": "0-3", "rollout": "4-7"}, rollout={"tp": 4})
+    assert engine_ranks(apart) == [(4, 5, 6, 7)]
+
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"actor": "0-3", "critic": "4-7"},
+    {"actor": "0-3", "critic": "4-7", "rollout": "all", "reward": "cpu"},
+    {"actor": "0,2,4,6", "critic": "1,3,5,7", "reference": "0,2,4,6"},
+    {"actor": "0-3", "critic": "0-3", "rollout": "4-7"},
+    {"actor": "0-1", "critic": "2-3", "rollout": "4-7"},
+]
+
+
+@pytest.mark.parametrize("placement", GOOD)
+def test_what_fits(placement: dict[str, Any]) -> None:
+    warnings: list[str] = []
+    check_placement(config(placement), PPO, warnings)
+    assert not warnings
+
+
+def test_ranks_that_are_left_over() -> None:
+    warnings: list[str] = []
+    check_placement(config({"actor": "0-3", "critic": "5", "rollout": "0-3"}), PPO, warnings)
+    assert len(warnings) == 1 and "rank 4,6-7 of 8 without a role" in warnings[0]
+
+
+def test_algorithms_with_other_roles() -> None:
+    alone = from_dict(
+        {"algorithm": "reward_model", "placement": {"reward_model": "1-2"}, "parallel": {"world_size": 3}}
+    )
+    warnings: list[str] = []
+    check_placement(alone, ("reward_model",), warnings)
+    assert "rank 0 of 3" in warnings[0]
+    with pytest.raises(ConfigError, match="placement.critic: grpo has no such role"):
+        check_placement(config({"critic": "0-3"}, algorithm="grpo"), ("rollout", "actor", "reward"), [])
+    with pytest.raises(ConfigError, match="did you mean placement.teacher"):
+        check_placement(config({"techer": "0-3"}), (*PPO, "teacher"), [])
+
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"actor": "4-8"}, {}, r"placement.actor=4-8 names rank 8, but the job has the ranks 0 to 7"),
+    ({"actor": "0-99999999"}, {}, r"names rank 99999999"),
+    ({"actor": ""}, {}, r"placement.actor= names no ranks: write ranks as 0-3"),
+    ({"actor": None}, {}, r"placement.actor=None names no ranks"),
+    ({"actor": True}, {}, r"placement.actor=True names no ranks"),
+    ({"actor": [0, 1]}, {}, r"names no ranks"),
+    ({"actor": "0..3"}, {}, r"is no set of ranks, for '0..3' in it is none"),
+    ({"actor": "0-3,"}, {}, r"is no set of ranks"),
+    ({"actor": -1}, {}, r"is no set of ranks"),
+    ({"actor": 0.5}, {}, r"names no ranks"),
+    ({"actor": "3-0"}, {}, r"the run 3-0 goes down; write 0-3"),
+    ({"actor": "0-3,2"}, {}, r"names rank 2 twice"),
+    ({"critc": "0-3"}, {}, r"placement.critc: ppo has no such role; did you mean placement.critic\?"),
+    ({"actor": "cpu"}, {}, r"placement.actor=cpu, but the actor computes on ranks"),
+    ({"reward": "cpu"}, {"reward": {"model": "x"}}, r"placement.reward=cpu, but reward.model is computed on ranks"),
+    ({"actor": "0-3", "reference": "4-7"}, {}, r"placement.reference=4-7, but the reference is the actor's model"),
+    ({"actor": "0-3", "critic": "2-7"}, {}, r"has the actor on 0-3 and the critic on 2-7, which share some"),
+    ({"actor": "0-3", "rollout": "0-5"}, {}, r"share some ranks: put two roles on the same ranks"),
+    (
+        {"actor": "0-3"},
+        {"critic": {"parallel": {"tp": 8}}},
+        r"the critic: placement.critic=0-3 \(4 ranks\) is not a mul",
+    ),
+    ({"actor": "0-2"}, {"parallel": {"tp": 2}}, r"placement.actor=0-2 \(3 ranks\) is not a multiple of tp x pp = 2"),
+    ({"actor": "0-3"}, {"parallel": {"ep": 8}}, r"parallel.ep=8 does not divide the 4 ranks of a pipeline stage"),
+    ({"critic": "all"}, {"critic": {"parallel": {"tp": 3}}}, r"the critic: critic.parallel.world_size=8 is not a mult"),
+    ({"actor": "0-3"}, {"critic": {"parallel": {"world_size": 4}}}, r"critic's ranks are those of placement.critic"),
+    ({"actor": "0-3"}, {"train": {"ddp": {"nccl_ub": True}}}, r"train.ddp.nccl_ub: Megatron waits for all ranks"),
+]
+
+
+@pytest.mark.parametrize(("placement", "sections", "message"), BAD)
+def test_what_does_not_fit(placement: dict[str, Any], sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_placement(config(placement, **sections), PPO, [])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "tp", "here", "message"),
+    [
+        ("all", 3, 8, "rollout.tp=3 does not divide parallel.world_size=8; sizes that do: 1, 2, 4, 8"),
+        ("0-5", 4, 8, "rollout.tp=4 does not divide the 6 ranks of placement.rollout=0-5; sizes that do: 1, 2, 3, 6"),
+        ("0-2,4", 2, 8, "makes an engine of the ranks 2,4"),
+        ("1-4", 2, 2, "makes an engine of the ranks 1-2: it must be of neighbours in a node of 2 ranks"),
+        ("1-4", 4, 2, "makes an engine of the ranks 1-4: it must be of neighbours in a node of 2 ranks, or of whole"),
+        ("2-4", 3, 4, "rollout.tp=3 does not fit nodes of 4 ranks"),
+        ("2-5", 4, 2, ""),
+        ("1-2,5-6", 2, 4, ""),
+    ],
+)
+def test_engines_fit_their_ranks(rollout: str, tp: int, here: int, message: str) -> None:
+    from megarl.checks import check_nodes
+
+    chosen = config({"rollout": rollout}, parallel={"ranks_per_node": here}, rollout={"tp": tp})
+    if not message:
+        check_nodes(chosen)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_nodes(chosen)
+    assert message in str(caught.value)
+
+
+def test_a_script_places_roles_as_the_key_does(units: dict[str, Any]) -> None:
+    assert units["placing"] == {"actor": "0-3", "critic": "4-7"}
