@@ -230,6 +230,11 @@ def patient(seconds: float) -> Iterator[None]:
         _set_timeouts(list(dist.distributed_c10d._world.pg_map), before)
 
 
+def patience() -> float:
+    """Seconds that a wait for another rank may take at the moment: `run.timeout_s`, or what `patient` says."""
+    return _timeout_s
+
+
 def _set_timeouts(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
