@@ -19,7 +19,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -91,7 +91,7 @@ class Post:
         own = {name: _checked(name, columns.get(name), kinds[name], plan) for name in kinds}
         delivery = Delivery(self, self._count, plan, own)
         self._open[self._count] = delivery
-        receipt = self._receive(plan, delivery)
+        self._receive(plan, delivery)
         self._publish(plan, own)
         works, buffers = [], []
         for receiver, chosen in plan.sends():
@@ -99,12 +99,10 @@ class Post:
             if size:
                 buffers.append(torch.empty(size, dtype=torch.uint8))
                 torch.cat([_bytes(piece) for piece in _pieces(plan, own, blocks)], out=buffers[-1])
-                works.append(dist.isend(buffers[-1], group=self.group, group_dst=receiver, tag=self._tag))
+                works.append(self._post_send(buffers[-1], receiver))
                 self.sent["network"] += size
         if works:
             self._start(self._see_off, works, buffers)
-        if receipt:
-            self._start(self._take_in, *receipt)
         return delivery
 
     def _publish(self, plan: Plan, own: Mapping[str, torch.Tensor]) -> None:
@@ -127,20 +125,24 @@ class Post:
             os.close(descriptor)
         self.sent["machine"] += size
 
-    def _receive(self, plan: Plan, delivery: Delivery) -> tuple[Any, ...] | None:
+    def _receive(self, plan: Plan, delivery: Delivery) -> None:
         """Begin to take in what other machines send to this rank."""
         sections, size = plan.inbox(self.rank)
         if not size:
-            return None
+            return
         readers = [other for other in plan.members if other != self.rank and plan.forwarded(other, self.rank)]
         memory = (shared_memory.empty if readers else torch.empty)((size,), dtype=torch.uint8)
-        works = [
-            dist.irecv(memory[start : start + length], group=self.group, group_src=home, tag=self._tag)
-            for home, start, length, _ in sections
-            if length
-        ]
+        works = [self._post_receive(memory[at : at + length], home) for home, at, length, _ in sections if length]
         delivery.arrival = _Arrival(memory)
-        return works, delivery.arrival, readers, self._count
+        self._start(self._take_in, works, delivery.arrival, readers, self._count)
+
+    def _post_send(self, tensor: torch.Tensor, to: int) -> Any:
+        with _peers():
+            return dist.isend(tensor, group=self.group, group_dst=to, tag=self._tag)
+
+    def _post_receive(self, tensor: torch.Tensor, source: int) -> Any:
+        with _peers():
+            return dist.irecv(tensor, group=self.group, group_src=source, tag=self._tag)
 
     def _start(self, work: Any, *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -216,15 +218,15 @@ class Post:
                 found[other] = pickle.loads(data[other].data)
             elif size:
                 buffer = torch.empty(size, dtype=torch.uint8)
-                work = dist.irecv(buffer, group=self.group, group_src=other, tag=self._tag)
-                receiving.append((other, buffer, work))
+                receiving.append((other, buffer, self._post_receive(buffer, other)))
         for other, content in data.items():
             if other != self.rank:
                 tensor = torch.from_numpy(content)
-                sending.append((dist.isend(tensor, group=self.group, group_dst=other, tag=self._tag), tensor))
+                sending.append((self._post_send(tensor, other), tensor))
                 self.sent["machine" if other in self._neighbours.sockets else "network"] += len(content)
         for other, buffer, work in receiving:
-            _arrived(work)
+            with _peers():
+                work.wait(timedelta(seconds=ranks.patience()))
             found[other] = pickle.loads(buffer.numpy().data)
         if sending:
             self._start(self._see_off, *map(list, zip(*sending, strict=True)))
@@ -371,11 +373,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _arrived(work: Any) -> None:
+@contextmanager
+def _peers() -> Iterator[None]:
+    """What gloo says where a rank is gone, as an error of that kind."""
     try:
-        work.wait(timedelta(seconds=ranks.patience()))
+        yield
     except RuntimeError as error:
-        raise ConnectionError(f"what another rank sends has not come: {error}") from error
+        raise ConnectionError(f"another rank is gone, or does not answer: {error}") from error
 
 
 def _checked(name: str, column: torch.Tensor | None, kind: Kind, plan: Plan) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from megarl import strict
 from megarl.config import ConfigError, ParallelConfig
-from megarl.parallel import device, meeting
+from megarl.parallel import device, exact, meeting
 
 T = TypeVar("T")
 
@@ -281,9 +282,27 @@ def free_port() -> int:
 
 def all_gather_objects(value: Any) -> list[Any]:
     """Every rank's value, by rank, on every rank. Values are pickled: for host values of our own only."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=host_group())
-    return values
+    data = torch.frombuffer(bytearray(pickle.dumps(value, 5)), dtype=torch.uint8)
+    return [pickle.loads(share.numpy().data) for share in exact.all_gather(data, host_group())]
+
+
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, [sum of n, ...] by rank, of each rank's [n, ...]; dtype and tail are the same on all."""
+    rows = rows.detach().cpu().contiguous()
+    shares = exact.all_gather(rows.reshape(-1).view(torch.uint8), host_group())
+    return torch.cat(shares).view(rows.dtype).view(-1, *rows.shape[1:])
+
+
+def total(small: torch.Tensor) -> torch.Tensor:
+    """The sum of a small tensor over all ranks, added up in their order: the same bits on all of them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return small
+    shares = small.new_empty((dist.get_world_size(), *small.shape), device="cpu")
+    dist.all_gather_into_tensor(shares.view(-1), small.detach().cpu().contiguous().view(-1), group=host_group())
+    result = shares[0].clone()
+    for share in shares[1:]:
+        result += share
+    return result.to(small.device)
 
 
 def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:

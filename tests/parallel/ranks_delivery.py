@@ -1,6 +1,6 @@
 """Ranks that deliver rows to each other: random cases against a gather of everything, and what must hold besides.
 
-    ranks_delivery.py cases SEED [PER_MACHINE]
+    ranks_delivery.py WHAT SEED [PER_MACHINE]
 
 Prints what was wrong, and what was sent.
 """
@@ -110,6 +110,93 @@ def cases(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
     del case, waiting
     gc.collect()
     return {"wrong": wrong, "sent": post.sent, "machines": post.machines}
+
+
+def gathers(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
+    """Values of all ranks: small, of one size, of one speaker; rows; sums. And objects to some ranks."""
+    sizes = {
+        "none": [0] * world,
+        "small": [10 * number for number in range(world)],
+        "alike": [3_000_000 + number for number in range(world)],
+        "one speaker": [0] * (world - 1) + [5_000_000],
+        "two speakers": ([2_000_000, 4_000_000] + [300] * (world - 2))[:world],
+    }
+    wrong = []
+    for name, share in sizes.items():
+        draw = [torch.randint(0, 99, (size, 1), generator=torch.Generator().manual_seed(size)) for size in share]
+        if [len(value) for value in ranks.all_gather_objects(bytes(share[rank]))] != share:
+            wrong.append(f"objects, {name}")
+        if not torch.equal(ranks.gather_rows(draw[rank]), torch.cat(draw)):
+            wrong.append(f"rows, {name}")
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
+        parts = [
+            torch.randn(5, generator=torch.Generator().manual_seed(number)).mul(9).to(dtype) for number in range(world)
+        ]
+        expected = parts[0].clone()
+        for part in parts[1:]:
+            expected += part
+        given = parts[rank].clone()
+        if not torch.equal(ranks.total(given), expected) or not torch.equal(given, parts[rank]):
+            wrong.append(f"total of {dtype}")
+    if ranks.total(torch.tensor(rank + 1)).item() != world * (world + 1) // 2:
+        wrong.append("total of a number")
+    chance = random.Random(seed)
+    for _ in range(20):
+        texts = {
+            (source, reader): {"text": "word " * chance.choice([0, 1, 3000])}
+            for source in range(world)
+            for reader in range(world)
+            if chance.random() < 0.5
+        }
+        got = post.exchange_objects({reader: text for (source, reader), text in texts.items() if source == rank})
+        if got != {source: text for (source, reader), text in texts.items() if reader == rank}:
+            wrong.append("exchange of objects")
+    return {"wrong": wrong}
+
+
+def lasting(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
+    """What a rank holds of another stays as it was sent, whatever becomes of the sender's, and goes with its last."""
+    homes = torch.arange(world)
+    lengths = torch.full((world,), 50_000)
+    wants = [[(r + 1) % world, r] for r in range(world)]  # of the next rank, and its own
+    kinds: dict[str, Any] = {"copied": (torch.int64, ()), "shared": (torch.int64, ())}
+    columns = {"copied": torch.arange(50_000) + rank, "shared": shared_memory.empty((50_000,), torch.int64)}
+    columns["shared"].copy_(columns["copied"] * 2)
+    found: dict[str, Any] = {"made": shared_memory.held()}
+    delivery = post.deliver(columns, kinds, lengths, homes, wants)
+    copied, shared = delivery.rows("copied"), delivery.rows("shared")
+    own = columns["copied"].data_ptr(), columns["shared"].data_ptr()
+    found["own rows are views"] = (copied[1].data_ptr(), shared[1].data_ptr()) == own
+    found["wrote"] = dict(post.sent)
+    ranks.barrier()
+    keep = shared[0][7:9]
+    shared[0][0] = -1  # the reader's own from here on
+    ranks.barrier()
+    found["sender's stays"] = int(columns["shared"][0])
+    columns["copied"].zero_()  # was written for the neighbours before, and a rank may use its own again
+    del columns, own, shared, delivery
+    gc.collect()
+    ranks.barrier()
+    found["theirs"] = [copied[0][:2].tolist(), keep.tolist()]
+    found["given back"] = [shared_memory.held(), len(memories())]
+    return found
+
+
+def killed(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
+    """A rank is gone after the first of two deliveries, in which everybody wants everything."""
+    kinds: dict[str, Any] = {"tokens": (torch.int64, ())}
+    homes, lengths, wants = torch.arange(world), torch.full((world,), 9), [list(range(world))] * world
+    columns = {"tokens": torch.full((9,), rank)}
+    first = post.deliver(columns, kinds, lengths, homes, wants).rows("tokens")
+    found: dict[str, Any] = {"first": [int(rows[8]) for rows in first], "second": None}
+    ranks.barrier()
+    if rank != 1:
+        try:
+            post.deliver(columns, kinds, lengths, homes, wants).rows("tokens")
+        except Exception as error:
+            found["second"] = type(error).__name__
+    print("RESULT " + json.dumps(found), flush=True)
+    os._exit(0)  # as the kernel ends a process that is killed: without a word to anybody
 
 
 def main() -> None:
