@@ -41,7 +41,7 @@ def messages(post: Post, size: int, repeats: int) -> dict[str, list[float]]:
 
     def plain() -> torch.Tensor:
         # Not torch.empty, for which malloc hands out pages again that were touched before.
-        new = torch.frombuffer(mmap.mmap(-1, size), dtype=source.dtype)
+        new = torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON), dtype=source.dtype)
         return new.copy_(source)
 
     def by_post() -> torch.Tensor:
