@@ -32,7 +32,7 @@ from megarl.models.registry import family_of, load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
-from megarl.parallel import device, ranks
+from megarl.parallel import device, everyone, ranks
 from megarl.rollout.chat import Chat
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, Rollout, Rollouts
@@ -130,6 +130,7 @@ class HybridFlow:
                 worker.close()
             self.log.close()
             if finished:
+                everyone.close_post()
                 ranks.shutdown()
 
     def load_prompts(self, path: str) -> list[Prompt]:
@@ -178,7 +179,7 @@ class HybridFlow:
         """
         units = range(self.ranks.job.rank, -(-len(finished) // together), self.ranks.job.world)
         own = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
-        return Rollouts.of([finished[i] for i in own], own, ranks.AllRanks())
+        return Rollouts.of([finished[i] for i in own], own, everyone.AllRanks())
 
     # --- the loop ---------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import ConfigError, ParallelConfig
-from megarl.parallel import device, meeting
+from megarl.parallel import device, exact, meeting
 from megarl.parallel.placement import check_layout
 from megarl.parallel.subset import groups_among
 
@@ -250,6 +251,11 @@ def patient(seconds: float) -> Iterator[None]:
         _set_timeouts(list(dist.distributed_c10d._world.pg_map), before)
 
 
+def patience() -> float:
+    """Seconds that a wait for another rank may take at the moment: `run.timeout_s`, or what `patient` says."""
+    return _timeout_s
+
+
 def _set_timeouts(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -299,38 +305,8 @@ def free_port() -> int:
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, by rank, on every rank. Values are pickled: for host values of our own only."""
-    group = group or host_group()
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def total(mine: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' tensors, small ones of one shape, added up in the order of ranks: the same bits on all."""
-    parts = all_gather_objects(mine)
-    return torch.stack(parts).sum(0).to(mine.dtype)
-
-
-def gather_rows(mine: torch.Tensor) -> torch.Tensor:
-    """[n, ...] -> [N, ...]: all ranks' rows, by rank."""
-    return torch.cat(all_gather_objects(mine))
-
-
-class AllRanks:
-    """The ranks of the job, as `types.Everyone`."""
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank()
-
-    def total(self, mine: torch.Tensor) -> torch.Tensor:
-        return total(mine)
-
-    def rows(self, mine: torch.Tensor) -> torch.Tensor:
-        return gather_rows(mine)
-
-    def objects(self, mine: Any) -> list[Any]:
-        return all_gather_objects(mine)
+    data = torch.frombuffer(bytearray(pickle.dumps(value, 5)), dtype=torch.uint8)
+    return [pickle.loads(share.numpy().data) for share in exact.all_gather(data, group or host_group())]
 
 
 def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:

@@ -192,7 +192,7 @@ class RolloutWorker(Worker):
 
 
 def _gathered(mine: Sequence[Rollout]) -> Rollouts:
-    return Rollouts.of(mine, [rollout.group for rollout in mine], ranks.AllRanks())
+    return Rollouts.of(mine, [rollout.group for rollout in mine], everyone.AllRanks())
 
 
 class _Stopped(RuntimeError):

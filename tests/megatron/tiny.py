@@ -9,7 +9,6 @@ import torch
 
 from megarl.algorithms.weights import pair_mean_weights
 from megarl.config import Config, from_dict
-from megarl.parallel import ranks
 from megarl.types import Shares, TrainBatch
 
 COMMON: dict[str, Any] = dict(
@@ -205,7 +204,7 @@ def records(batch: TrainBatch, routing: torch.Tensor) -> tuple[torch.Tensor, ...
 
 def in_shares(batch: TrainBatch) -> TrainBatch:
     """The same, of which each rank has some sequences: of two ranks or more the second has none."""
-    everyone, world = ranks.AllRanks(), torch.distributed.get_world_size()
+    all_ranks, world = everyone.AllRanks(), torch.distributed.get_world_size()
     homes = [rank for rank in range(world) if world == 1 or rank != 1]
     home = torch.tensor([homes[number * number % len(homes)] for number in range(batch.num_sequences)])
     own = (home == everyone.rank).nonzero().squeeze(1)

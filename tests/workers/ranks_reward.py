@@ -37,7 +37,7 @@ def main() -> None:
     here = ranks.initialize(ParallelConfig(world_size=2), timeout_s=2.0)
     run, found = RunConfig(timeout_s=2.0), {}
     own = range(here.job.rank, 4, 2)
-    mine = Rollouts.of([ROLLOUTS[i] for i in own], own, ranks.AllRanks())
+    mine = Rollouts.of([ROLLOUTS[i] for i in own], own, everyone.AllRanks())
     for function, limit in ((slow, 30.0), (hangs, 0.3), (leaves, 30.0)):
         config = Config(run=run, reward=RewardConfig(timeout=limit))
         context: Any = SimpleNamespace(config=config, ranks=here, clock=Clock())

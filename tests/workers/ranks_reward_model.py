@@ -89,7 +89,7 @@ def serve(family: str, folder: str) -> list[dict[str, Any]]:
     alone = RewardWorker(made)
     alone.model = worker.model
     own = range(1 - RANKS.job.rank, len(rollouts), 2)
-    dealt = Rollouts.of([rollouts[i] for i in own], own, parallel_ranks.AllRanks())
+    dealt = Rollouts.of([rollouts[i] for i in own], own, everyone.AllRanks())
     only, both = alone.score(dealt), worker.score(dealt)
     figures = {"reward": both.reward, "only": only.reward, **both.reward_parts}
     return [{name: float(values[i]) for name, values in figures.items()} for i in range(len(rollouts))]

@@ -1,0 +1,140 @@
+"""What it costs to hand tensors and values from rank to rank, beside what it could cost at best.
+
+    .venv/bin/python tools/bench_messages.py [--mb 1 16 256 1024] [--ranks 4] [--repeats 5]
+
+First a message between two processes of this machine: `Post.deliver` until the reader has read every byte, against a
+plain copy in one process into new memory that is then read, and against gloo. Then a gather of values that few of the
+ranks have something to say in, `ranks.all_gather_objects` against torch's own, which pads all to the largest.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from local_ranks import run
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.command_line import Parser, count
+from megarl.config import ParallelConfig
+from megarl.parallel import ranks
+from megarl.parallel.delivery import Post
+
+SHARES = (("1 of 100 bytes each", 0, 100), ("one rank 8 MB", 1, 8 << 20), ("two ranks 4 MB", 2, 4 << 20))
+
+
+def messages(post: Post, size: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way that `size` bytes take from rank 0 to rank 1; on rank 0."""
+    rank, found = dist.get_rank(), {"plain": [], "post": [], "gloo": []}  # type: ignore[var-annotated]
+    source = torch.arange(size // 8)
+    kinds = {"x": (torch.int64, ())}
+    columns = {"x": source if rank == 0 else source[:0]}
+    lengths, homes, wants = torch.tensor([size // 8]), torch.tensor([0]), [[], [0]]
+
+    def plain() -> torch.Tensor:
+        # Not torch.empty, for which malloc hands out pages again that were touched before.
+        new = torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON), dtype=source.dtype)
+        return new.copy_(source)
+
+    def by_post() -> torch.Tensor:
+        delivery = post.deliver(columns, kinds, lengths, homes, wants)
+        return delivery.rows("x")[0] if rank else source[:0]
+
+    def by_gloo() -> torch.Tensor:
+        if rank == 0:
+            dist.send(source, 1, group=ranks.host_group())
+            return source[:0]
+        into = torch.empty_like(source)
+        dist.recv(into, 0, group=ranks.host_group())
+        return into
+
+    for _ in range(repeats + 1):
+        for name, way in (("plain", plain), ("post", by_post), ("gloo", by_gloo)):
+            ranks.barrier()
+            begun = time.monotonic()
+            if name != "plain" or rank == 0:
+                got = way()
+                read = int(got.sum())  # everything is touched where it is needed
+                ended = time.monotonic()
+                assert not len(got) or read == size // 8 * (size // 8 - 1) // 2
+                del got
+            else:
+                ended = begun
+            times = ranks.all_gather_objects((begun, ended))
+            found[name].append(times[0 if name == "plain" else 1][1] - times[0][0])
+    return {name: seconds[1:] for name, seconds in found.items()}
+
+
+def gathers(repeats: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of each way, for each of SHARES."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def torchs(value: bytes) -> list[bytes]:
+        values = [b""] * world
+        dist.all_gather_object(values, value, group=ranks.host_group())
+        return values
+
+    found = {}
+    for title, speakers, size in SHARES:
+        value = bytes(size) if not speakers or rank < speakers else b""
+        ways: dict[str, Callable[[bytes], list[bytes]]] = {"ours": ranks.all_gather_objects, "torch": torchs}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(1 + (repeats if speakers else 50 * repeats)):
+            for name, way in ways.items():
+                ranks.barrier()
+                begun = time.perf_counter()
+                assert len(way(value)) == world
+                seconds[name].append(time.perf_counter() - begun)
+        found[title] = {name: 1000 * statistics.median(taken[1:]) for name, taken in seconds.items()}
+    return found
+
+
+def measure(sizes: list[int], repeats: int) -> None:
+    """As one of the ranks."""
+    torch.set_num_threads(1)
+    world = int(os.environ["WORLD_SIZE"])
+    ranks.initialize(ParallelConfig(world_size=world))
+    result: dict[str, object] = {}
+    if world == 2:
+        post = Post()
+        result = {str(size): messages(post, size << 20, repeats) for size in sizes}
+        post.close()
+    result = {"messages": result, "gathers": gathers(repeats)}
+    print("RESULT " + json.dumps(result), flush=True)
+    ranks.barrier()
+    ranks.shutdown()
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--mb", type=count(), nargs="+", default=[1, 16, 256, 1024], help="sizes of a message")
+    parser.add_argument("--ranks", type=count(), default=4, help="of the gather")
+    parser.add_argument("--repeats", type=count(), default=5)
+    parser.add_argument("--as-rank", action="store_true", help="used by the tool itself")
+    chosen = parser.parse_args()
+    if chosen.as_rank:
+        measure(chosen.mb, chosen.repeats)
+        return
+    own = [__file__, "--as-rank", "--repeats", str(chosen.repeats), "--mb", *map(str, chosen.mb)]
+    console = Console(width=100)
+    table = Table("MB", "plain copy GB/s", "post GB/s", "gloo GB/s", "post over plain copy", box=box.SIMPLE)
+    for size, ways in run(own, 2)["messages"].items():
+        speed = {name: int(size) * 2**20 / 1e9 / statistics.median(taken) for name, taken in ways.items()}
+        table.add_row(size, *(f"{value:.2f}" for value in speed.values()), f"{speed['post'] / speed['plain']:.2f}")
+    console.print(table)
+    table = Table(f"gather, {chosen.ranks} ranks", "ours ms", "torch ms", box=box.SIMPLE)
+    for title, taken in run(own, chosen.ranks)["gathers"].items():
+        table.add_row(title, f"{taken['ours']:.2f}", f"{taken['torch']:.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
