@@ -158,17 +158,18 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
         nodes = -(-rollout.tp // here)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
         plan = push_plan(hf, config, engine_layout(config))
-        transfers, world = plan.transfers(), parallel.world_size
+        transfers, engines = plan.transfers(), len(plan.sides.engine)
         far = transfers.src // here != transfers.dst // here
-        received, over = transfers.nbytes.sum() / world, transfers.nbytes[far].sum() / world
-        network = f", {_bytes(int(over))} of it over the network" if world > here else ""
+        received, over = transfers.nbytes.sum() / engines, transfers.nbytes[far].sum() / engines
+        network = f", {_bytes(int(over))} of it over the network" if plan.world > here else ""
+        who = "each rank" if plan.sides.alike else "each rank of an engine"
         facts["push"] = [
             ("weights are sent as", SENT_AS[plan.assignment.wire]),
-            ("each rank receives", f"{_bytes(int(received))} on average{network}"),
+            (f"{who} receives", f"{_bytes(int(received))} on average{network}"),
             ("rounds", f"{plan.rounds}, staging at most 2 x {rollout.push_bucket_mb} MiB"),
         ]
         facts["engines"] = [
-            ("SGLang engines", f"{parallel.world_size // rollout.tp} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
+            ("SGLang engines", f"{engines // rollout.tp} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
         if rollout.draft_tokens:

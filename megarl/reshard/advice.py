@@ -37,7 +37,7 @@ def better_split(
 ) -> Advice:
     """The best of all splits into consecutive layers, at least one on each stage. Bytes are those that leave the node;
     where there is one node, those that leave the GPU."""
-    model = members(hf, train, engine, ranks_per_node, wire)
+    model = members(hf, train, engine, wire)
     sides = sides_of(train, engine, ranks_per_node)
     known: dict[tuple[int, int], float] = {}
 

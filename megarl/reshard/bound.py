@@ -129,7 +129,7 @@ def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node
     needed, local = np.zeros(world, np.int64), np.zeros(world, np.int64)
     internode = np.zeros(world // here, np.int64)
     nic_send, nic_recv, send = Jobs(), Jobs(), Jobs()
-    model = members(hf, train, engine, ranks_per_node, wire)
+    model = members(hf, train, engine, wire)
     for stage in sorted({member.stage for member in model}):
         columns = _merged([member.columns for member in model if member.stage == stage])
         holds, needs = whole(columns, stage, train, engine, sides)
@@ -173,9 +173,8 @@ def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node
     )
 
 
-def members(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire) -> list[Member]:
+def members(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire) -> list[Member]:
     """The whole model: embedding, layers, those of multi-token prediction (outside of the decoder), norm and head."""
-    sides_of(train, engine, ranks_per_node)
     family = family_of(hf)
     family.check(hf)
     experts = family.num_experts(hf)
@@ -297,17 +296,13 @@ def _classes(train: TrainLayout, sides: Sides) -> list[Ints]:
         stage,
     ]
     node = np.arange(sides.world) // sides.here
-    found = []
-    for label in of_trainer:
-        labels = np.full(sides.world, -1)  # those that the trainer is not on are a set of their own
-        labels[sides.train] = label
-        found.append(labels)
-    found += [node, np.zeros_like(node)]
+    found = np.full((len(of_trainer), sides.world), -1)  # those that do not train are a set of their own
+    found[:, sides.train] = of_trainer
     # Where the sides differ: who is on both, on one, on none, in each node and in all.
     side = np.isin(np.arange(sides.world), sides.train) + 2 * np.isin(np.arange(sides.world), sides.engine)
-    if side.min() < 3:
-        found += [np.arange(sides.world), side, 4 * node + side]
-    return [np.unique(labels, return_inverse=True)[1].ravel() for labels in found]
+    differ = [np.arange(sides.world), side, 4 * node + side] if side.min() < 3 else []
+    labels = [*found, node, np.zeros_like(node), *differ]
+    return [np.unique(label, return_inverse=True)[1].ravel() for label in labels]
 
 
 class Busiest(NamedTuple):

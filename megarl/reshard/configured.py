@@ -86,7 +86,7 @@ def push_plan(
             odd = next(rank for rank in ranks if not 0 <= rank < world)
             raise ConfigError(f"the ranks of the {whose} name rank {odd}: the job has ranks 0 to {world - 1}")
         if ranks is not None and not ranks:
-            raise ConfigError(f"the {whose} have no ranks: give them some of the job's {world}")
+            raise ConfigError(f"the {whose}'s ranks: none are given; name some of the job's {world}")
     wire = WIRES.get(config.model.dtype)
     if wire is None:
         raise ConfigError(f"model.dtype={config.model.dtype}: weights can be pushed in {' or '.join(WIRES)}")

@@ -30,7 +30,7 @@ def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int
 
     sides = sides_of(train, engine, here)
     here = sides.here
-    for member in members(hf, train, engine, here, "bf16"):
+    for member in members(hf, train, engine, "bf16"):
         holds, needs = whole(member.columns, member.stage, train, engine, sides)
         weight = member.columns.weight
         held, lacks = (m.reshape(-1, here, len(weight)) for m in (holds, needs & ~holds))
