@@ -22,7 +22,7 @@ from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, kinds, plan_memory
 from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.stages import stage_layers
-from megarl.parallel.placement import check_placement, engine_ranks, placement_of, role_config, role_parallel
+from megarl.parallel.placement import check_placement, placement_of, role_config, role_parallel
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.rollout.engine import check_here
 from megarl.rollout.waits import check_waits
@@ -161,19 +161,19 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
     if config.generates:
         nodes = -(-rollout.tp // here)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
-        if _pushes_to_itself(config):
-            plan = push_plan(hf, role_config(config, "actor"), engine_layout(config))
-            transfers, world = plan.transfers(), len(placement.of("actor"))
-            far = transfers.src // here != transfers.dst // here
-            received, over = transfers.nbytes.sum() / world, transfers.nbytes[far].sum() / world
-            network = f", {_bytes(int(over))} of it over the network" if world > here else ""
-            facts["push"] = [
-                ("weights are sent as", SENT_AS[plan.assignment.wire]),
-                ("each rank receives", f"{_bytes(int(received))} on average{network}"),
-                ("rounds", f"{plan.rounds}, staging at most 2 x {rollout.push_bucket_mb} MiB"),
-            ]
+        plan = push_plan(hf, config, engine_layout(config))
+        transfers, engines = plan.transfers(), len(plan.sides.engine)
+        far = transfers.src // here != transfers.dst // here
+        received, over = transfers.nbytes.sum() / engines, transfers.nbytes[far].sum() / engines
+        network = f", {_bytes(int(over))} of it over the network" if plan.world > here else ""
+        who = "each rank" if plan.sides.alike else "each rank of an engine"
+        facts["push"] = [
+            ("weights are sent as", SENT_AS[plan.assignment.wire]),
+            (f"{who} receives", f"{_bytes(int(received))} on average{network}"),
+            ("rounds", f"{plan.rounds}, staging at most 2 x {rollout.push_bucket_mb} MiB"),
+        ]
         facts["engines"] = [
-            ("SGLang engines", f"{len(engine_ranks(config))} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
+            ("SGLang engines", f"{engines // rollout.tp} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
         if rollout.draft_tokens:

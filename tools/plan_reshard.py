@@ -4,7 +4,9 @@
 
 Plans the push of every rank and prints bytes, balance, rounds and staging beside the bound that ownership sets, which
 is computed apart from the planner; the time it should take; and the split of the layers over the stages that would be
-better. Rank r is on node r // gpus-per-node and in engine instance r // tp.
+better. Rank r is on node r // gpus-per-node. Trainer and engines have the same ranks, or those that are named:
+
+    ... --train world=256,tp=8,pp=8,ep=32 --engine tp=32,ep=32 --train-ranks 0-255 --engine-ranks 256-511
 """
 
 from __future__ import annotations
@@ -55,6 +57,18 @@ def sizes(text: str, known: Mapping[str, int], option: str) -> dict[str, int]:
     return found
 
 
+def rank_set(text: str, option: str) -> tuple[int, ...]:
+    """`0-3,8,9` as numbers, in this order. Raises ConfigError."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, dash, last = part.partition("-")
+        ends = [first, last] if dash else [first, first]
+        if not all(end.isdecimal() and len(end) <= 7 for end in ends) or not int(ends[0]) <= int(ends[1]) < MOST:
+            raise ConfigError(f"{option} must be ranks such as 0-3,8,9, not {part[:40]!r}")
+        found += range(int(ends[0]), int(ends[1]) + 1)
+    return tuple(found)
+
+
 def model_config(name: str) -> HFConfig:
     """Of a model by its name here, or of a config.json or its folder."""
     if name not in MODELS and not Path(name).exists():
@@ -76,7 +90,11 @@ def layouts(options: argparse.Namespace, hf: HFConfig) -> tuple[TrainLayout, Eng
     stages = even_stages(layers, pp, counts)
     tp, ep, dp, mlp_tp, head_tp, shared_tp = (engine[name] for name in ENGINE)
     draft = family.mtp_layers(hf) > 0
-    return TrainLayout(stages=stages, **train), EngineLayout(tp, ep, dp, mlp_tp, head_tp, shared_tp, draft=draft)
+    ours, theirs = rank_set(options.train_ranks, "--train-ranks"), rank_set(options.engine_ranks, "--engine-ranks")
+    return (
+        TrainLayout(train["world"], train["tp"], train["ep"], stages, train["etp"], train["cp"], ours),
+        EngineLayout(tp, ep, dp, mlp_tp, head_tp, shared_tp, draft=draft, ranks=theirs),
+    )
 
 
 def title(options: argparse.Namespace, train: TrainLayout, engine: EngineLayout) -> str:
@@ -86,16 +104,19 @@ def title(options: argparse.Namespace, train: TrainLayout, engine: EngineLayout)
     def text(values: dict[str, int]) -> str:
         return " ".join(f"{name}{value}" for name, value in values.items() if value > 1) or "TP1"
 
-    return f"{Path(options.model).name}, {train.world} GPUs: {text(ours)} -> {text(theirs)}, {options.wire} on the wire"
+    number = f"{train.world} GPUs"
+    if train.ranks or engine.ranks:
+        number += f" -> {len(engine.ranks) or train.world} GPUs"
+    return f"{Path(options.model).name}, {number}: {text(ours)} -> {text(theirs)}, {options.wire} on the wire"
 
 
-def table(found: dict[str, Any], world: int) -> Table:
-    """The figures that have a bound, per GPU."""
+def table(found: dict[str, Any], receivers: int) -> Table:
+    """The figures that have a bound, per GPU; a mean is of those of the engines."""
     grid = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("", "plan", "bound", "ratio"):
         grid.add_column(name, justify="right" if name else "left")
     for name, what in (("cross", "received"), ("internode", "received over the network")):
-        values = (found[f"{name}_bytes"] / world, found[f"{name}_bound"] / world)
+        values = (found[f"{name}_bytes"] / receivers, found[f"{name}_bound"] / receivers)
         grid.add_row(f"{what}, mean GPU", *map(gigabytes, values), f"{found[f'{name}_ratio']:.4f}")
     for name, what in (
         ("send", "sent"),
@@ -125,6 +146,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder")
     parser.add_argument("--train", required=True, metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,etp=,cp=]")
     parser.add_argument("--engine", required=True, metavar="SIZES", help="tp=32,ep=32[,dp=,mlp_tp=,head_tp=...]")
+    parser.add_argument("--train-ranks", default="", metavar="0-255", help="where the trainer is (default: from 0 on)")
+    parser.add_argument("--engine-ranks", default="", metavar="256-511", help="where engines are (default: trainer's)")
     parser.add_argument("--gpus-per-node", type=count(), default=8)
     parser.add_argument("--wire", choices=("bf16", "fp8", "fp32"), default="bf16")
     parser.add_argument("--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: even)")
@@ -152,7 +175,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     hf = model_config(options.model)
     train, engine = layouts(options, hf)
     node, wire = options.gpus_per_node, options.wire
-    paper = draw_up(lambda: Plan(hf, train, engine, node, options.bucket_mb << 20, wire), train.world)
+    paper = draw_up(lambda: Plan(hf, train, engine, node, options.bucket_mb << 20, wire))
     least: Bound = bound(hf, train, engine, node, wire)
     found = figures(paper, least, links)
     advice = better_split(hf, train, engine, node, wire)
@@ -165,7 +188,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         print(json.dumps(found, indent=2))
         return 0
     console.print(title(options, train, engine), style="bold")
-    console.print(table(found, train.world))
+    console.print(table(found, len(paper.plan.sides.engine)))
     console.print(
         f"Planned in {found['plan_seconds']:.3f} s for one rank, {found['all_ranks_seconds']:.1f} s for all; "
         f"{found['messages']:,} messages of {gigabytes(found['mean_message_bytes'])} in {found['rounds']} rounds.\n"

@@ -16,7 +16,8 @@ import torch
 
 from megarl.megatron.replay import check_shape
 from megarl.models.routing import RoutingShape
-from megarl.parallel import delivery
+from megarl.parallel import everyone
+from megarl.parallel.delivery_plan import Kind
 from megarl.parallel.ranks import Ranks, all_gather_objects
 from megarl.types import TrainBatch
 
@@ -91,7 +92,7 @@ class Distribution:
         )
         self.places: list[Place] = all_gather_objects(self.here)
         self.speaker = {place.dp_rank: rank for rank, place in enumerate(self.places) if place.speaks}
-        self._post = delivery.post()
+        self._post = everyone.post()
 
     def give(self, batch: TrainBatch, plan: Plan, columns: Iterable[str]) -> Rows:
         """What this rank needs of the batch for its micro-batches. columns: what a last stage reads."""
@@ -115,7 +116,7 @@ class Distribution:
             if not own or not any(wants):
                 continue
             sent = {name: getattr(batch, name) for name in own}
-            kinds: dict[str, delivery.Kind] = {name: (column.dtype, ()) for name, column in sent.items()}
+            kinds: dict[str, Kind] = {name: (column.dtype, ()) for name, column in sent.items()}
             arrived = self._post.deliver(sent, kinds, shares.lengths, shares.home, wants)
             if wanting[self.ranks.job.rank]:
                 found |= {name: dict(zip(mine, arrived.rows(name), strict=True)) for name in own}
@@ -165,7 +166,7 @@ class Distribution:
             wants = [[] for _ in self.places]
             for number, rank in enumerate(batch.shares.home.tolist()):
                 wants[rank].append(number)
-        kinds: dict[str, delivery.Kind] = {name: (torch.float32, ()) for name in names}
+        kinds: dict[str, Kind] = {name: (torch.float32, ()) for name in names}
         arrived = self._post.deliver(columns, kinds, lengths, homes, wants)
         return {name: torch.cat([torch.zeros(0), *arrived.rows(name)]) for name in names}
 

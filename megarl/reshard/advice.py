@@ -13,6 +13,7 @@ import numpy as np
 from megarl.models.cuts import HFConfig
 from megarl.reshard.bound import Columns, Wire, members, whole
 from megarl.reshard.layout import EngineLayout, TrainLayout
+from megarl.reshard.sides import sides_of
 
 SLACK = 1.002  # a more even split is preferred to one that is better by less
 
@@ -36,18 +37,18 @@ def better_split(
 ) -> Advice:
     """The best of all splits into consecutive layers, at least one on each stage. Bytes are those that leave the node;
     where there is one node, those that leave the GPU."""
-    model = members(hf, train, engine, ranks_per_node, wire)
-    here = min(ranks_per_node, train.world)
+    model = members(hf, train, engine, wire)
+    sides = sides_of(train, engine, ranks_per_node)
     known: dict[tuple[int, int], float] = {}
 
     def cost(columns: Columns, stage: int) -> float:
         """What each GPU of the stage has to send of a layer if it is there."""
         key = id(columns), stage
         if key not in known:
-            size = here if here < train.world else 1
+            size = sides.here if sides.here < sides.world else 1
             holds, needs = (
                 np.array(matrix.reshape(-1, size, len(columns.weight)).any(1))
-                for matrix in whole(columns, stage, train, engine)
+                for matrix in whole(columns, stage, train, engine, sides)
             )
             known[key] = float((columns.weight * (needs & ~holds).sum(0)).sum() / train.stage_ranks)
         return known[key]

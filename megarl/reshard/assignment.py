@@ -17,6 +17,7 @@ from megarl.models.cuts import HFConfig
 from megarl.reshard.flows import Kind, Line, Wire, kinds_of, line_of
 from megarl.reshard.layout import EngineLayout, TrainLayout
 from megarl.reshard.sharing import Sets, balance, deal_far, deal_within, gather, hand_out
+from megarl.reshard.sides import sides_of
 
 MIN_PIECE = 64 << 10
 """Bytes below which a part of a tensor is not cut any more."""
@@ -76,7 +77,7 @@ class Assignment:
     """The plan of all ranks, before it is cut into rounds.
 
     hf: the model. ranks_per_node: rank r is on node r // ranks_per_node. min_piece: see `MIN_PIECE`. Raises ConfigError
-    where a layout does not divide the model, or the world.
+    where a layout does not divide the model, or its ranks.
     """
 
     def __init__(
@@ -88,14 +89,11 @@ class Assignment:
         wire: Wire = "bf16",
         min_piece: int = MIN_PIECE,
     ) -> None:
-        if train.world % engine.tp:
-            raise ConfigError(f"the engine's tp={engine.tp} does not divide the {train.world} ranks of the job")
         self.hf, self.train, self.engine, self.wire = hf, train, engine, wire
-        self.ranks_per_node = min(ranks_per_node, train.world)
-        if train.world % self.ranks_per_node or self.ranks_per_node > 63:
-            raise ConfigError(
-                f"{train.world} ranks are not whole nodes of {ranks_per_node}, or a node has more than 63"
-            )
+        self.sides = sides_of(train, engine, ranks_per_node)
+        self.world, self.ranks_per_node = self.sides.world, self.sides.here
+        if self.ranks_per_node > 63:
+            raise ConfigError(f"a node of {self.ranks_per_node} ranks: plans are made for 63 at the most")
         self.kinds: list[Kind] = kinds_of(hf, train, engine, wire, min_piece)
         self.line: Line = line_of(self.kinds)
         self.groups = self._groups()
@@ -111,10 +109,17 @@ class Assignment:
     def needs(self, kind: int) -> np.ndarray:
         """[flows of the kind, world] bool."""
         flows = self.kinds[kind].flows
-        needs = np.zeros((len(flows), self.engine.tp), dtype=bool)
-        for row, flow in zip(needs, flows, strict=True):
+        of_engine = np.zeros((len(flows), self.engine.tp), dtype=bool)
+        for row, flow in zip(of_engine, flows, strict=True):
             row[list(flow.positions)] = True
-        return np.tile(needs, self.train.world // self.engine.tp)
+        needs = np.zeros((len(flows), self.world), dtype=bool)
+        needs[:, self.sides.engine] = np.tile(of_engine, len(self.sides.engine) // self.engine.tp)
+        return needs
+
+    def on_stage(self, stage: int) -> np.ndarray:
+        """[ranks of a stage]: the job's numbers of the ranks that have it."""
+        width = self.train.stage_ranks
+        return self.sides.train[stage * width : (stage + 1) * width]
 
     def holds(self, kind: int) -> np.ndarray:
         """[flows of the kind, ranks of a stage] bool; the same on each stage that has the kind."""
@@ -143,18 +148,22 @@ class Assignment:
         wants, owners = self._wants()
         far, inside = wants.take(wants.near == 0), wants.take(wants.near > 0)
         # What each would send if nothing that comes over the network were forwarded; then who gets and forwards that.
-        sent = np.zeros(self.train.world, dtype=np.int64)
+        sent, over = np.zeros((2, self.world), dtype=np.int64)
         self._copies(inside, sent)
         _, sets = self._owned(far, owners)
         for (ranks, _), share in zip(sets, deal_far(sets, sent.copy()), strict=True):
-            sent[ranks] += share
-        far, far_dst = self._enter(far, sent)
+            over[ranks] += share
+        far, far_dst = self._enter(far, sent + over)
         forwarded = self._forwarded(far, far_dst)
-        inside, dst = self._pass_on(inside, forwarded.copy())
+        # Where all ranks are on both sides, they have about as much to send over the network; elsewhere who has more of
+        # that than others sends less inside of its node.
+        besides = np.zeros_like(over) if self.sides.alike else over
+        inside, dst = self._pass_on(inside, forwarded + besides)
         # Senders: inside of the node those of its ranks that have it, else all that have it.
-        sent = forwarded + self._forwarded(inside, dst)
+        sent = forwarded + self._forwarded(inside, dst) + besides
         members, sets = self._in_node(inside, inside.near, self._weight(inside))
         inside, again, src = self._hand_out(inside, members, sets, balance(sets, sent))
+        sent -= besides
         members, sets = self._owned(far, owners)
         far, far_again, far_src = self._hand_out(far, members, sets, deal_far(sets, sent))
         both = Wants(*map(np.concatenate, zip(inside, far, strict=True)))
@@ -165,14 +174,14 @@ class Assignment:
 
     def _wants(self) -> tuple[Wants, list[np.ndarray]]:
         """All that any node lacks; and the sets of ranks within a stage that `Wants.owners` counts."""
-        here, world, ranks = self.ranks_per_node, self.train.world, self.train.stage_ranks
+        here, world = self.ranks_per_node, self.world
         bits = 1 << np.arange(here, dtype=np.int64)
         patterns: dict[bytes, int] = {}
         members: list[np.ndarray] = []
         found = []
         for number, group in enumerate(self.groups):
             needs, holds = self.tables[group.kind]
-            own = slice(group.stage * ranks, (group.stage + 1) * ranks)
+            own = self.on_stage(group.stage)
             lacking = needs.copy()
             lacking[:, own] &= ~holds
             takers = lacking.reshape(len(needs), -1, here) @ bits
@@ -206,8 +215,7 @@ class Assignment:
         """To be dealt out among all that hold it: see `gather`."""
         count, stage = np.array([len(ranks) for ranks in owners]), np.array([group.stage for group in self.groups])
         keys = np.stack([count[far.owners], stage[far.group], far.owners], axis=1)
-        width = self.train.stage_ranks
-        return gather(keys, self._weight(far), lambda key: int(key[1]) * width + owners[int(key[2])])
+        return gather(keys, self._weight(far), lambda key: self.on_stage(int(key[1]))[owners[int(key[2])]])
 
     def _in_node(self, wants: Wants, able: np.ndarray, weight: np.ndarray) -> tuple[list[np.ndarray], Sets]:
         """To be dealt out among the ranks of each one's node that `able` has as bits: see `gather`."""
@@ -228,17 +236,18 @@ class Assignment:
     def _forwarded(self, wants: Wants, dst: np.ndarray) -> np.ndarray:
         """[world] bytes that each rank forwards of what it receives."""
         weight = self._weight(wants) * (_ones(wants.takers) - 1)
-        return np.bincount(dst, weight, self.train.world).astype(np.int64)
+        return np.bincount(dst, weight, self.world).astype(np.int64)
 
     def _enter(self, far: Wants, sent: np.ndarray) -> tuple[Wants, np.ndarray]:
         """The ranks of a node that need it share what comes in: cut, and the rank of each. Who gets more of it forwards
         more, so those get it that send least besides (`sent` [world]; counts up), but nobody so much that it receives
         more over the network than the busiest rank has to anyway."""
-        here, world = self.ranks_per_node, self.train.world
+        here, world = self.ranks_per_node, self.world
         weight, single = self._weight(far), _ones(far.takers) == 1
         received = np.bincount(far.node[single] * here + _lowest(far.takers[single]), weight[single], world)
         shared = np.bincount(far.node[~single], weight[~single], world // here)
-        most = max(received.max(), (received.reshape(-1, here).sum(axis=1) + shared).max() // here)
+        able = np.bincount(self.sides.engine // here, minlength=world // here)  # ranks of a node that need anything
+        most = max(received.max(), ((received.reshape(-1, here).sum(axis=1) + shared) // np.maximum(able, 1)).max())
         members, sets = self._in_node(far, far.takers, weight)
         far, _, dst = self._hand_out(far, members, sets, deal_within(sets, sent, (most - received).astype(np.int64)))
         return far, dst

@@ -53,6 +53,7 @@ from megarl.models.fp8 import is_quantised
 from megarl.models.options import need
 from megarl.models.registry import family_of
 from megarl.reshard.layout import EngineLayout, Held, TrainLayout
+from megarl.reshard.sides import Sides, sides_of
 
 Wire = Literal["bf16", "fp8", "fp32"]
 Bools = NDArray[np.bool_]
@@ -121,16 +122,17 @@ class Member(NamedTuple):
 
 
 def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire = "bf16") -> Bound:
-    """The bound of moving the whole model once, to the engine ranks beside each of the trainer's ranks. Raises
-    ConfigError where a layout does not divide the model or the world."""
-    world, width, here = train.world, train.stage_ranks, min(ranks_per_node, train.world)
+    """The bound of moving the whole model once, from the trainer's ranks to the engines', which are what the layouts
+    say. Raises ConfigError where a layout does not divide the model or its ranks."""
+    sides = sides_of(train, engine, ranks_per_node)
+    world, width, here = sides.world, train.stage_ranks, sides.here
     needed, local = np.zeros(world, np.int64), np.zeros(world, np.int64)
     internode = np.zeros(world // here, np.int64)
     nic_send, nic_recv, send = Jobs(), Jobs(), Jobs()
-    model = members(hf, train, engine, ranks_per_node, wire)
+    model = members(hf, train, engine, wire)
     for stage in sorted({member.stage for member in model}):
         columns = _merged([member.columns for member in model if member.stage == stage])
-        holds, needs = whole(columns, stage, train, engine)
+        holds, needs = whole(columns, stage, train, engine, sides)
         weight = columns.weight
         needed += needs @ weight
         local += (needs & holds) @ weight
@@ -138,7 +140,9 @@ def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node
         copies, node_holds = lacks.sum(1), held.any(1)
         enters = (copies > 0) & ~node_holds
         internode += enters @ weight
-        owners = np.full(len(weight), stage * width), columns.holds.T, weight * enters.sum(0)
+        stage_ranks = sides.train[stage * width : (stage + 1) * width]
+        first, last = int(stage_ranks.min()), int(stage_ranks.max())
+        owners = np.full(len(weight), first), holds[first : last + 1].T, weight * enters.sum(0)
         nic_send.add(*owners, network=True)
         send.add(*owners, network=True)
 
@@ -149,7 +153,7 @@ def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node
         node, atom = np.nonzero((copies > 0) & node_holds)
         send.add(node * here, held[node, :, atom], weight[atom], network=False)
         send.add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1), network=False)
-    classes = _classes(train, here)
+    classes = _classes(train, sides)
     found = {name: jobs.busiest(world, classes) for name, jobs in (("nic_send", nic_send), ("nic_recv", nic_recv))}
     found["send"] = send.busiest(world, classes)
     found["send_beside"] = send.busiest(world, classes, found["nic_send"]) if nic_send.bytes else found["send"]
@@ -169,12 +173,8 @@ def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node
     )
 
 
-def members(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire) -> list[Member]:
+def members(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire) -> list[Member]:
     """The whole model: embedding, layers, those of multi-token prediction (outside of the decoder), norm and head."""
-    here = min(ranks_per_node, train.world)
-    for size, what in ((engine.tp, f"engine tp={engine.tp}"), (here, f"{here} ranks per node")):
-        if train.world % size:
-            raise ConfigError(f"{what} does not divide the {train.world} ranks of the trainer")
     family = family_of(hf)
     family.check(hf)
     experts = family.num_experts(hf)
@@ -195,11 +195,11 @@ def members(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_no
     return found
 
 
-def whole(columns: Columns, stage: int, train: TrainLayout, engine: EngineLayout) -> tuple[Bools, Bools]:
-    """`holds` and `needs` of all ranks, for parameters of this stage."""
-    needs = np.tile(columns.needs, (train.world // engine.tp, 1))
-    holds = np.zeros_like(needs)
-    holds[stage * train.stage_ranks : (stage + 1) * train.stage_ranks] = columns.holds
+def whole(columns: Columns, stage: int, train: TrainLayout, engine: EngineLayout, sides: Sides) -> tuple[Bools, Bools]:
+    """`holds` and `needs` of all ranks of the job, for parameters of this stage."""
+    holds, needs = np.zeros((2, sides.world, len(columns.weight)), bool)
+    needs[sides.engine] = np.tile(columns.needs, (len(sides.engine) // engine.tp, 1))
+    holds[sides.train[stage * train.stage_ranks : (stage + 1) * train.stage_ranks]] = columns.holds
     return holds, needs
 
 
@@ -286,18 +286,23 @@ def _merged(parts: Sequence[Columns]) -> Columns:
     return Columns(holds[:, kept], needs[:, kept], total)
 
 
-def _classes(train: TrainLayout, ranks_per_node: int) -> list[Ints]:
+def _classes(train: TrainLayout, sides: Sides) -> list[Ints]:
     """The natural ways to divide the ranks into sets: for each, the number of the set that every rank is in."""
-    ranks = np.arange(train.world)
-    stage, within = np.divmod(ranks, train.stage_ranks)
-    return [
-        ranks,
+    stage, within = np.divmod(np.arange(train.world), train.stage_ranks)
+    of_trainer = [
+        np.arange(train.world),
         stage * train.tp + within % train.tp,
         stage * train.ep * train.etp + within % (train.ep * train.etp),
         stage,
-        ranks // ranks_per_node,
-        np.zeros_like(ranks),
     ]
+    node = np.arange(sides.world) // sides.here
+    found = np.full((len(of_trainer), sides.world), -1)  # those that do not train are a set of their own
+    found[:, sides.train] = of_trainer
+    # Where the sides differ: who is on both, on one, on none, in each node and in all.
+    side = np.isin(np.arange(sides.world), sides.train) + 2 * np.isin(np.arange(sides.world), sides.engine)
+    differ = [np.arange(sides.world), side, 4 * node + side] if side.min() < 3 else []
+    labels = [*found, node, np.zeros_like(node), *differ]
+    return [np.unique(label, return_inverse=True)[1].ravel() for label in labels]
 
 
 class Busiest(NamedTuple):

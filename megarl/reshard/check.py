@@ -25,17 +25,17 @@ def shard_problems(
     local: Mapping[str, torch.Tensor], params: Iterable[Param], train: TrainLayout, rank: int, num_experts: int
 ) -> list[str]:
     """How a rank's shards (canonical name -> tensor) differ from their table, and which have values that are no number;
-    one line each."""
-    found, expected = [], set()
+    one line each. rank: of the job; one that does not train has none."""
+    found, expected, own = [], set(), train.own(rank)
     for param in params:
-        if not train.holds(rank, param, num_experts):
+        if own is None or not train.holds(own, param, num_experts):
             continue
         name, expert = param.megatron, param.expert is not None
         expected.add(name)
         if name not in local:
             found.append(f"rank {rank} lacks {name}")
             continue
-        dim, slices = cut_pieces(param, param.cut, train.cut(expert), train.part(rank, expert))
+        dim, slices = cut_pieces(param, param.cut, train.cut(expert), train.part(own, expert))
         shape = list(param.hf[0].shape)
         shape[dim] = sum(piece.stop - piece.start for piece in slices)
         if list(local[name].shape) != shape:
@@ -89,10 +89,11 @@ def digest(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 
 
-def digest_problem(digests: Sequence[str]) -> str:
-    """Which ranks do not plan what rank 0 plans; empty if all do."""
-    others = [rank for rank, value in enumerate(digests) if value != digests[0]]
+def digest_problem(digests: Mapping[int, str]) -> str:
+    """Which ranks (digest by rank, the first one's first) do not plan what the first plans; empty if all do."""
+    first = next(iter(digests))
+    others = [rank for rank, value in digests.items() if value != digests[first]]
     if not others:
         return ""
     some = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
-    return f"rank(s) {some} have another model or layout than rank 0: start all of them with the same configuration"
+    return f"rank(s) {some} have another model or layout than rank {first}: start all with the same configuration"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from megarl.config import Config, ConfigError
 from megarl.models.cuts import HFConfig
 from megarl.models.fp8 import is_fp8
@@ -15,11 +18,12 @@ from megarl.rollout import server_args
 WIRES: dict[str, Wire] = {"bfloat16": "bf16", "float32": "fp32"}
 
 
-def train_layout(hf: HFConfig, config: Config) -> TrainLayout:
-    """Of the ranks that a configuration describes."""
+def train_layout(hf: HFConfig, config: Config, ranks: Sequence[int] | None = None) -> TrainLayout:
+    """Of the ranks that a configuration describes. ranks: the job's numbers of them; where not given, all of them."""
     parallel = config.parallel
     stages = stage_layers(int(hf["num_hidden_layers"]), parallel.pp, config.model.megatron, parallel.vpp)
-    return TrainLayout(parallel.world_size, parallel.tp, parallel.ep, tuple(stages), parallel.etp, parallel.cp)
+    world, chosen = (parallel.world_size, ()) if ranks is None else (len(ranks), tuple(ranks))
+    return TrainLayout(world, parallel.tp, parallel.ep, tuple(stages), parallel.etp, parallel.cp, chosen)
 
 
 def engine_layout(config: Config) -> EngineLayout:
@@ -66,8 +70,23 @@ def _check_a2a(config: Config) -> None:
         raise ConfigError(f"{where} with enforce_shared_experts_fusion: never tried; leave the second out")
 
 
-def push_plan(hf: HFConfig, config: Config, engine: EngineLayout) -> Plan:
-    """Raises ConfigError where the weights cannot be pushed."""
+def push_plan(
+    hf: HFConfig,
+    config: Config,
+    engine: EngineLayout,
+    train_ranks: Sequence[int] | None = None,
+    engine_ranks: Sequence[int] | None = None,
+) -> Plan:
+    """train_ranks, engine_ranks: the job's numbers of the ranks of the trainer, in the order of its layout, and of the
+    engines, one behind the other; all ranks of the job where not given. Raises ConfigError where the weights cannot be
+    pushed."""
+    world = config.parallel.world_size
+    for whose, ranks in (("trainer", train_ranks), ("engines", engine_ranks)):
+        if ranks is not None and not all(0 <= rank < world for rank in ranks):
+            odd = next(rank for rank in ranks if not 0 <= rank < world)
+            raise ConfigError(f"the ranks of the {whose} name rank {odd}: the job has ranks 0 to {world - 1}")
+        if ranks is not None and not ranks:
+            raise ConfigError(f"the {whose}'s ranks: none are given; name some of the job's {world}")
     wire = WIRES.get(config.model.dtype)
     if wire is None:
         raise ConfigError(f"model.dtype={config.model.dtype}: weights can be pushed in {' or '.join(WIRES)}")
@@ -80,6 +99,9 @@ def push_plan(hf: HFConfig, config: Config, engine: EngineLayout) -> Plan:
         wire = "fp8"
     here, bucket = config.parallel.ranks_per_node, config.rollout.push_bucket_mb << 20
     try:
-        return Plan(hf, train_layout(hf, config), engine, here, bucket, wire)
+        train = train_layout(hf, config, train_ranks)
+        if train_ranks is not None or engine_ranks is not None:
+            engine = replace(engine, ranks=tuple(range(world) if engine_ranks is None else engine_ranks))
+        return Plan(hf, train, engine, here, bucket, wire)
     except ConfigError as error:
         raise ConfigError(f"the weights cannot be pushed to the engines: {error}") from None

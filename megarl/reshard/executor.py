@@ -72,15 +72,20 @@ class _Step(NamedTuple):
 
 
 class Executor:
-    """One rank's side of every push. Buffers are allocated for a push and freed after it.
+    """One rank's side of every push: of one that trains, or is an engine's, or both. Buffers are allocated for a push
+    and freed after it.
 
-    plan: the same on all ranks. rank: this one. period: how many pushes it takes until each piece was among the sample
-    that is verified in every push; the first and every `period`-th push are verified in full. allocate(bytes): a
-    uint8 tensor that the engine process can be given.
+    plan: the same on all ranks that take part. rank: this one, of the job. period: how many pushes it takes until each
+    piece was among the sample that is verified in every push; the first and every `period`-th push are verified in
+    full. allocate(bytes): a uint8 tensor that the engine process can be given.
     """
 
     def __init__(self, plan: Plan, rank: int, period: int, allocate: Callable[[int], torch.Tensor]) -> None:
         self.plan, self.rank, self.period = plan, rank, period
+        self.own, engines = plan.train.own(rank), plan.sides.engine_rank(rank)
+        """Which of the trainer's ranks this is."""
+        self.position = None if engines is None else engines % plan.engine.tp
+        """Which of its engine's ranks this is."""
         self.num_experts = family_of(plan.hf).num_experts(plan.hf)
         self.allocate = allocate
         self.pushes = 0
@@ -116,9 +121,9 @@ class Executor:
 
     def _targets(self, piece: Piece) -> tuple[Slot, str, list[tuple[int, int, int, int, int]]]:
         """The engine's tensor, and index, rows and columns in it; several where an expert is there more than once."""
-        engine, position = self.plan.engine, self.rank % self.plan.engine.tp
+        engine, position = self.plan.engine, self.position
         slot = engine.slot(piece.param)
-        assert slot is not None
+        assert slot is not None and position is not None
         held = engine.held(position, piece.param)
         box = _place(_of_scales(held) if piece.scale else held, piece)
         stacked = slot.grid == "expert"
@@ -126,14 +131,15 @@ class Executor:
         return slot, slot.name + (SCALE if piece.scale else ""), [(index, *box) for index in indices]
 
     def push(self, local: Mapping[str, torch.Tensor], hand_over: HandOver, version: int) -> None:
-        """Send this rank's shards (canonical name -> tensor), and hand over what comes. Collective over all ranks.
+        """Send this rank's shards (canonical name -> tensor), and hand over what comes. Collective over all ranks that
+        take part; one that only trains hands nothing over.
 
         Raises PushError where a peer is lost. What the engines say is for the caller of `hand_over` to see.
         """
         self.pushes += 1
         # The first push and every `period`-th are verified in full.
         lots = range(self.period) if self.pushes % self.period == 1 % self.period else [self.pushes % self.period]
-        grids = scale_grids(local, self.quantised, self.plan.train, self.rank, self._maximum)
+        grids = scale_grids(local, self.quantised, self.plan.train, self.own or 0, self._maximum)
         received = [self.allocate(self.receive_bytes) for _ in range(2)]
         out = [torch.empty(self.send_bytes, dtype=torch.uint8, device=received[0].device) for _ in range(2)]
         for number, step in enumerate(self.steps):
@@ -143,7 +149,7 @@ class Executor:
             requests = self._exchange(step, out[half], received[half], what)
             self._pack([step.local], local, grids, received[half], received[1 - half], lots)
             _wait(requests, what, self.rank)
-            for draft, all_slices, dtypes in step.orders:
+            for draft, all_slices, dtypes in step.orders if self.position is not None else ():
                 slices = [entry if lot in lots else [*entry[:-1], -1] for lot, entry in all_slices]
                 order = {"do": "write", "version": version, "tensor_dtype": dtypes, "slices": slices}
                 hand_over(received[half], order, draft)
@@ -209,10 +215,10 @@ class Executor:
         """The parameters of which this rank has parts that the engines are sent in FP8."""
         plan = self.plan
         hf, train, family = plan.hf, plan.train, family_of(plan.hf)
-        if plan.assignment.wire != "fp8":
+        if plan.assignment.wire != "fp8" or self.own is None:
             return []
         share = self.num_experts // train.ep
-        first = train.ep_rank(self.rank) * share
+        first = train.ep_rank(self.own) * share
         layers = int(hf["num_hidden_layers"]) + (family.mtp_layers(hf) if plan.engine.draft else 0)
         table = [param for layer in range(layers) for param in family.layer(hf, layer, range(first, first + share))]
         return [
@@ -220,13 +226,14 @@ class Executor:
             for param in table
             if is_quantised(param)
             and plan.engine.slot(param) is not None
-            and train.holds(self.rank, param, self.num_experts)
+            and train.holds(self.own, param, self.num_experts)
         ]
 
     def _maximum(self, tensors: list[torch.Tensor], ranks: Sequence[int]) -> list[torch.Tensor]:
         """See quantise.Combine. Not by a reduction of the transport, for NCCL's maximum may lose a NaN."""
         mine = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        theirs = {rank: torch.empty_like(mine) for rank in ranks if rank != self.rank}
+        peers = self.plan.sides.train[list(ranks)].tolist()
+        theirs = {rank: torch.empty_like(mine) for rank in peers if rank != self.rank}
         what = "the exchange of scales"
         _wait(_transfer(list(theirs.items()), [(rank, mine) for rank in theirs], what, self.rank), what, self.rank)
         for other in theirs.values():
@@ -237,7 +244,8 @@ class Executor:
     def _source(self, piece: Piece) -> tuple[str, int, int, int, int, int]:
         if piece.scale:  # each rank has the whole grid
             return (piece.param.megatron, *piece.rows, *piece.columns, self._lot(piece))
-        box = _place(self.plan.train.held(self.rank, piece.param), piece)
+        assert self.own is not None
+        box = _place(self.plan.train.held(self.own, piece.param), piece)
         return (piece.param.megatron, *box, self._lot(piece))
 
 

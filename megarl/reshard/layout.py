@@ -6,6 +6,7 @@ rank; everything that the reshard moves is an intersection of such intervals of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -32,6 +33,8 @@ class TrainLayout:
 
     stages: the global numbers of the decoder layers of each pipeline stage; layers of multi-token prediction follow
     the decoder's and are on the last stage. How a stage came by its layers (uneven, interleaved, custom) is the same.
+    ranks: the job's numbers of its ranks, in this order; where not given, 0 ... world - 1. The methods but `own` are
+    about its own numbers, which always begin at 0.
     """
 
     world: int
@@ -40,8 +43,12 @@ class TrainLayout:
     stages: tuple[tuple[int, ...], ...]
     etp: int = 1
     cp: int = 1
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_ranks(self.ranks, "trainer")
+        if self.ranks and len(self.ranks) != self.world:
+            raise ConfigError(f"a layout of {self.world} ranks of the trainer cannot lie on {len(self.ranks)} ranks")
         for size, of in ((self.tp * self.cp, "tp x cp"), (self.ep * self.etp, "ep x etp")):
             if self.world % self.pp or self.stage_ranks % size:
                 raise ConfigError(
@@ -56,6 +63,11 @@ class TrainLayout:
     def stage_ranks(self) -> int:
         """Ranks of one pipeline stage."""
         return self.world // self.pp
+
+    def own(self, rank: int) -> int | None:
+        """The trainer's number of a rank of the job; None where it is none of the trainer's."""
+        ranks = self.ranks or range(self.world)
+        return ranks.index(rank) if rank in ranks else None
 
     def stage_of(self, param: Param) -> int:
         """The stage that has a parameter: the embedding is on the first, what follows the decoder on the last."""
@@ -97,7 +109,7 @@ class TrainLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """SGLang's ranks: engine instance e has the job's ranks e * tp ... (e + 1) * tp - 1, one process beside each.
+    """SGLang's ranks: engine instance e has ranks e * tp ... (e + 1) * tp - 1 of the engines', one process beside each.
 
     tp: ranks of an engine. ep: expert parallel size; the experts' own tensor parallel size is tp / ep.
     dp: replicas of attention within an engine (DP attention); attention's tensor parallel size is tp / dp.
@@ -106,6 +118,7 @@ class EngineLayout:
     experts: for a layer, which logical expert each of its physical slots has (EPLB); as they come where not given.
     fuse_shared: the shared expert is one more slot at the end of the experts' tensors.
     draft: the engine has the layers of multi-token prediction, in a draft model.
+    ranks: the job's numbers of the engines' ranks, one engine behind the other; where not given, the trainer's.
     """
 
     tp: int
@@ -117,8 +130,10 @@ class EngineLayout:
     experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     fuse_shared: bool = False
     draft: bool = False
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_ranks(self.ranks, "engines")
         for name in ("ep", "dp", "mlp_tp", "head_tp", "shared_tp"):
             if self.tp % (getattr(self, name) or self.tp):
                 raise ConfigError(f"engine {name}={getattr(self, name)} does not divide the engine's tp={self.tp}")
@@ -190,6 +205,14 @@ class EngineLayout:
 
 
 _SHARED = ".shared_experts."
+
+
+def _check_ranks(ranks: tuple[int, ...], whose: str) -> None:
+    twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
+    if twice:
+        raise ConfigError(f"the ranks of the {whose} name rank {twice[0]} more than once")
+    if ranks and min(ranks) < 0:
+        raise ConfigError(f"the ranks of the {whose} name rank {min(ranks)}; ranks begin at 0")
 
 
 def _intervals(pieces: Pieces) -> list[Held]:

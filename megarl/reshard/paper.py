@@ -110,17 +110,17 @@ def _added(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.concatenate([different, total])
 
 
-def draw_up(make: Callable[[], Plan], ranks: int) -> Paper:
+def draw_up(make: Callable[[], Plan]) -> Paper:
     """Make the plan of all ranks, as often as is needed to time it, and add up what they do."""
-    seconds = []
-    for rank in sorted({0, ranks // 2, ranks - 1}):
+    seconds, ranks = [], make().sides.taking_part
+    for rank in sorted({ranks[0], ranks[len(ranks) // 2], ranks[-1]}):
         begin = time.perf_counter()
         make().for_rank(rank)
         seconds.append(time.perf_counter() - begin)
     begin = time.perf_counter()
     plan = make()
     all_seconds = time.perf_counter() - begin
-    world, here = plan.train.world, plan.assignment.ranks_per_node
+    world, here = plan.world, plan.assignment.ranks_per_node
     network_out, network_in, inside_out, inside_in, staged_out, staged_in = np.zeros((6, plan.rounds, world))
     total = np.zeros((world // here, world // here))
     count = bytes_ = 0
@@ -209,35 +209,35 @@ def figures(paper: Paper, bound: Bound, links: Links) -> dict[str, Any]:
 def sentences(paper: Paper, bound: Bound, links: Links) -> list[str]:
     """What the figures say, for a reader."""
     train, here = paper.plan.train, paper.plan.assignment.ranks_per_node
-    world, nodes = train.world, train.world // here
+    engines, nodes = len(paper.plan.sides.engine), paper.plan.world // here
     network_out, network_in = paper.network_out.sum(0), paper.network_in.sum(0)
     received = network_in + paper.inside_in.sum(0)
-    gathered = world * bound.model_bytes
+    gathered = engines * bound.model_bytes
     found = [
-        f"Each GPU needs {gigabytes(bound.needed_bytes / world)}, has {gigabytes(bound.local_bytes / world)} of it and "
-        f"receives {gigabytes(received.mean())}; a gather of the whole model would bring it "
-        f"{gigabytes(bound.model_bytes)}"
+        f"Each GPU{'' if paper.plan.sides.alike else ' of an engine'} needs {gigabytes(bound.needed_bytes / engines)}, "
+        f"has {gigabytes(bound.local_bytes / engines)} of it and receives {gigabytes(received.sum() / engines)}; "
+        f"a gather of the whole model would bring it {gigabytes(bound.model_bytes)}"
         + (f", {gathered / received.sum():.0f} times as much." if received.any() else ".")
     ]
     if nodes > 1:
         found.append(
-            f"{gigabytes(network_in.mean())} of that come over the network, once for each node that needs them, and "
-            f"{gigabytes(received.mean() - network_in.mean())} from GPUs of the same node."
+            f"{gigabytes(network_in.sum() / engines)} of that come over the network, once for each node that needs "
+            f"them, and {gigabytes((received - network_in).sum() / engines)} from GPUs of the same node."
         )
         ends = (
-            ("sends", network_out, "nic_send", "who alone have what they send"),
-            ("receives", network_in, "nic_recv", "of what their nodes need and lack"),
+            ("sends", network_out, "nic_send", "who alone have what they send", train.world),
+            ("receives", network_in, "nic_recv", "of what their nodes need and lack", engines),
         )
-        for verb, values, name, why in ends:
+        for verb, values, name, why, among in ends:
             rank, least, forced = int(values.argmax()), getattr(bound, name), bound.forced_on[name]
             line = (
-                f"GPU {rank} (stage {rank // train.stage_ranks}, node {rank // here}) {verb} most over the network: "
-                f"{gigabytes(values[rank])}, where the mean is {gigabytes(values.mean())}."
+                f"GPU {rank} ({_place(paper.plan, rank)}) {verb} most over the network: "
+                f"{gigabytes(values[rank])}, where the mean is {gigabytes(values.sum() / among)}."
             )
             if forced:
                 line += (
                     f" No plan can do with less than {gigabytes(least)}: that is the share of each of "
-                    f"{_set_of_ranks(forced, train.stage_ranks, here)}, {why}."
+                    f"{_set_of_ranks(forced, paper.plan)}, {why}."
                 )
             found.append(line)
         if bound.send_beside > 1.001 * bound.send:
@@ -267,15 +267,32 @@ def gigabytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def _set_of_ranks(ranks: tuple[int, ...], stage_ranks: int, here: int) -> str:
+def stage_of(plan: Plan, rank: int) -> int | None:
+    """Which stage a rank of the job has; None where it does not train."""
+    own = plan.train.own(rank)
+    return None if own is None else own // plan.train.stage_ranks
+
+
+def _place(plan: Plan, rank: int) -> str:
+    """Which stage, or else which engine, and which node."""
+    stage, engine = stage_of(plan, rank), plan.sides.engine_rank(rank)
+    node = f"node {rank // plan.sides.here}"
+    if stage is not None:
+        return f"stage {stage}, {node}"
+    return node if engine is None else f"engine {engine // plan.engine.tp}, {node}"
+
+
+def _set_of_ranks(ranks: tuple[int, ...], plan: Plan) -> str:
     if len(ranks) == 1:
         return f"one GPU, {ranks[0]}"
-    first = ranks[0]
-    for size, name in ((stage_ranks, "stage"), (here, "node")):
-        if ranks == tuple(range(first // size * size, (first // size + 1) * size)):
-            return f"the {size} GPUs of {name} {first // size}"
-    inside = {rank // stage_ranks for rank in ranks}
-    return f"{len(ranks)} GPUs" + (f" of stage {first // stage_ranks}" if len(inside) == 1 else " together")
+    inside = {stage_of(plan, rank) for rank in ranks}
+    stage, node = inside.pop(), ranks[0] // plan.sides.here
+    of_stage = f" of stage {stage}" if not inside and stage is not None else ""
+    if of_stage and len(ranks) == plan.train.stage_ranks:
+        return f"the {len(ranks)} GPUs{of_stage}"
+    if len(ranks) == plan.sides.here and {rank // plan.sides.here for rank in ranks} == {node}:
+        return f"the {len(ranks)} GPUs of node {node}"
+    return f"{len(ranks)} GPUs" + (of_stage or " together")
 
 
 def _ratio(value: float, least: float) -> float:

@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 from megarl.reshard.bound import Bound
-from megarl.reshard.paper import Floats, Links, Paper, gigabytes
+from megarl.reshard.paper import Floats, Links, Paper, gigabytes, stage_of
 
 CELLS = 64  # along each side of the map; more nodes than these are put together
 SIDE = 640  # of the map
@@ -103,10 +103,13 @@ def _map(paper: Paper) -> str:
     train, engine, here = paper.plan.train, paper.plan.engine, paper.plan.assignment.ranks_per_node
     unit = here * step
     lines = []
-    for ranks, across in ((train.stage_ranks, True), (engine.tp, False)):
+    sides = paper.plan.sides
+    for ranks, across, of in ((train.stage_ranks, True, sides.train), (engine.tp, False, sides.engine)):
         if ranks < unit:
             continue  # there are several in each cell
-        for number, first in enumerate(range(0, train.world, ranks)):
+        for number, first in enumerate(of[::ranks].tolist()):
+            if not _side_by_side(of[number * ranks : (number + 1) * ranks]):
+                continue
             at = first / unit * size
             x, y = (LEFT, 20 + at) if across else (LEFT + at, 20)
             lines.append(f"<path d='M{x:.1f} {y:.1f}{'h' if across else 'v'}{SIDE}' stroke='#888' stroke-width='.5'/>")
@@ -127,11 +130,17 @@ def _nodes(cell: int, step: int, nodes: int) -> str:
 
 
 def _stages(paper: Paper) -> list[tuple[int, str]]:
-    ranks, many = paper.plan.train.stage_ranks, paper.plan.train.pp > 8  # whose words would run into each other
-    return [
-        (first, f"{first // ranks}" if many and first else f"stage {first // ranks}")
-        for first in range(0, paper.plan.train.world, ranks)
-    ]
+    train, ranks = paper.plan.train, paper.plan.sides.train
+    many = train.pp > 8  # whose words would run into each other
+    each = np.split(ranks, train.pp)
+    if not all(map(_side_by_side, each)):
+        return [(0, "")]
+    firsts = sorted((int(own[0]), stage) for stage, own in enumerate(each))
+    return [(first, f"{stage}" if many and stage else f"stage {stage}") for first, stage in firsts]
+
+
+def _side_by_side(ranks: np.ndarray) -> bool:
+    return bool((np.diff(ranks) == 1).all())
 
 
 def _diagram(
@@ -156,7 +165,7 @@ def _diagram(
                 f"<path d='M{LEFT} {y:.1f}H{WIDTH}' stroke='#000' stroke-dasharray='{dash}'>"
                 f"<title>{word}: {said(level)}</title></path>"
             )
-    room = (marks[1][0] if len(marks) > 1 else len(values)) * step
+    room = (marks[1][0] - marks[0][0] if len(marks) > 1 else len(values)) * step
     for first, label in marks:
         x = LEFT + first * step
         bars.append(f"<path d='M{x:.1f} {HEIGHT}v6' stroke='#888'/>")
@@ -168,7 +177,7 @@ def _diagram(
 
 
 def _busiest(paper: Paper, count: int = 8) -> str:
-    train, here = paper.plan.train, paper.plan.assignment.ranks_per_node
+    here = paper.plan.assignment.ranks_per_node
     columns = {
         "sent over the network": paper.network_out.sum(0),
         "received over the network": paper.network_in.sum(0),
@@ -178,7 +187,11 @@ def _busiest(paper: Paper, count: int = 8) -> str:
     order = np.argsort(-(columns["sent over the network"] + columns["sent in the node"]), kind="stable")[:count]
     rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in ("GPU", "stage", "node", "engine", *columns)) + "</tr>"]
     for rank in order.tolist():
-        places = (rank, rank // train.stage_ranks, rank // here, rank // paper.plan.engine.tp)
-        values = [*map(str, places), *(gigabytes(column[rank]) for column in columns.values())]
+        stage, engine = stage_of(paper.plan, rank), paper.plan.sides.engine_rank(rank)
+        places = (rank, stage, rank // here, None if engine is None else engine // paper.plan.engine.tp)
+        values = [
+            *("-" if place is None else str(place) for place in places),
+            *(gigabytes(column[rank]) for column in columns.values()),
+        ]
         rows.append("<tr>" + "".join(f"<td>{value}</td>" for value in values) + "</tr>")
     return f"<table>{''.join(rows)}</table>"

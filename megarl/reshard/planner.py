@@ -107,6 +107,7 @@ class Plan:
         self.assignment = Assignment(hf, train, engine, ranks_per_node, wire, min_piece)
         self.hf, self.train, self.engine = hf, train, engine
         self.bucket_bytes = bucket_bytes
+        self.sides, self.world = self.assignment.sides, self.assignment.world
         self.slots = self._slots()
         self.rounds = sum(slot.rounds for slot in self.slots)
         self.transfers = self.assignment.transfers
@@ -172,7 +173,7 @@ class Plan:
         """[2 (send; receive and local), groups, world] bytes of a layer; [2, 2, groups, world] bytes that the pieces
         take beside them at the most, whole and when cut; [groups] whether anything is forwarded."""
         plan, line = self.assignment, self.assignment.line
-        entries, here, world, groups = plan.entries, plan.ranks_per_node, plan.train.world, len(plan.groups)
+        entries, here, world, groups = plan.entries, plan.ranks_per_node, plan.world, len(plan.groups)
         first = np.searchsorted(line.start, entries.lo, side="right") - 1
         last = np.searchsorted(line.start, entries.hi, side="left")
         largest = np.array([max((cell.unit for flow in k.flows for cell in flow.cells), default=0) for k in plan.kinds])
@@ -200,7 +201,7 @@ class Plan:
         total = flat.reshape(3, 2, groups, world)
         for number, group in enumerate(plan.groups):
             needs, holds = plan.tables[group.kind]
-            own = slice(group.stage * plan.train.stage_ranks, (group.stage + 1) * plan.train.stage_ranks)
+            own = plan.on_stage(group.stage)
             flows = slice(plan.first_flow[group.kind], plan.first_flow[group.kind + 1] + 1)
             sizes = np.diff(line.flow_start[flows])
             cells = np.diff(np.searchsorted(line.start, line.flow_start[flows]))
@@ -259,13 +260,12 @@ class RankPlan:
             if other != bit:
                 takes = mine & (entries.takers >> other & 1 == 1)
                 add(FORWARD_SEND, np.full(int(takes.sum()), node * here + other), takes)
+        own = plan.train.own(rank)
+        stage, within = divmod(own, plan.train.stage_ranks) if own is not None else (-1, 0)
         for number, group in enumerate(plan.groups):
-            if rank // plan.train.stage_ranks == group.stage:
+            if stage == group.stage:
                 needs, holds = plan.tables[group.kind]
-                kept = (
-                    np.nonzero(needs[:, rank] & holds[:, rank % plan.train.stage_ranks])[0]
-                    + plan.first_flow[group.kind]
-                )
+                kept = np.nonzero(needs[:, rank] & holds[:, within])[0] + plan.first_flow[group.kind]
                 columns = [np.full(len(kept), value) for value in (number, LOCAL, rank)]
                 starts = plan.line.flow_start
                 found.append(np.stack([*columns, kept, starts[kept], starts[kept + 1]]))

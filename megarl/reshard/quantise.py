@@ -34,8 +34,8 @@ LEAST = 1e-4
 _AT_ONCE = 1 << 22  # elements, which bounds the temporary memory
 
 Combine = Callable[[list[torch.Tensor], Sequence[int]], list[torch.Tensor]]
-"""(tensors, ranks) -> the elementwise maximum, NaN where any is, of what each of these ranks gives; all of them call it
-at once, with tensors of the same shapes in the same order."""
+"""(tensors, ranks) -> the elementwise maximum, NaN where any is, of what each of these ranks, by the trainer's own
+numbers, gives; all of them call it at once, with tensors of the same shapes in the same order."""
 
 Grids = dict[tuple[str, int], torch.Tensor]
 """Scales of whole HF tensors, FP32 [ceil(R / 128), ceil(C / 128)], by name of the parameter and number of the source.
@@ -134,9 +134,9 @@ def scale_grids(
 ) -> Grids:
     """The scales of all of `params` that a rank has parts of: its quantised ones, in the order of the table.
 
-    local: shards [rows, columns] by Megatron's name. combine: called at most twice, for dense parameters and for
-    experts, which other ranks share, and only about those that `straddles` names, so that nothing is exchanged where
-    each block is on one rank.
+    local: shards [rows, columns] by Megatron's name. rank: by the trainer's own numbers. combine: called at most twice,
+    for dense parameters and for experts, which other ranks share, and only about those that `straddles` names, so that
+    nothing is exchanged where each block is on one rank.
     """
     amax: Grids = {}
     shared: dict[bool, list[tuple[str, int]]] = {False: [], True: []}

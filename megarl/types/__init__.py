@@ -36,7 +36,8 @@ A worked example, one tool call in two turns (ids made up; A = action):
     rewards           0  0  0  0    0    0  0  r        (an outcome reward sits on the last action)
 
 One thing is about what becomes of a token, not of its choice: `routing[t]` names the experts that token t went through
-as an input, on the way to what predicts token t + 1. The engine never runs the last token: a record covers the tokens before it.
+as an input, on the way to what predicts token t + 1. The engine never runs the last token; a
+record covers those before it.
 
 `rollouts.py` has the host side, `batch.py` the training side; `arrays.py` and `everyone.py` what they are made of.
 """

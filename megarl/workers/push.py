@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megarl.config import Config, ConfigError
 from megarl.models.cuts import HFConfig, Param
 from megarl.models.registry import family_of, trained_mtp
 from megarl.parallel import device
-from megarl.parallel.ranks import Ranks, all_gather_objects
+from megarl.parallel.ranks import Ranks, host_group, new_host_group
 from megarl.reshard.check import digest, digest_problem, engine_problems, layout_problems, shard_problems
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.reshard.executor import Executor, PushError
@@ -21,56 +22,76 @@ from megarl.rollout.handoff import HandOff
 
 
 class WeightPush:
-    """Pushes weights to all engines of the job. Collective over all ranks.
+    """Pushes weights from the ranks that train to all engines of the job. It is made on all ranks of the job together;
+    `compare` and `push` are collective over the ranks of either side and return at once on the others.
 
-    engine: this rank's, where it leads one. collect: over the ranks of this rank's engine.
+    engine: this rank's, where it leads one. collect: over the ranks of this rank's engine. train_ranks, engine_ranks:
+    see `push_plan`.
     """
 
-    def __init__(self, hf: HFConfig, config: Config, ranks: Ranks, engine: Engine | None, collect: Collect) -> None:
+    def __init__(
+        self,
+        hf: HFConfig,
+        config: Config,
+        ranks: Ranks,
+        engine: Engine | None,
+        collect: Collect,
+        train_ranks: Sequence[int] | None = None,
+        engine_ranks: Sequence[int] | None = None,
+    ) -> None:
         self.hf, self.config, self.ranks, self.engine = hf, config, ranks, engine
         self.collect = collect
         family = family_of(hf)
         self.num_experts = family.num_experts(hf)
         self.params: list[Param] = family.params(hf, 1, mtp=trained_mtp(hf, config) > 0)
-        self.plan = push_plan(hf, config, engine_layout(config))
+        self.train_ranks, self.engine_ranks = train_ranks, engine_ranks
+        self.plan = push_plan(hf, config, engine_layout(config), train_ranks, engine_ranks)
+        self.among = self.plan.sides.taking_part
+        """The ranks of either side, rising."""
+        self.group = host_group() if len(self.among) == dist.get_world_size() else new_host_group(self.among)
+        self.takes_part = ranks.job.rank in self.among
+        self.engine_rank = self.plan.sides.engine_rank(ranks.job.rank)
         self.executor: Executor | None = None
         self.compared = False
         """Whether the engines are known to hold what the plan says."""
-        known = digest(
-            dict(hf), self.plan.train, self.plan.engine, config.parallel.ranks_per_node, self.plan.bucket_bytes
-        )
-        if problem := digest_problem(all_gather_objects(known)):
-            raise ConfigError(problem)
+        if self.takes_part:
+            here, bucket = config.parallel.ranks_per_node, self.plan.bucket_bytes
+            known = digest(dict(hf), self.plan.train, self.plan.engine, here, bucket)
+            if problem := digest_problem(dict(zip(self.among, self._gather(known), strict=True))):
+                raise ConfigError(problem)
 
     def compare(self) -> None:
         """Hold the engines, which have started and are awake, against the table, before anything is trained. They have
         the weights afterwards that they had, under version 0.
 
-        Raises ConfigError on all ranks, naming tensor and rank, where an engine holds something else; it generates no
-        more then.
+        Raises ConfigError on all ranks that take part, naming tensor and rank, where an engine holds something else; it
+        generates no more then.
         """
+        if not self.takes_part:
+            return
         where = "the engines as they have started"
-        _raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
-        hand_over = HandOff(self.engine, self.collect)
-        problems = self._describe(hand_over)
-        errors = _gathered(problems + hand_over.errors)
-        errors += _gathered(self._on_engine(lambda engine: engine.end_update(None if errors else 0)))
+        self._raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
+        errors = self._describe(HandOff(self.engine, self.collect))
+        errors += self._gathered(self._on_engine(lambda engine: engine.end_update(None if errors else 0)))
         if errors:
             raise ConfigError(f"{where}: {errors[0]}" + (f" ({len(errors)} such)" if len(errors) > 1 else ""))
         self.compared = True
 
     def push(self, local: Mapping[str, torch.Tensor], version: int) -> None:
-        """Replace every engine's weights by the shards `local` (canonical name -> tensor) of all ranks, under a number.
+        """Replace every engine's weights by the shards `local` (canonical name -> tensor) of all ranks that train, of
+        which others have none, under a number.
 
-        Raises ConfigError on all ranks, naming tensor and rank, where something does not fit or arrived otherwise than
-        it was sent; no engine generates then.
+        Raises ConfigError on all ranks that take part, naming tensor and rank, where something does not fit or arrived
+        otherwise than it was sent; no engine generates then.
         """
+        if not self.takes_part:
+            return
         where = f"the push of version {version}"
-        _raise_first(shard_problems(local, self.params, self.plan.train, self.ranks.job.rank, self.num_experts), where)
-        _raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
+        problems = shard_problems(local, self.params, self.plan.train, self.ranks.job.rank, self.num_experts)
+        self._raise_first(problems, where)
+        self._raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
         hand_over = HandOff(self.engine, self.collect)
-        problems = [] if self.compared else self._describe(hand_over)
-        errors = _gathered(problems + hand_over.errors)
+        errors = [] if self.compared else self._describe(hand_over)
         if not errors:
             self.compared = True
             if self.executor is None:
@@ -80,10 +101,10 @@ class WeightPush:
             except PushError as error:
                 raise ConfigError(str(error)) from error  # a rank is lost: there is nobody to agree with
             hand_over.settle()
-            for draft in self._models:
+            for draft in self._models if self.engine_rank is not None else ():
                 hand_over.ask({"do": "finish"}, draft)
-            errors = _gathered(hand_over.errors)
-        errors += _gathered(self._on_engine(lambda engine: engine.end_update(None if errors else version)))
+            errors = self._gathered(hand_over.errors)
+        errors += self._gathered(self._on_engine(lambda engine: engine.end_update(None if errors else version)))
         if errors:
             raise ConfigError(f"{where}: {errors[0]}")
 
@@ -93,7 +114,21 @@ class WeightPush:
         return (False, True) if self.plan.engine.draft else (False,)
 
     def _describe(self, hand_over: HandOff) -> list[str]:
-        """Compare the engine with the table, and plan for what it is; what does not fit."""
+        """Compare the engines with the table, and plan for what they are; what does not fit, of all ranks."""
+        problems, fuses = self._found(hand_over) if self.engine_rank is not None else ([], False)
+        told = self._gather((problems + hand_over.errors, fuses))
+        found = [problem for mine, _ in told for problem in mine]
+        layout = self.plan.engine
+        if not found and any(fused for _, fused in told) and not layout.fuse_shared:
+            try:
+                layout = replace(layout, fuse_shared=True)
+                self.plan = push_plan(self.hf, self.config, layout, self.train_ranks, self.engine_ranks)
+            except ConfigError as error:
+                return [str(error)]
+        return found
+
+    def _found(self, hand_over: HandOff) -> tuple[list[str], bool]:
+        """How this rank's engine differs from the table, and whether it fuses the shared expert with the others."""
         held: dict[str, Any] = {}
         odd: list[str] = []
         for draft in self._models:
@@ -101,20 +136,30 @@ class WeightPush:
             held |= answer.get("tensors", {})
             odd += answer.get("odd", [])
         if hand_over.errors:
-            return []
+            return [], False
         layout = self.plan.engine
         shared = any(param.slot and ".shared_experts." in param.slot.name for param in self.params)
-        if shared and not any(".shared_experts." in name for name in held):
+        fuses = shared and not any(".shared_experts." in name for name in held)
+        if fuses:
             layout = replace(layout, fuse_shared=True)  # as SGLang has decided, the same on all ranks
-        position, wire = self.ranks.job.rank % layout.tp, self.plan.assignment.wire
-        problems = layout_problems(odd) + engine_problems(held, self.params, layout, position, self.num_experts, wire)
-        if problems:
-            return problems
-        try:
-            self.plan = self.plan if layout == self.plan.engine else push_plan(self.hf, self.config, layout)
-        except ConfigError as error:
-            return [str(error)]
-        return []
+        assert self.engine_rank is not None
+        position, wire = self.engine_rank % layout.tp, self.plan.assignment.wire
+        problems = engine_problems(held, self.params, layout, position, self.num_experts, wire)
+        return layout_problems(odd) + problems, fuses
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """What each of the ranks that take part has, in their order, on all of them."""
+        values: list[Any] = [None] * len(self.among)
+        dist.all_gather_object(values, mine, group=self.group)
+        return values
+
+    def _gathered(self, mine: list[str]) -> list[str]:
+        """The problems of all ranks, in the order of ranks, on all of them."""
+        return [problem for found in self._gather(mine) for problem in found]
+
+    def _raise_first(self, mine: list[str], where: str) -> None:
+        if found := self._gathered(mine):
+            raise ConfigError(f"{where}: {found[0]}" + (f" ({len(found)} such)" if len(found) > 1 else ""))
 
     def _on_engine(self, work: Callable[[Engine], None]) -> list[str]:
         if self.engine is None:
@@ -128,13 +173,3 @@ class WeightPush:
 
 def _allocate(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device.device())
-
-
-def _gathered(mine: list[str]) -> list[str]:
-    """The problems of all ranks, in the order of ranks, on all of them."""
-    return [problem for found in all_gather_objects(mine) for problem in found]
-
-
-def _raise_first(mine: list[str], where: str) -> None:
-    if found := _gathered(mine):
-        raise ConfigError(f"{where}: {found[0]}" + (f" ({len(found)} such)" if len(found) > 1 else ""))

@@ -13,7 +13,7 @@ from itertools import islice
 from megarl.config import ConfigError, LoraConfig
 from megarl.megatron.model import MegatronModel
 from megarl.models.registry import load_hf_config
-from megarl.parallel import delivery
+from megarl.parallel import everyone
 from megarl.parallel.ranks import all_gather_objects, patient
 from megarl.rewards.deadline import GRACE_S
 from megarl.rewards.functions import LARGEST, checked, load_functions, score
@@ -33,7 +33,7 @@ class RewardWorker(Worker):
         else:
             self.functions = load_functions(self.config.reward.functions)
         self.model: MegatronModel | None = None
-        self._post = delivery.post()
+        self._post = everyone.post()
         self._here = min(self.ranks.job.world, self.config.parallel.ranks_per_node)
         if not self.functions and not self.config.reward.model:
             raise ConfigError(

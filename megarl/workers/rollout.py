@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import read_rollouts
-from megarl.parallel import device, ranks
+from megarl.parallel import device, everyone, ranks
 from megarl.rollout.aborted import check_aborted
 from megarl.rollout.engine import Engine
 from megarl.rollout.multi_turn import Conversations
@@ -186,9 +186,8 @@ class RolloutWorker(Worker):
         """This rank's part of what is recorded of the step, in whole groups."""
         recorded = read_rollouts(self.config.rollout.replay, self.step)
         groups = 1 + max((rollout.group for rollout in recorded), default=0)
-        return [
-            rollout for rollout in recorded if rollout.group * self.ranks.job.world // groups == self.ranks.job.rank
-        ]
+        job = self.ranks.job
+        return [rollout for rollout in recorded if rollout.group * job.world // groups == job.rank]
 
 
 def _gathered(mine: Sequence[Rollout]) -> Rollouts:

@@ -9,6 +9,7 @@ import torch
 
 from megarl.algorithms.weights import pair_mean_weights
 from megarl.config import Config, from_dict
+from megarl.parallel import everyone
 from megarl.types import Shares, TrainBatch
 
 COMMON: dict[str, Any] = dict(
@@ -207,9 +208,9 @@ def in_shares(batch: TrainBatch) -> TrainBatch:
     all_ranks, world = everyone.AllRanks(), torch.distributed.get_world_size()
     homes = [rank for rank in range(world) if world == 1 or rank != 1]
     home = torch.tensor([homes[number * number % len(homes)] for number in range(batch.num_sequences)])
-    own = (home == everyone.rank).nonzero().squeeze(1)
+    own = (home == all_ranks.rank).nonzero().squeeze(1)
     known = [0] * batch.num_sequences if batch.routing is None else [len(record) for record in batch.routing]
-    shares = Shares(batch.lengths, torch.tensor(known), home, own, everyone)
+    shares = Shares(batch.lengths, torch.tensor(known), home, own, all_ranks)
     part = batch.select(own.tolist())
     return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, shares=shares)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 
 from megarl.config import ParallelConfig  # noqa: E402
-from megarl.parallel import ranks, shared_memory  # noqa: E402
+from megarl.parallel import everyone, ranks, shared_memory  # noqa: E402
 from megarl.parallel.delivery import Delivery, Post  # noqa: E402
 
 KINDS: dict[str, Any] = {

@@ -12,6 +12,7 @@ from scipy.sparse import coo_matrix
 from megarl.models.cuts import HFConfig
 from megarl.reshard.bound import Bools, Ints, members, whole
 from megarl.reshard.layout import EngineLayout, TrainLayout
+from megarl.reshard.sides import sides_of
 
 
 def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int, within: float) -> float:
@@ -27,14 +28,15 @@ def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int
                 job = far, tuple((row[0] + np.flatnonzero(row[1:])).tolist())
                 found[job] = found.get(job, 0.0) + bytes_
 
-    for member in members(hf, train, engine, here, "bf16"):
-        holds, needs = whole(member.columns, member.stage, train, engine)
+    sides = sides_of(train, engine, here)
+    here = sides.here
+    for member in members(hf, train, engine, "bf16"):
+        holds, needs = whole(member.columns, member.stage, train, engine, sides)
         weight = member.columns.weight
-        held, lacks = (m.reshape(train.world // here, here, -1) for m in (holds, needs & ~holds))
+        held, lacks = (m.reshape(-1, here, len(weight)) for m in (holds, needs & ~holds))
         copies, there = lacks.sum(1), held.any(1)
         enters = (copies > 0) & ~there
-        first = np.full(len(weight), member.stage * train.stage_ranks)
-        add(first, member.columns.holds.T, weight * enters.sum(0), True)
+        add(np.zeros(len(weight), np.int64), holds.T, weight * enters.sum(0), True)
         node, atom = np.nonzero(enters)
         add(node * here, lacks[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
         node, atom = np.nonzero((copies > 0) & there)
@@ -47,7 +49,7 @@ def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int
     job = np.repeat(np.arange(len(found)), [len(ranks) for _, ranks in found])
     rank = np.concatenate([ranks for _, ranks in found])
     far = np.array([far for far, _ in found])[job]
-    count, world = len(job), train.world
+    count, world = len(job), sides.world
     # Unknown: the bytes of each job that each of its ranks does, and, last, what the busiest sends.
     each = coo_matrix((np.ones(count), (job, np.arange(count))), shape=(len(found), count + 1))
     rows = np.concatenate([rank, world + rank[far], np.arange(world)])

@@ -1,9 +1,10 @@
-"""Random pairs of layouts that divide a random tiny model, over everything that the layout algebra has."""
+"""Random pairs of layouts that divide a random tiny model, over everything that the layout algebra has; on the same
+ranks, or each on ranks of its own."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
@@ -102,6 +103,36 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
         bucket_bytes=rng.choice((1 << 12, 1 << 14, 1 << 16, 1 << 20)),
         wire=wire,
         min_piece=rng.choice((0, 64, 1 << 16)),
+    )
+
+
+def apart(seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4, 4, 6, 8, 8, 12, 16), most: int = 64) -> Case:
+    """A `random_case` whose trainer and engines are on random ranks of a job of at most so many, in any order."""
+    rng = random.Random(f"apart {seed}")
+    case = random_case(seed, worlds)
+    train, tp = case.train.world, case.engine.tp
+    engines = tp * rng.randint(1, max(1, min(16, most - train) // tp))
+    low, high = max(train, engines), min(train + engines + rng.choice((0, 0, 1, 5)), most)
+    way = rng.choice(("behind", "before", "overlapping", "interleaved", "any", "any order"))
+    job = rng.randint(low, high) if way.startswith("any") else high
+    if way == "interleaved":  # as evenly as can be
+        places = sorted(range(train + engines), key=lambda i: (i + 0.5) / train if i < train else (i - train) / engines)
+        ours = [at for at, i in enumerate(places) if i < train]
+        theirs = [at for at, i in enumerate(places) if i >= train]
+    elif way.startswith("any"):
+        ours, theirs = rng.sample(range(job), train), rng.sample(range(job), engines)
+        if way == "any":
+            ours, theirs = sorted(ours), sorted(theirs)
+    else:
+        shared = rng.randint(1, min(train, engines)) if way == "overlapping" else 0
+        first = 0 if way != "before" else engines
+        ours = list(range(first, first + train))
+        theirs = list(range(engines)) if way == "before" else list(range(train - shared, train - shared + engines))
+    return replace(
+        case,
+        train=replace(case.train, ranks=tuple(ours)),
+        engine=replace(case.engine, ranks=tuple(theirs)),
+        ranks_per_node=rng.choice((1, 2, 3, 4, 8, 16)),
     )
 
 

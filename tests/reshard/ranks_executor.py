@@ -1,15 +1,17 @@
-"""Ranks that push random weights to stand-ins of engines in their own memory. argv: seed of each case, for 4 ranks."""
+"""Ranks that push random weights to stand-ins of engines in their own memory. argv: seed of each case, for 4 ranks; or
+`58/0,1/2,3`, where the ranks 0 and 1 train and the engines have the ranks 2 and 3."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from random_layouts import random_case
+from random_layouts import Case, random_case
 
 from megarl.config import ConfigError
 from megarl.models import blocks
@@ -64,8 +66,9 @@ def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
     experts = family_of(case.hf).num_experts(case.hf)
     found = {}
     for param in params:
-        if case.train.holds(rank, param, experts):
-            held = case.train.held(rank, param)
+        own = case.train.own(rank)
+        if own is not None and case.train.holds(own, param, experts):
+            held = case.train.held(own, param)
             size = max((h.offset + h.stop - h.start for h in held), default=0)
             shape = list(param.hf[0].shape)
             shape[held[0].dim if held else 0] = size
@@ -98,13 +101,16 @@ def in_fp8(params: list[Param], full: Tensors) -> Tensors:
 
 
 def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int) -> Tensors:
-    """An engine rank's tensors before the first push."""
+    """An engine rank's tensors before the first push; none of a rank that has no engine."""
     experts = family_of(case.hf).num_experts(case.hf)
-    shapes = engine_shapes(params, case.engine, rank % case.engine.tp, experts)
+    position = position_of(case, rank)
+    shapes = {} if position is None else engine_shapes(params, case.engine, position, experts)
     slots = [(slot, param) for param in params if (slot := case.engine.slot(param))]
     kept = {slot.name: param.dtype for slot, param in slots if param.dtype}
     found = {name: torch.full(shape, -5.0, dtype=kept.get(name) or dtype) for name, shape in sorted(shapes.items())}
     for name in {slot.name for slot, param in slots if case.wire == "fp8" and is_quantised(param)}:
+        if name not in shapes:
+            continue
         *stack, rows, columns = shapes[name]
         found[name] = found[name].to(torch.float8_e4m3fn)
         found[name + "_scale_inv"] = torch.full((*stack, -(-rows // BLOCK), -(-columns // BLOCK)), -5.0)
@@ -120,10 +126,10 @@ def wanted(case: Any, params: list[Param], full: Tensors, rank: int, empty: Tens
     """What the engine's rank must hold in the end."""
     experts = family_of(case.hf).num_experts(case.hf)
     result = {name: tensor.clone() for name, tensor in empty.items()}
-    position = rank % case.engine.tp
+    position = position_of(case, rank)
     for param in params:
         slot = case.engine.slot(param)
-        if slot is None:
+        if slot is None or position is None:
             continue
         for index in case.engine.indices(position, param, experts):
             target = result[slot.name][index] if slot.grid == "expert" else result[slot.name]
@@ -150,12 +156,27 @@ def smallest_plan(case: Any) -> Plan:
             bucket *= 2
 
 
+def case_of(text: str) -> Case:
+    seed, *sides = text.split("/")
+    if not sides:
+        return random_case(int(seed), worlds=(dist.get_world_size(),))
+    train, engine = (tuple(map(int, side.split(","))) for side in sides)
+    case = random_case(int(seed), worlds=(len(train),))
+    return replace(case, train=replace(case.train, ranks=train), engine=replace(case.engine, ranks=engine))
+
+
+def position_of(case: Case, rank: int) -> int | None:
+    """Of a rank in its engine."""
+    ranks = case.engine.ranks or tuple(range(case.train.world))
+    return ranks.index(rank) % case.engine.tp if rank in ranks else None
+
+
 class Run:
     """A case: four pushes, each compared with what the engine must hold."""
 
-    def __init__(self, seed: int, rank: int) -> None:
-        self.seed, self.rank = seed, rank
-        self.case = random_case(seed, worlds=(dist.get_world_size(),))
+    def __init__(self, text: str, rank: int) -> None:
+        self.seed, self.rank = int(text.split("/")[0]), rank
+        self.case = case_of(text)
         self.dtype = torch.float32 if self.case.wire == "fp32" else torch.bfloat16
         self.params = table(self.case)
         self.empty = engine_tensors(self.case, self.params, self.dtype, rank)
@@ -204,6 +225,7 @@ class Run:
             "rounds": self.executor.plan.rounds,
             "drafts": self.drafts,
             "wire": self.case.wire,
+            "trains": bool(shards(self.case, self.params, full, self.rank)),
             "straddling": sum(straddles(param, self.case.train) for param in self.executor.quantised),
         }
 
@@ -211,9 +233,10 @@ class Run:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, results = dist.get_rank(), {}
-    for seed in map(int, sys.argv[1:]):
-        run = Run(seed, rank)
-        results[str(seed)] = run.result()
+    for text in sys.argv[1:]:
+        run = Run(text, rank)
+        if rank in run.executor.plan.sides.taking_part:  # the others have nothing to do
+            results[text] = run.result()
     if not os.environ.get("DIE"):
         print("RESULT " + json.dumps(results), flush=True)
         dist.destroy_process_group()

@@ -39,6 +39,7 @@ class Model:
     def __init__(self, hf: HFConfig, train: TrainLayout, engine: EngineLayout, fp8: bool) -> None:
         family = family_of(hf)
         self.train, self.engine, self.fp8 = train, engine, fp8
+        self.ours = train.ranks or tuple(range(train.world))
         self.experts = family.num_experts(hf)
         count = int(hf["num_hidden_layers"]) + family.mtp_layers(hf)
         rows = [row for layer in range(count) for row in family.layer(hf, layer, range(self.experts))]
@@ -74,7 +75,9 @@ class Model:
         return np.concatenate(found, axis=dim)
 
     def pack(self, rank: int, piece: Piece) -> np.ndarray:
-        """Out of the rank's own shard."""
+        """Out of the shard of a rank of the job."""
+        assert rank in self.ours, f"rank {rank} sends and does not train"
+        rank = self.ours.index(rank)
         part = self.train.part(rank, piece.param.expert is not None)
         assert self.train.holds(rank, piece.param, self.experts), f"rank {rank} sends what it has not: {piece}"
         key = part, key_of(piece)
@@ -218,10 +221,13 @@ def staged(pieces: Sequence[Piece]) -> int:
 def simulate(plan: Plan, hf: HFConfig, wire: str, ranks_per_node: int) -> Result:
     """Raises AssertionError, with what and where, if a rank waits for what nobody sends, sends what it has not, stages
     too much, or an engine's tensor differs from a gather and slice in the end."""
-    train, engine, world = plan.train, plan.engine, plan.train.world
+    train, engine = plan.train, plan.engine
     model = Model(hf, train, engine, wire == "fp8")
     wanted = [model.engine_tensors(position) for position in range(engine.tp)]
-    tensors = [{name: np.full_like(w, EMPTY) for name, w in wanted[rank % engine.tp].items()} for rank in range(world)]
+    theirs = engine.ranks or model.ours
+    world = max(*model.ours, *theirs) + 3  # some behind the last that takes part
+    position = {rank: number % engine.tp for number, rank in enumerate(theirs)}
+    tensors = {rank: {name: np.full_like(w, EMPTY) for name, w in wanted[at].items()} for rank, at in position.items()}
     ranks = [plan.for_rank(rank) for rank in range(world)]
     received: list[dict[Key, np.ndarray]] = [{} for _ in range(world)]
     total: Counter[tuple[int, int]] = Counter()
@@ -236,6 +242,7 @@ def simulate(plan: Plan, hf: HFConfig, wire: str, ranks_per_node: int) -> Result
             into = sum(staged(m.pieces) for m in now.receives) + staged(now.local)
             fullest = max(fullest, 2 * max(out, into) / plan.bucket_bytes)
             assert max(out, into) <= plan.bucket_bytes // 2, f"round {number}, rank {rank}: {out} out, {into} in"
+            assert rank in position or not (now.receives or now.local), f"round {number}: rank {rank} has no engine"
             for message in now.receives:
                 where = f"round {number}, {message.peer} -> {rank}"
                 sent = posted.pop((message.peer, rank), None)
@@ -247,19 +254,19 @@ def simulate(plan: Plan, hf: HFConfig, wire: str, ranks_per_node: int) -> Result
                     key = key_of(piece)
                     assert key not in arrived[rank], f"{where}: twice in a round: {key}"
                     arrived[rank][key] = model.pack(message.peer, piece)
-                    model.unpack(rank % engine.tp, tensors[rank], piece, arrived[rank][key])
+                    model.unpack(position[rank], tensors[rank], piece, arrived[rank][key])
                 if message.forward:
                     assert message.peer // ranks_per_node == rank // ranks_per_node, f"{where}: forwarded to a node"
                 for piece in message.forward:
                     key = key_of(piece)
                     assert key in received[message.peer], f"{where}: not received the round before: {key}"
-                    model.unpack(rank % engine.tp, tensors[rank], piece, received[message.peer][key])
+                    model.unpack(position[rank], tensors[rank], piece, received[message.peer][key])
                 total[message.peer, rank] += sum(piece.nbytes for piece in message.pieces)
             for piece in now.local:
-                model.unpack(rank % engine.tp, tensors[rank], piece, model.pack(rank, piece))
+                model.unpack(position[rank], tensors[rank], piece, model.pack(rank, piece))
         assert not posted, f"round {number}: nobody receives {sorted(posted)}"
         received = arrived
-    for rank in range(world):
-        for name, want in wanted[rank % engine.tp].items():
+    for rank, at in position.items():
+        for name, want in wanted[at].items():
             assert np.array_equal(tensors[rank][name], want), f"rank {rank}: {name} differs from a gather and slice"
     return Result(total, fullest)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_layouts import Case, random_case
+from random_layouts import Case, apart, random_case
 
 from megarl.config import ConfigError
 from megarl.models import blocks
@@ -177,9 +177,24 @@ def test_against_sets_of_elements(seed: int) -> None:
     check_tight(found)
 
 
+APART = [seed for seed in range(300) if elements_of_all_ranks(apart(seed, (1, 2, 3, 4), 7)) < 8_000]
+
+
+@pytest.mark.parametrize("seed", APART)
+def test_against_sets_of_elements_on_other_ranks(seed: int) -> None:
+    case = apart(seed, (1, 2, 3, 4), 7)
+    found = bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
+    brute_force(case, whole_table(case.hf), found)
+    check_tight(found)
+
+
 def brute_force(case: Case, table: list[Param], found: Bound) -> None:
     train, engine, here = case.train, case.engine, case.ranks_per_node
-    world = train.world
+    ours = train.ranks or tuple(range(train.world))
+    engines = {rank: number % engine.tp for number, rank in enumerate(engine.ranks or ours)}
+    world = max(*ours, *engines) + 1
+    here = min(here, world)
+    world = -(-world // here) * here
     experts = family_of(case.hf).num_experts(case.hf)
     holds: list[set[Element]] = [set() for _ in range(world)]
     needs: list[set[Element]] = [set() for _ in range(world)]
@@ -189,16 +204,17 @@ def brute_force(case: Case, table: list[Param], found: Bound) -> None:
         if slot is None:
             continue
         expert = param.expert is not None
-        ours = [elements(param, param.cut, train.cut(expert), part, case.wire) for part in range(train.cut(expert))]
+        shards = [elements(param, param.cut, train.cut(expert), part, case.wire) for part in range(train.cut(expert))]
         parts = engine.cut(slot.grid)
         theirs = [elements(param, slot.cut, parts, part, case.wire) for part in range(parts)]
-        for shard in ours:
+        for shard in shards:
             size |= shard
-        for rank in range(world):
-            if train.holds(rank, param, experts):
-                holds[rank].update(ours[train.part(rank, expert)])
-            if engine.indices(rank % engine.tp, param, experts):
-                needs[rank].update(theirs[engine.part(rank % engine.tp, slot.grid)])
+        for number, rank in enumerate(ours):
+            if train.holds(number, param, experts):
+                holds[rank].update(shards[train.part(number, expert)])
+        for rank, position in engines.items():
+            if engine.indices(position, param, experts):
+                needs[rank].update(theirs[engine.part(position, slot.grid)])
     cross = [sum(size[e] for e in needs[rank] - holds[rank]) for rank in range(world)]
     assert found.cross.tolist() == cross
     assert found.needed.tolist() == [sum(size[e] for e in need) for need in needs]
@@ -265,9 +281,9 @@ def elements(param: Param, cut: Cut, parts: int, part: int, wire: str) -> dict[E
 
 
 def test_what_does_not_divide() -> None:
-    with pytest.raises(ConfigError, match="engine tp=3 does not divide the 4 ranks"):
+    with pytest.raises(ConfigError, match="engine's tp=3 does not divide the 4 ranks"):
         bound(TINY, TrainLayout(4, 2, 1, ((0,),)), EngineLayout(3), 4)
-    with pytest.raises(ConfigError, match="3 ranks per node does not divide the 4 ranks"):
+    with pytest.raises(ConfigError, match="4 ranks are not whole nodes of 3"):
         bound(TINY, TrainLayout(4, 2, 1, ((0,),)), EngineLayout(2), 3)
     with pytest.raises(ConfigError, match="ep=3 does not divide the 256 experts of a layer; sizes that do: 1, 2, 4"):
         bound(DEEPSEEK, TrainLayout(96, 1, 3, even_stages(61, 16)), EngineLayout(32), 8)

@@ -42,6 +42,26 @@ def test_the_wire() -> None:
         push_plan(hf | fp8, from_dict({"model": {"dtype": "float32"}}), EngineLayout(1))
 
 
+def test_ranks_of_their_own() -> None:
+    hf, settings = {**MODEL, "model_type": "qwen2"}, config({"world_size": 8, "tp": 2}, tp=2)
+    engine = engine_layout(settings)
+    plan = push_plan(hf, settings, engine, train_ranks=range(4), engine_ranks=(6, 7, 4, 5))
+    assert (plan.train.world, plan.train.ranks, plan.engine.ranks) == (4, (0, 1, 2, 3), (6, 7, 4, 5))
+    assert set(plan.transfers().src.tolist()) <= set(range(8)) and set(plan.transfers().dst.tolist()) == {4, 5, 6, 7}
+    assert (plan.sides.taking_part, plan.sides.alike) == (list(range(8)), False)
+    assert push_plan(hf, settings, engine, train_ranks=range(4)).engine.ranks == tuple(range(8))
+    everywhere = push_plan(hf, settings, engine)
+    assert (everywhere.train.ranks, everywhere.engine.ranks, everywhere.sides.alike) == ((), (), True)
+    for train, engines, message in (
+        (range(4, 9), None, "the ranks of the trainer name rank 8: the job has ranks 0 to 7"),
+        ((), None, "the trainer's ranks: none are given"),
+        (None, (0, 0), "the ranks of the engines name rank 0 more than once"),
+        (None, (0, 1, 2), "tp=2 does not divide the 3 ranks of the engines"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            push_plan(hf, settings, engine, train, engines)
+
+
 def test_engines() -> None:
     assert engine_layout(config(tp=4, ep=2)) == EngineLayout(4, 2)
     attention = {"enable_dp_attention": True, "dp_size": 4, "enable_dp_lm_head": True}

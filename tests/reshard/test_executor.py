@@ -10,6 +10,13 @@ import pytest
 
 SEEDS = (*(str(seed) for seed in range(20)), "40", "43", "50", "58")
 """The last ones are FP8: blocks on several ranks, of dense weights and of experts; experts; DeepSeek."""
+APART = (
+    *(f"{seed}/0,1/2,3" for seed in (0, 1, 14, 50, 64)),
+    *(f"{seed}/0,2/1,3" for seed in (2, 40, 64, 68)),
+    *(f"{seed}/0,1,2/1,2,3" for seed in (0, 13, 30, 58)),
+    *("64/3,1/0,2", "1/3,1/1,3", "50/2,3/1,2", "10/0,1/2", "13/2,3/1", "9/1/0,2,3", "22/3/0,1"),
+)
+"""Seeds, ranks that train, ranks of engines; apart, overlapping, in other orders, more or fewer, some with neither."""
 SCRIPT = "tests/reshard/ranks_executor.py"
 
 
@@ -18,11 +25,33 @@ def results(run_ranks: Callable[..., list[dict[str, Any]]]) -> list[dict[str, An
     return run_ranks(4, SCRIPT, *SEEDS)
 
 
+@pytest.fixture(scope="module")
+def apart(run_ranks: Callable[..., list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return run_ranks(4, SCRIPT, *APART)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_engine_gets_exactly_its_shards(seed: str, results: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(results):
         assert result[seed]["equal"] == [True] * 4, f"seed {seed}, rank {rank}"
         assert result[seed]["wrong"] == []
+
+
+def test_every_engine_gets_exactly_its_shards_from_other_ranks(apart: list[dict[str, Any]]) -> None:
+    for case in APART:
+        ours, theirs = ([int(rank) for rank in side.split(",")] for side in case.split("/")[1:])
+        for rank, result in enumerate(apart):
+            assert (case in result) == (rank in (*ours, *theirs)), f"{case}, rank {rank}"
+            if case not in result:
+                continue
+            found = result[case]
+            assert found["equal"] == [True] * 4 and found["wrong"] == [], f"{case}, rank {rank}"
+            # Who only trains hands nothing over; who only generates has nothing to send.
+            assert (found["verified"][0][1] > 0) == bool(found["drafts"]) == (rank in theirs), f"{case}, rank {rank}"
+            assert found["trains"] == (rank in ours), f"{case}, rank {rank}"
+    wires = {found["wire"] for result in apart for found in result.values()}
+    assert wires == {"bf16", "fp32", "fp8"}
+    assert any(found["straddling"] for result in apart for found in result.values() if found["wire"] == "fp8")
 
 
 def test_the_first_push_and_every_third_are_verified_in_full_and_the_others_in_part(

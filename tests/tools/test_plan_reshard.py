@@ -98,6 +98,23 @@ def test_table_and_advice(main: Callable[[list[str]], int], capsys: pytest.Captu
     assert "25 GB/s of network" in text
 
 
+def test_ranks_of_their_own(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The engines are where the trainer is not: they need a model an engine, and have nothing of it."""
+    page = tmp_path / "plan.html"
+    layouts = ("--train", "tp=4,pp=4,ep=8,world=32", "--engine", "tp=8,ep=8", "--html", str(page))
+    ranks = ("--train-ranks", "0-31", "--engine-ranks", "48-63,32-47")
+    assert main(["--model", "qwen3-235b", *layouts, *ranks, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["local_bytes"] == 0 and found["cross_bytes"] == found["cross_bound"] == found["needed_bytes"]
+    for name in ("send", "recv", "nic_send", "nic_recv"):
+        assert 1.0 <= found[f"{name}_max_over_bound"] <= 1.05
+    text = page.read_text()
+    assert "32 GPUs -&gt; 32 GPUs" in text and "Each GPU of an engine needs" in text
+    assert "node 0 to node 7: " in text and "stage 3" in text and "<td>-</td>" in text
+
+
 def test_gemma_2_on_two_ranks_by_hand(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -157,6 +174,9 @@ def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
         (("--gpus-per-node", "7"), "64 ranks"),
         (("--bucket-mb", "0"), "--bucket-mb: must be from 1 to 1048576, not 0"),
         (("--wire", "fp8", "--engine", "tp=8"), "cannot be sent as FP8"),
+        (("--train-ranks", "0-31"), "a layout of 64 ranks of the trainer cannot lie on 32 ranks"),
+        (("--engine-ranks", "0-x"), "--engine-ranks must be ranks such as 0-3,8,9, not '0-x'"),
+        (("--engine-ranks", "0-6"), "tp=8 does not divide the 7 ranks of the engines"),
     ],
 )
 def test_mistakes(

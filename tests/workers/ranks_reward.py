@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.config import Config, ConfigError, ParallelConfig, RewardConfig, RunConfig
 from megarl.observe.clock import Clock
-from megarl.parallel import ranks
+from megarl.parallel import everyone, ranks
 from megarl.types import Prompt, Rollout, Rollouts, Turn
 from megarl.workers.reward import RewardWorker
 

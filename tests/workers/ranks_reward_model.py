@@ -23,6 +23,7 @@ import tiny  # noqa: E402
 from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
 from megarl.models.registry import load_hf_config  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
+from megarl.parallel import everyone  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TokenLoss, TrainBatch, Turn  # noqa: E402
 
