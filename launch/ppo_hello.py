@@ -1,6 +1,6 @@
 """PPO in a dozen lines, the same path as the YAML form; run it as two ranks, after launch/quickstart.sh:
 
-    .venv/bin/python -m megarl.torchrun --standalone --nproc-per-node 2 launch/ppo_hello.py [section.key=value ...]
+.venv/bin/python -m megarl.torchrun --standalone --nproc-per-node 2 launch/ppo_hello.py [section.key=value ...]
 """
 
 import sys

@@ -49,9 +49,7 @@ def load_functions(names: Sequence[str]) -> dict[str, RewardFunction]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: B036  whatever the user's module raises, sys.exit too
-            raise ConfigError(
-                f"reward.functions: cannot import {module_name} of {name!r}: {_worded(error)}"
-            ) from error
+            raise ConfigError(f"reward.functions: cannot import {module_name} of {name!r}: {_worded(error)}") from error
         if function is None:
             known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
             have = ", ".join(known) or "no function"

@@ -17,7 +17,7 @@ QWEN = (
     "{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
     "{% if not loop.first or m.content %}{{ '\n' }}{% endif %}"
-    "{{ '<tool_call>\n{\"name\": \"' + call.function.name + '\", \"arguments\": ' }}"
+    '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
     "{{ call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -73,7 +73,7 @@ LLAMA = (
     "{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' }}{{ m.content | tojson }}<|eot_id|>"
     "{% else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}{% if m.tool_calls %}"
     "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
-    "{{ '{\"name\": \"' + m.tool_calls[0].function.name + '\", \"parameters\": ' }}"
+    '{{ \'{"name": "\' + m.tool_calls[0].function.name + \'", "parameters": \' }}'
     "{{ m.tool_calls[0].function.arguments | tojson + '}' }}{% else %}"
     "{% if loop.index == 1 and tools %}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{% endif %}"
     "{{ m.content }}{% endif %}<|eot_id|>{% endif %}{% endfor %}"

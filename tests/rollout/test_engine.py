@@ -30,7 +30,7 @@ from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client, RequestFailed
 from megarl.rollout.engine import Engine, EngineError, start_host
 from megarl.rollout.hosting import SHARED, Hosted
-from megarl.rollout.multi_turn import Conversations
+from megarl.rollout.conversations import Conversations
 from megarl.rollout.tool_calls import rehearse
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, TrainBatch
@@ -142,7 +142,7 @@ def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_is_o
         engine = running.engine
 
         async def ask() -> list[Any]:
-            async with Client(engine.url, engine.api_key, 300.0, 3) as client:
+            async with Client(engine.url, engine.api_key, 300.0) as client:
 
                 async def one(tokens: int) -> Any:
                     return await client.generate(list(range(20, 30)), {"max_new_tokens": tokens, "ignore_eos": True})
@@ -174,7 +174,7 @@ def test_routing_of_a_conversation_is_that_of_one_pass_over_it(qwen3_moe: Runnin
     engine, observed = qwen3_moe.engine, [list(range(50, 57)), list(range(90, 95))]
 
     async def talk() -> tuple[torch.Tensor, torch.Tensor]:
-        async with Client(engine.url, engine.api_key, 300.0, 1, recorded(engine)) as client:
+        async with Client(engine.url, engine.api_key, 300.0, recorded(engine)) as client:
             context, parts = list(range(20, 60)), []
             for observation in [*observed, []]:
                 params = {"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True}
@@ -197,7 +197,7 @@ def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) ->
     schemas = [load_tools(["megarl.rollout.tools:calculator"])["calculator"].schema]
 
     async def parse(text: str) -> object:
-        async with Client(engine.url, engine.api_key, 300.0, 1) as client:
+        async with Client(engine.url, engine.api_key, 300.0) as client:
             return await client.parse_tool_calls(text, schemas, "qwen25")
 
     good = asyncio.run(parse('a <tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'))
@@ -227,7 +227,7 @@ def test_a_call_of_each_family_is_written_by_its_template_and_read_by_its_parser
 
 def test_a_request_without_the_key_is_refused(qwen3_moe: Running) -> None:
     async def ask() -> None:
-        async with Client(qwen3_moe.engine.url, "wrong", 30.0, 1) as client:
+        async with Client(qwen3_moe.engine.url, "wrong", 30.0) as client:
             await client.generate([5], {"max_new_tokens": 1})
 
     with pytest.raises(RuntimeError, match="refused to generate"):
