@@ -142,7 +142,7 @@ class HybridFlow:
     def load_conversations(self, path: str) -> Demonstrations:
         """Read conversations for SFT; those longer than the model's positions are dropped, and a line says how many."""
         talks, longest = sft_rollouts(path, self.chat.tokenizer), self._positions()
-        lengths = ranks.shared_out(len(talks), lambda index: len(talks[index].token_ids))
+        lengths = ranks.shared_out(len(talks), lambda index: talks[index].num_tokens)
         kept = [index for index, length in enumerate(lengths) if length <= longest]
         dropped = len(talks) - len(kept)
         left_out = f"{path}: {dropped} of {len(talks)} conversations are longer than the model's {longest} positions"

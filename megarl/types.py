@@ -35,6 +35,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 Message = dict[str, Any]
@@ -43,42 +45,116 @@ Message = dict[str, Any]
 Status = Literal["stop", "length", "max_turns", "aborted"]
 """Why a rollout ended: the policy stopped, ran out of tokens, ran out of turns, or was cut off by a failure."""
 
+Ids = npt.NDArray[np.int32]
+"""[tokens] int32, read-only. Where a value takes it, any sequence of whole numbers will do: an array is made of it."""
 
-@dataclass(frozen=True)
+Logprobs = npt.NDArray[np.float32]
+"""[tokens] float32, read-only; made of any sequence of numbers, like `Ids`."""
+
+
+def ids_of(values: npt.ArrayLike) -> Ids:
+    """Token ids as a read-only array, without a copy of one that is such an array already.
+
+    Raises ValueError for what is not a list of whole numbers, each of them from 0 to 2^31 - 1.
+    """
+    given = np.asarray(values)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError(f"token ids are a list of whole numbers, not {str(values)[:80]}")
+    if given.size and given.min() < 0:
+        raise ValueError(f"a token id is negative: {given.min()}")
+    if given.size and given.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"no token has the id {given.max()}")
+    return _read_only(given.astype(np.int32, copy=False), values)
+
+
+def _read_only(array: npt.NDArray[Any], given: object) -> npt.NDArray[Any]:
+    """The array, or a view of it where it is the one that was given, which its owner may go on writing to."""
+    if array.flags.writeable:
+        array = array.view() if array is given else array
+        array.setflags(write=False)
+    return array
+
+
+def _no_ids() -> Ids:
+    return ids_of(())
+
+
+def _no_logprobs() -> Logprobs:
+    return np.zeros(0, np.float32)
+
+
+def _same(left: object, right: object) -> bool:
+    """Equality of two values of one class field by field, arrays by what is in them; NaN is like NaN."""
+    for item in fields(left):  # type: ignore[arg-type]
+        a, b = getattr(left, item.name), getattr(right, item.name)
+        if not (np.array_equal(a, b, equal_nan=True) if isinstance(a, np.ndarray) else a == b):
+            return False
+    return True
+
+
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """A task, as it comes out of a data set.
 
     `token_ids` are the rendered chat with the generation prompt, filled in by the loader; `tools` are the names
     of the tools that the policy may call. `ground_truth` and `extra` are for the reward and never reach the policy.
+
+    The ids are an array because turn 0 of every sample is one: all samples share the prompt's, and it is turned into
+    numbers of Python only inside of a request. It also takes 4 bytes a token, a tuple 8 and up to 32 for the number.
     """
 
     id: str
     messages: tuple[Message, ...]
-    token_ids: tuple[int, ...] = ()
+    token_ids: Ids = field(default_factory=_no_ids)
     data_source: str = ""
     ground_truth: Any = None
     tools: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", ids_of(self.token_ids))
 
-@dataclass(frozen=True)
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other) if isinstance(other, Prompt) else NotImplemented
+
+
+@dataclass(frozen=True, eq=False)
 class Turn:
     """A run of tokens that one party wrote: the prompt, the policy, or a tool.
 
     `logprobs` has one entry per token for an action and is empty otherwise. `weight_version` is the version of the
-    weights that chose the tokens, -1 for tokens that no policy chose.
+    weights that chose the last token, and all others unless `versions` says something else; -1 for tokens that no
+    policy chose. A turn during which the weights changed stays one turn: it is one thing that the policy said.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
+    token_ids: Ids
+    logprobs: Logprobs = field(default_factory=_no_logprobs)
     is_action: bool = False
     weight_version: int = -1
+    versions: tuple[tuple[int, int], ...] = ()
+    """(version, tokens) of one run of tokens after the other, where the weights changed meanwhile; else empty."""
 
     def __post_init__(self) -> None:
-        if self.is_action and len(self.logprobs) != len(self.token_ids):
-            raise ValueError(f"an action turn has {len(self.token_ids)} tokens but {len(self.logprobs)} logprobs")
-        if not self.is_action and self.logprobs:
+        logprobs = np.asarray(self.logprobs, dtype=np.float32)
+        object.__setattr__(self, "token_ids", ids_of(self.token_ids))
+        object.__setattr__(self, "logprobs", _read_only(logprobs, self.logprobs))
+        if self.is_action and logprobs.shape != self.token_ids.shape:
+            raise ValueError(f"an action turn has {len(self.token_ids)} tokens but {logprobs.size} logprobs")
+        if not self.is_action and logprobs.size:
             raise ValueError("only an action turn carries logprobs")
+        if self.versions and sum(tokens for _, tokens in self.versions) != len(self.token_ids):
+            raise ValueError(f"a turn of {len(self.token_ids)} tokens with versions of others: {self.versions}")
+        if self.versions and self.versions[-1][0] != self.weight_version:
+            raise ValueError(f"a turn by version {self.weight_version} that ends by another: {self.versions}")
+
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other) if isinstance(other, Turn) else NotImplemented
+
+    @property
+    def token_versions(self) -> Ids:
+        """Version of the weights that chose each token."""
+        runs = self.versions or ((self.weight_version, len(self.token_ids)),)
+        return np.repeat(np.array([version for version, _ in runs], np.int32), [tokens for _, tokens in runs])
 
 
 @dataclass(frozen=True)
@@ -100,8 +176,8 @@ class Rollout:
     tool_calls: int = 0
     tool_errors: int = 0
     routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """[tokens, MoE layers, topk] int16: the experts that each token went through in the engine, in any order; a row of
-    -1 where that is not known. None where nothing was recorded."""
+    """[known, MoE layers, topk]: the experts that each of the first `known` tokens went through in the engine, in any
+    order. uint8 where the model has at most 256 of them, else int16. None where nothing was recorded."""
     drafted: int = 0
     """Tokens that were drafted for the policy (rollout.draft_tokens); 0 for recorded rollouts."""
     accepted: int = 0
@@ -110,8 +186,13 @@ class Rollout:
     """Of an aborted rollout, what cut it off."""
 
     @property
-    def token_ids(self) -> list[int]:
-        return [token for turn in self.turns for token in turn.token_ids]
+    def token_ids(self) -> Ids:
+        """All turns' in one array, made when it is asked for."""
+        return _joined([turn.token_ids for turn in self.turns], np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
     def num_actions(self) -> int:
@@ -153,23 +234,19 @@ class TrainBatch:
     @staticmethod
     def from_rollouts(rollouts: Sequence[Rollout]) -> TrainBatch:
         """Pack finished rollouts; a rollout without any action token is packed too and has an empty mask."""
-        tokens: list[int] = []
-        mask: list[bool] = []
-        logprobs: list[float] = []
-        starts = [0]
-        for rollout in rollouts:
-            for turn in rollout.turns:
-                tokens += turn.token_ids
-                mask += [turn.is_action] * len(turn.token_ids)
-                logprobs += turn.logprobs if turn.is_action else [0.0] * len(turn.token_ids)
-            starts.append(len(tokens))
+        turns = [turn for rollout in rollouts for turn in rollout.turns]
+        lengths = [len(turn.token_ids) for turn in turns]
+        starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts)], dtype=np.int64)
+        mask = np.repeat(np.array([turn.is_action for turn in turns], dtype=np.bool_), lengths)
+        logprobs = np.zeros(len(mask), dtype=np.float32)
+        logprobs[mask] = _joined([turn.logprobs for turn in turns], np.float32)
         return TrainBatch(
-            tokens=torch.tensor(tokens, dtype=torch.int64),
-            cu_seqlens=torch.tensor(starts, dtype=torch.int64),
-            loss_mask=torch.tensor(mask, dtype=torch.bool),
+            tokens=torch.from_numpy(_joined([turn.token_ids for turn in turns], np.int64)),
+            cu_seqlens=torch.from_numpy(starts),
+            loss_mask=torch.from_numpy(mask),
             group=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
             sequence_reward=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
-            rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+            rollout_logprobs=torch.from_numpy(logprobs),
             routing=_packed_routing(rollouts),
         )
 
@@ -214,21 +291,28 @@ class TrainBatch:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """The parts one after the other; there may be none."""
+    return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype)
+
+
 def _packed_routing(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
-    """[T, MoE layers, topk]; -1 for rollouts without a record among others that have one."""
+    """[T, MoE layers, topk] int16; -1 for tokens whose experts are not known, among others where they are."""
     shapes = {rollout.routing.shape[1:] for rollout in rollouts if rollout.routing is not None}
     if not shapes:
         return None
     if len(shapes) > 1:
         raise ValueError(f"rollouts whose routing has different shapes per token: {sorted(map(tuple, shapes))}")
-    (shape,), parts = shapes, []
+    (shape,), start = shapes, 0
+    packed = torch.full((sum(rollout.num_tokens for rollout in rollouts), *shape), -1, dtype=torch.int16)
     for rollout in rollouts:
-        tokens = len(rollout.token_ids)
-        part = torch.full((tokens, *shape), -1, dtype=torch.int16) if rollout.routing is None else rollout.routing
-        if len(part) != tokens:
-            raise ValueError(f"a rollout of {tokens} tokens has the routing of {len(part)}")
-        parts.append(part)
-    return torch.cat(parts)
+        tokens = rollout.num_tokens
+        if rollout.routing is not None:
+            if len(rollout.routing) > tokens:
+                raise ValueError(f"a rollout of {tokens} tokens has the routing of {len(rollout.routing)}")
+            packed[start : start + len(rollout.routing)] = rollout.routing
+        start += tokens
+    return packed
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from megarl.types import Rollout
 
 
 def even(rollout: Rollout) -> float:
-    return float(sum(token for turn in rollout.turns if turn.is_action for token in turn.token_ids) % 2 == 0)
+    return float(sum(int(turn.token_ids.sum()) for turn in rollout.turns if turn.is_action) % 2 == 0)
 
 
 def same(rollout: Rollout) -> float:

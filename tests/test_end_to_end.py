@@ -137,7 +137,7 @@ def test_the_reward_model_serves_with_the_scores_of_transformers(ppo_run: Path, 
     scores = []
     for rollout in read_rollouts(ppo_run / "rollouts" / "step_000002.jsonl"):
         with torch.no_grad():
-            scores.append(float(model(torch.tensor([rollout.token_ids])).logits))
+            scores.append(float(model(torch.tensor([rollout.token_ids.tolist()])).logits))
         assert rollout.reward_parts.keys() == {"even", "model"}
         assert rollout.reward == rollout.reward_parts["even"] + rollout.reward_parts["model"]
         assert rollout.reward_parts["model"] == pytest.approx(scores[-1], abs=1e-4)

@@ -1,5 +1,7 @@
 import dataclasses
+import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,7 +32,8 @@ def test_worked_example():
     assert batch.cu_seqlens.tolist() == [0, 8]
     assert batch.sequence_reward.tolist() == [0.5]
     assert batch.group.tolist() == [6]
-    assert EXAMPLE.token_ids == [1, 2, 3, 7, 8, 4, 5, 9]
+    assert EXAMPLE.token_ids.tolist() == [1, 2, 3, 7, 8, 4, 5, 9] and EXAMPLE.token_ids.dtype == np.int32
+    assert EXAMPLE.num_tokens == 8
     assert EXAMPLE.num_actions == 3
 
 
@@ -112,6 +115,54 @@ def test_with_gives_a_new_batch():
         batch.values = torch.ones(2)  # type: ignore[misc]
 
 
+def test_arrays_are_made_once_and_nobody_writes_to_them():
+    given = np.array([1, 2], np.int32)
+    turn = Turn(given, [-0.5, -1], is_action=True)
+    assert (turn.token_ids.dtype, turn.logprobs.dtype) == (np.int32, np.float32)
+    assert np.shares_memory(turn.token_ids, given) and given.flags.writeable
+    prompt = Prompt("p", (), token_ids=turn.token_ids)
+    assert prompt.token_ids is turn.token_ids
+    for array in (
+        turn.token_ids,
+        turn.logprobs,
+        Turn([1]).logprobs,
+        Prompt("p", ()).token_ids,
+        Prompt("p", (), [3]).token_ids,
+    ):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
+
+
+def test_equal_is_what_holds_the_same():
+    turn = Turn([1, 2], [-0.5, float("nan")], is_action=True, weight_version=3)
+    assert turn == Turn((1, 2), (-0.5, float("nan")), True, 3) == pickle.loads(pickle.dumps(turn))
+    for field, value in {"token_ids": [1, 3], "logprobs": [-0.5, 0], "weight_version": 4}.items():
+        assert turn != dataclasses.replace(turn, **{field: value})
+    assert Turn([1]) != Turn([1, 1]) and Turn([1]) != (1,)
+    assert Prompt("p", (), [1]) == Prompt("p", (), (1,)) != Prompt("p", (), [2])
+    assert Prompt("p", (), [1]) != Prompt("q", (), [1])
+    assert EXAMPLE == dataclasses.replace(EXAMPLE, turns=tuple(map(dataclasses.replace, EXAMPLE.turns)))
+    assert EXAMPLE != dataclasses.replace(EXAMPLE, turns=EXAMPLE.turns[:3])
+
+
+@pytest.mark.parametrize("ids", [["a"], [1.5], [True], 7, [[1]], [-1], [2**31], None], ids=str)
+def test_what_cannot_be_token_ids_is_refused(ids):
+    for make in (Turn, lambda ids: Prompt("p", (), ids)):
+        with pytest.raises(ValueError, match="token ids are a list of whole numbers|negative|no token has the id"):
+            make(ids)
+
+
+def test_a_turn_during_which_the_weights_changed_says_which_chose_which_token():
+    turn = Turn([1, 2, 3], [0, 0, 0], True, weight_version=5, versions=((4, 1), (5, 2)))
+    assert turn.token_versions.tolist() == [4, 5, 5]
+    assert dataclasses.replace(turn, versions=()).token_versions.tolist() == [5, 5, 5]
+    assert Turn([1, 2]).token_versions.tolist() == [-1, -1]
+    with pytest.raises(ValueError, match="3 tokens with versions of others"):
+        dataclasses.replace(turn, versions=((4, 1), (5, 1)))
+    with pytest.raises(ValueError, match="by version 6 that ends by another"):
+        dataclasses.replace(turn, weight_version=6)
+
+
 def test_turns_are_checked():
     with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
         Turn((1, 2), (-0.1,), is_action=True)
@@ -132,10 +183,9 @@ def test_answer_is_what_the_policy_said_last():
 
 
 def routed(rollout: Rollout, layers: int = 1) -> Rollout:
-    """Its token t went through the experts t and t + 1; the last through none that is known."""
-    tokens = torch.arange(len(rollout.token_ids), dtype=torch.int16)
+    """Its token t went through the experts t and t + 1; of the last nothing is known."""
+    tokens = torch.arange(rollout.num_tokens - 1, dtype=torch.uint8)
     routing = torch.stack([tokens, tokens + 1], dim=-1)[:, None].repeat(1, layers, 1)
-    routing[-1] = -1
     return dataclasses.replace(rollout, routing=routing)
 
 
@@ -151,8 +201,7 @@ def test_routing_is_packed_and_selected_like_tokens():
 
 
 def test_routing_of_other_tokens_or_models_is_refused():
-    short = dataclasses.replace(OTHER, routing=routed(OTHER).routing[:2])
-    with pytest.raises(ValueError, match="3 tokens has the routing of 2"):
-        TrainBatch.from_rollouts([short])
+    with pytest.raises(ValueError, match="3 tokens has the routing of 7"):
+        TrainBatch.from_rollouts([dataclasses.replace(OTHER, routing=routed(EXAMPLE).routing)])
     with pytest.raises(ValueError, match="different shapes"):
         TrainBatch.from_rollouts([routed(OTHER), routed(OTHER, layers=2)])

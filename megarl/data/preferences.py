@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
+
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages, tool_schemas
 from megarl.data.rows import read_rows
@@ -30,7 +32,7 @@ class Pair:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.chosen.token_ids) + len(self.rejected.token_ids)
+        return self.chosen.num_tokens + self.rejected.num_tokens
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def read_preferences(path: str | Path, tokenizer: Any, max_tokens: int, max_leng
     rows, dropped, shortest = [], 0, 0
     for where, row in read_rows(Path(path)):
         pair = _pair(row, tokenizer, where)
-        longest = max(len(pair.chosen.token_ids), len(pair.rejected.token_ids))
+        longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
         if pair.num_tokens <= max_tokens and longest <= max_length:
             rows.append((where, row))
         else:
@@ -106,7 +108,7 @@ def _pair(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0) -> Pa
         )
         for key, value in messages.items()
     }
-    if talks["chosen"].token_ids == talks["rejected"].token_ids:
+    if np.array_equal(talks["chosen"].token_ids, talks["rejected"].token_ids):
         raise ConfigError(f"{where}: 'chosen' and 'rejected' are the same; there is nothing to learn from this pair")
     return Pair(**talks)
 

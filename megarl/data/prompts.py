@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages, tool_names
 from megarl.data.rows import read_rows
-from megarl.types import Prompt
+from megarl.types import Prompt, ids_of
 
 Item = TypeVar("Item")
 
@@ -60,7 +60,7 @@ def render_prompts(
     kept: list[Prompt] = []
     shortest = 0
     for prompt in prompts:
-        ids = tuple(render(prompt))
+        ids = ids_of(render(prompt))
         if len(ids) <= max_prompt_tokens:
             kept.append(replace(prompt, token_ids=ids))
         else:

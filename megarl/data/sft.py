@@ -7,10 +7,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
+
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages, tool_schemas
 from megarl.data.rows import read_rows
-from megarl.types import Message, Prompt, Rollout, Turn
+from megarl.types import Message, Prompt, Rollout, Turn, ids_of
 
 
 def sft_rollouts(path: str | Path, tokenizer: Any, most: int | None = None) -> Demonstrations:
@@ -106,14 +108,14 @@ def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0
     for index in answers:
         observed = rest(render(index, True), known)
         known += observed
-        turns.append(Turn(tuple(tokenizer.encode(observed, add_special_tokens=False))))
+        turns.append(Turn(tokenizer.encode(observed, add_special_tokens=False)))
         written = rest(render(index + 1, False), known)
         if end_of_turn not in written:
             raise ConfigError(f"{where}: the chat template does not end the assistant's turn by {end_of_turn}")
         written = written[: written.rindex(end_of_turn) + len(end_of_turn)]
         known += written
-        ids = tuple(tokenizer.encode(written, add_special_tokens=False))
-        turns.append(Turn(ids, logprobs=(0.0,) * len(ids), is_action=True))
+        ids = ids_of(tokenizer.encode(written, add_special_tokens=False))
+        turns.append(Turn(ids, np.zeros(len(ids), np.float32), is_action=True))
     prompt = Prompt(
         id=str(row.get("id", where)),
         messages=messages[: answers[0]],

@@ -37,7 +37,7 @@ def _of_whole(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/response_length_mean": statistics.fmean(lengths),
         "rollout/response_length_max": float(max(lengths)),
         "rollout/prompt_length_mean": statistics.fmean(len(rollout.turns[0].token_ids) for rollout in rollouts),
-        "rollout/length_max": float(max(len(rollout.token_ids) for rollout in rollouts)),
+        "rollout/length_max": float(max(rollout.num_tokens for rollout in rollouts)),
         "rollout/turns_mean": statistics.fmean(sum(turn.is_action for turn in rollout.turns) for rollout in rollouts),
         "rollout/tool_calls_mean": statistics.fmean(rollout.tool_calls for rollout in rollouts),
         "rollout/tool_errors": float(sum(rollout.tool_errors for rollout in rollouts)),

@@ -9,11 +9,12 @@ need: the text of each turn, and the advantages where there are some.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
+
+import numpy as np
 
 from megarl.config import Config, ConfigError
 from megarl.observe import exact_json
@@ -49,7 +50,7 @@ def write_rollouts(
         for rollout in rollouts:
             start, own = starts.get(id(rollout)), None
             if advantages is not None and start is not None:
-                own = advantages[start : start + len(rollout.token_ids)]
+                own = advantages[start : start + rollout.num_tokens]
             file.write(exact_json.dumps(to_record(rollout, own, decode)) + "\n")
     partial.replace(path)
 
@@ -96,9 +97,9 @@ def check_recorded(rollouts: Sequence[Rollout], path: Path, config: Config) -> N
             "(rollout.samples_per_prompt, data.prompts_per_step): it is of another configuration"
         )
     for number, rollout in enumerate(rollouts, 1):
-        if not all(math.isfinite(value) for turn in rollout.turns for value in turn.logprobs):
+        if not all(np.isfinite(turn.logprobs).all() for turn in rollout.turns):
             raise ConfigError(f"{path}, line {number}: a log-prob is not finite")
-        if (length := len(rollout.token_ids)) > config.rollout.max_context:
+        if (length := rollout.num_tokens) > config.rollout.max_context:
             raise ConfigError(
                 f"{path}, line {number}: a rollout of {length} tokens, beyond rollout.max_context="
                 f"{config.rollout.max_context}: it is of another configuration"
@@ -132,18 +133,21 @@ def to_record(
     position = 0
     for turn in rollout.turns:
         entry: dict[str, Any] = {"is_action": turn.is_action, "weight_version": turn.weight_version}
+        if turn.versions:
+            entry["versions"] = turn.versions
+        entry["token_ids"] = turn.token_ids.tolist()
         if decode is not None:
-            entry["text"] = decode(list(turn.token_ids))
-        entry["token_ids"] = list(turn.token_ids)
+            entry["text"] = decode(entry["token_ids"])
         if turn.is_action:
-            entry["logprobs"] = list(turn.logprobs)
+            entry["logprobs"] = turn.logprobs.tolist()
             if advantages is not None:
                 entry["advantages"] = list(advantages[position : position + len(turn.token_ids)])
                 chosen += entry["advantages"]
         position += len(turn.token_ids)
         turns.append(entry)
     prompt = {item.name: getattr(rollout.prompt, item.name) for item in dataclasses.fields(Prompt)}
-    if rollout.turns and prompt["token_ids"] == rollout.turns[0].token_ids:
+    prompt["token_ids"] = rollout.prompt.token_ids.tolist()
+    if turns and prompt["token_ids"] == turns[0]["token_ids"]:
         del prompt["token_ids"]  # they stand in turn 0
     return {
         "id": rollout.prompt.id,
@@ -167,7 +171,7 @@ def from_record(record: dict[str, Any]) -> Rollout:
     try:
         turns = tuple(_turn(turn) for turn in record["turns"])
         fields = dict(record["prompt"])
-        fields["token_ids"] = _ids(fields["token_ids"]) if "token_ids" in fields else turns[0].token_ids
+        fields.setdefault("token_ids", turns[0].token_ids)
         fields["messages"] = tuple(fields["messages"])
         fields["tools"] = tuple(fields["tools"])
         if record["status"] not in get_args(Status):
@@ -192,14 +196,13 @@ def from_record(record: dict[str, Any]) -> Rollout:
 
 
 def _turn(turn: dict[str, Any]) -> Turn:
-    logprobs = tuple(float(value) for value in turn.get("logprobs", ()))
-    return Turn(_ids(turn["token_ids"]), logprobs, _of(turn["is_action"], bool), _of(turn["weight_version"], int))
-
-
-def _ids(values: Sequence[Any]) -> tuple[int, ...]:
-    if any(_of(value, int) < 0 for value in values):
-        raise ValueError("a token id is negative")
-    return tuple(values)
+    return Turn(
+        turn["token_ids"],
+        turn.get("logprobs", ()),
+        _of(turn["is_action"], bool),
+        _of(turn["weight_version"], int),
+        tuple((_of(version, int), _of(tokens, int)) for version, tokens in turn.get("versions", ())),
+    )
 
 
 def _of(value: Any, kind: type[Number]) -> Number:

@@ -153,7 +153,8 @@ def _unharmed(rollout: Rollout) -> Rollout:
         ground_truth=_copied(prompt.ground_truth),
         extra=_copied(prompt.extra),
     )
-    return replace(rollout, prompt=own, messages=_copied(rollout.messages), reward_parts={}, routing=None)
+    turns = tuple(map(replace, rollout.turns))  # a turn makes its arrays read-only, which pickling undoes
+    return replace(rollout, prompt=own, turns=turns, messages=_copied(rollout.messages), reward_parts={}, routing=None)
 
 
 def _copied(value: Any) -> Any:

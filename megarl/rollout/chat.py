@@ -20,7 +20,7 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.data.text import encodable
 from megarl.rollout.tools import Tool
-from megarl.types import Message, Prompt
+from megarl.types import Ids, Message, Prompt, ids_of
 
 _POLICY_TURN = "POLICYTURN"  # stands for what the policy wrote; any word that no template adds or changes
 _RESULT = "TOOLRESULT"  # and for what a tool, or the user, answered
@@ -84,9 +84,10 @@ class Chat:
         """Ids of the prompt's messages, its tools and the head of the policy's first turn."""
         return self._ids(self._text(prompt.messages, self.schemas(prompt), generate=True))
 
-    def text(self, ids: Sequence[int]) -> str:
+    def text(self, ids: Ids | Sequence[int]) -> str:
         """What ids say, control tokens included."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        own = ids_of(ids).tolist()
+        return str(self.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @cached_property
     def end_of_turn(self) -> int:

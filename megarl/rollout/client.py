@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,12 +10,16 @@ from typing import Any, Literal, Protocol
 
 import aiohttp
 import numpy as np
+import orjson
+import pybase64
 import torch
 
 from megarl.models.routing import RoutingShape
+from megarl.types import Ids, Logprobs, ids_of
 
 _TRIES = 3
 _PAUSE_S = 0.5
+_JSON = {"Content-Type": "application/json"}
 
 
 class RequestFailed(RuntimeError):
@@ -31,14 +33,16 @@ class Generation:
 
     finish: `stop` after an end token, which is the last id; `length` after max_new_tokens; `abort` when cut off, for
     the `reason`; then there may be no tokens.
-    routing: [tokens, MoE layers, topk] int16, the experts of the tokens that were asked for, see `Policy`.
+    weight_version, versions: as of a `Turn`.
+    routing: [tokens, MoE layers, topk], the experts of the tokens that were asked for, see `Policy`; as of a `Rollout`.
     drafted, accepted: tokens that were drafted for it (rollout.draft_tokens), and those of them that it accepted.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Ids
+    logprobs: Logprobs
     finish: Literal["stop", "length", "abort"]
     weight_version: int
+    versions: tuple[tuple[int, int], ...] = ()
     routing: torch.Tensor | None = None
     drafted: int = 0
     accepted: int = 0
@@ -48,7 +52,7 @@ class Generation:
 class Policy(Protocol):
     """Whatever can continue a conversation: an engine, or a script in a test."""
 
-    async def generate(self, ids: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         """Continue `ids` under SGLang's sampling `params`.
 
         Where routing is recorded, that of the first `routed` tokens is known from before; what comes back is of the
@@ -96,13 +100,13 @@ class Client:
         assert self._session is not None
         await self._session.close()
 
-    async def generate(self, ids: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         """Continue `ids` by at most `params["max_new_tokens"]` tokens.
 
         Raises RequestFailed where this request has no good answer. Any other RuntimeError is of the engine: it cannot
         be reached, for a lost connection is tried again, or it has other weights than it should have.
         """
-        body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": params, "return_logprob": True}
+        body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
         status, answer = await self._post("/generate", body)
@@ -124,30 +128,32 @@ class Client:
         finish = meta["finish_reason"] or {}
         kind = finish.get("type", "abort")
         cut = kind not in ("stop", "length")
-        token_ids = tuple(int(token) for token in answer["output_ids"])
-        pairs = meta.get("output_token_logprobs", ()) if cut else meta["output_token_logprobs"]
-        logprobs = tuple(math.nan if pair[0] is None else float(pair[0]) for pair in pairs)  # JSON has no NaN
+        token_ids = ids_of(answer["output_ids"])
+        triples = meta.get("output_token_logprobs", ()) if cut else meta["output_token_logprobs"]
+        values, of, *_ = zip(*triples, strict=True) if triples else ((), ())
+        logprobs = np.array(values, dtype=np.float32)  # NaN where there is None: JSON has no NaN
         problem = ""
-        if tuple(pair[1] for pair in pairs) != token_ids:
-            problem = f"the engine wrote {len(token_ids)} tokens and gave {len(pairs)} log-probs of others"
-        elif not all(map(math.isfinite, logprobs)):
+        if not np.array_equal(of, token_ids):
+            problem = f"the engine wrote {len(token_ids)} tokens and gave {len(of)} log-probs of others"
+        elif not np.isfinite(logprobs).all():
             problem = "the engine gave a log-prob that is not finite"
-        elif not cut and not token_ids:
+        elif not cut and not len(token_ids):
             problem = "the engine answered without a token"
         elif cut and self._routing is not None and meta.get("routed_experts") is None:
-            problem = "the engine had not kept the routing"  # of what it took back from work
+            problem = "the engine says nothing of routing"  # of a request that it had taken back from work
         if problem and not cut:
             raise RequestFailed(problem)
         if problem:
-            token_ids, logprobs = (), ()
+            token_ids, logprobs = token_ids[:0], logprobs[:0]
         routing = None
-        if self._routing is not None and not problem:
+        if self._routing is not None and len(token_ids):
             routing = decode_routing(meta.get("routed_experts"), asked + len(token_ids) - 1 - routed, self._routing)
         return Generation(
             token_ids=token_ids,
             logprobs=logprobs,
             finish="abort" if cut else kind,
             weight_version=int(meta["weight_version"]),
+            versions=_versions(meta.get("weight_versions") or (), len(token_ids)),
             routing=routing,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),
@@ -191,11 +197,12 @@ class Client:
 
     async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         assert self._session is not None, "the client is used outside `async with`"
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(1, _TRIES + 1):
             try:
-                async with self._session.post(self._url + path, json=body) as answer:
+                async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
                     if answer.content_type == "application/json":
-                        return answer.status, await answer.json()
+                        return answer.status, orjson.loads(await answer.read())
                     return answer.status, await answer.text()
             except TimeoutError:
                 raise RequestFailed(f"the engine did not answer {path} within {self._timeout.total:g} s") from None
@@ -208,19 +215,44 @@ class Client:
         raise AssertionError("unreachable")
 
 
+def _versions(spans: Sequence[dict[str, Any]], tokens: int) -> tuple[tuple[int, int], ...]:
+    """SGLang's spans of tokens that weights of one version chose, as of a `Turn`. Raises RequestFailed where they are
+    not of these `tokens`."""
+    runs = [(int(span["version"]), span["start"], span["end"]) for span in spans]
+    if len(runs) < 2 or not tokens:
+        return ()
+    ends = [0, *(end for _, _, end in runs)]
+    if [start for _, start, _ in runs] != ends[:-1] or ends[-1] != tokens or sorted(set(ends)) != ends:
+        raise RequestFailed(f"the engine wrote {tokens} tokens and named the weights of others: {spans}")
+    return tuple((version, end - start) for version, start, end in runs)
+
+
 def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.Tensor:
-    """What SGLang sends of `tokens` tokens, base64 of int32 [tokens, layers, topk] -> int16 [tokens, MoE layers, topk].
+    """What SGLang sends of `tokens` tokens, base64 of int32 [tokens, layers, topk] -> [tokens, MoE layers, topk], uint8
+    for up to 256 experts, else int16.
 
     It keeps the record beside the KV cache: of a token whose keys and values another request left there, it is what
-    they were computed with. Raises RequestFailed where there is none, or one of another size.
+    they were computed with. Raises RequestFailed where there is none, or one of another size or model.
     """
     if text is None:
         raise RequestFailed("the engine did not record which experts it chose; set train.replay_routing=false")
-    found = np.frombuffer(base64.b64decode(text), dtype=np.int32)
+    found = np.frombuffer(pybase64.b64decode_as_bytearray(text), dtype=np.int32)
     if found.size != tokens * shape.layers * shape.topk:
         raise RequestFailed(
             f"the engine's record of routing has {found.size} numbers, not those of {tokens} tokens in {shape.layers} "
             f"layers with {shape.topk} experts each: engine and trainer must load the same config.json"
         )
-    record = found.reshape(tokens, shape.layers, shape.topk)[:, list(shape.moe_layers)]
-    return torch.from_numpy(record.astype(np.int16))
+    record = found.reshape(tokens, shape.layers, shape.topk)
+    record = record[:, _slice(shape.moe_layers)]
+    if record.size and record.view(np.uint32).max() >= shape.experts:  # negative ones are large so
+        raise RequestFailed(
+            f"the engine's record of routing names experts from {record.min()} to {record.max()}, but config.json has "
+            f"{shape.experts}, from 0"
+        )
+    return torch.from_numpy(record.astype(np.uint8 if shape.experts <= 256 else np.int16))
+
+
+def _slice(numbers: tuple[int, ...]) -> slice | list[int]:
+    """What picks these; without a copy where each follows on the one before, as layers with experts mostly do."""
+    first, last = numbers[0], numbers[-1]
+    return slice(first, last + 1) if numbers == tuple(range(first, last + 1)) else list(numbers)

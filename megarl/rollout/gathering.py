@@ -12,7 +12,7 @@ from megarl.rollout.client import Generation, Policy
 from megarl.rollout.multi_turn import Halted, Surroundings, run_conversation, sample_seed, sampling_params
 from megarl.rollout.partial import Partial
 from megarl.rollout.queue import Tickets
-from megarl.types import Prompt, Rollout
+from megarl.types import Ids, Prompt, Rollout, ids_of
 
 _LOOK_S = 0.1
 """How often it is asked whether there are enough groups, and how often the policy is told again to stop."""
@@ -64,7 +64,7 @@ async def gather_rollouts(
         raise ValueError("conversations are gone on with only where it is said how many groups are needed")
 
     around.halt.clear()
-    room = _Room(policy, min(around.config.concurrency, samples * tickets.share), around.halt)
+    room = _Room(policy, max(1, min(around.config.concurrency, samples * tickets.share)), around.halt)
     left = deque(sorted(carried, key=lambda group: not _ended(group)))
     complete: dict[int, Group] = {}
     partials: list[Group] = []
@@ -82,8 +82,8 @@ async def gather_rollouts(
         if number is None:
             return None
         prompt = prompts[number]
-        if not prompt.token_ids:
-            prompt = replace(prompt, token_ids=tuple(around.chat.render(prompt)))
+        if not len(prompt.token_ids):
+            prompt = replace(prompt, token_ids=ids_of(around.chat.render(prompt)))
         seeds = [sample_seed(seed, first_group + number, sample) for sample in range(samples)]
         return number, tuple(Partial.begin(prompt, own) for own in seeds)
 
@@ -186,7 +186,7 @@ class _Seat:
     def __init__(self, room: _Room) -> None:
         self._room, self._away = room, False
 
-    async def generate(self, ids: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         room = self._room
         self._go(away=False)
         async with room.free:

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from megarl.config import RolloutConfig
 from megarl.rollout.chat import Chat, call_id
 from megarl.rollout.client import Policy, RequestFailed
-from megarl.rollout.partial import Partial
+from megarl.rollout.partial import Partial, joined
 from megarl.rollout.tool_calls import Parse, Reply
 from megarl.rollout.tools import ToolPool, ToolResult
-from megarl.types import Message, Status, Turn
+from megarl.types import Message, Status, Turn, ids_of
 
 T = TypeVar("T")
 
@@ -97,16 +97,21 @@ class _Talk:
         if budget <= 0:
             return "length"
         out = await self._policy.generate(context, {**self._params, "max_new_tokens": budget}, now.routed)
-        own = (Turn(out.token_ids, out.logprobs, is_action=True, weight_version=out.weight_version),)
+        turns, last = now.turns, None
+        if len(out.token_ids):
+            own, last = (
+                Turn(out.token_ids, out.logprobs, True, out.weight_version, out.versions),
+                int(out.token_ids[-1]),
+            )
+            turns = (*turns[:-1], joined(turns[-1], own)) if now.written else (*turns, own)
         now = self.now = replace(
             now,
-            turns=now.turns + own if out.token_ids else now.turns,
+            turns=turns,
             written=now.written + len(out.token_ids),
             drafted=now.drafted + out.drafted,
             accepted=now.accepted + out.accepted,
             routing=now.routing if out.routing is None else (*now.routing, out.routing),
         )
-        last = out.token_ids[-1] if out.token_ids else None
         over = last in chat.ends or len(out.token_ids) == budget  # though it may have been cut off at that moment
         if out.finish == "abort" and not over and self._around.halt.is_set():
             raise Halted
@@ -121,9 +126,8 @@ class _Talk:
 
     def _said(self) -> str:
         """The policy's last turn in words, without what ends it."""
-        tokens = self.now.token_ids[len(self.now.token_ids) - self.now.written :]
-        chat = self._around.chat
-        return chat.text(tokens[:-1] if tokens and tokens[-1] in chat.ends else tokens)
+        chat, tokens = self._around.chat, self.now.turns[-1].token_ids if self.now.written else ids_of(())
+        return chat.text(tokens[:-1] if len(tokens) and int(tokens[-1]) in chat.ends else tokens)
 
     def _say(self, *messages: Message) -> None:
         self.now = replace(self.now, messages=(*self.now.messages, *messages))
@@ -155,10 +159,10 @@ class _Talk:
         now = replace(now, tool_calls=now.tool_calls + len(results), tool_errors=now.tool_errors + failed)
         self.now = now
         self._say(said)
-        if len(now.token_ids) + len(observed) >= config.max_context:
+        if now.num_tokens + len(observed) >= config.max_context:
             return "length"
         self._say(*answers)
-        self.now = replace(self.now, turns=(*now.turns, Turn(tuple(observed))), written=0, whole=False)
+        self.now = replace(self.now, turns=(*now.turns, Turn(ids_of(observed))), written=0, whole=False)
         return None
 
     async def _unless_halted(self, work: Awaitable[T]) -> T:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megarl.config import ConfigError
-from megarl.types import Message, Prompt, Rollout, Status, Turn
+from megarl.types import Ids, Message, Prompt, Rollout, Status, Turn
 
 
 @dataclass(frozen=True)
 class Partial:
-    """turns: as of `Rollout`. What the policy wrote in one turn by several versions of the weights are several action
-    turns, next to each other, one for each version.
+    """turns, messages, tool_calls ...: as of a `Rollout`. The last turn may be one that the policy has not finished.
 
-    routing: parts, next to each other, [tokens, MoE layers, topk] each, of the tokens from the first on.
-    written: tokens of the policy's last turn, which stand at the end; 0 where it is the policy's turn and it has
-    written nothing yet. whole: that turn is over, and its calls were not answered. taken: the policy's turns that are
-    over. status: of one that has ended, while others of its group have not; then only `rollout` is left to do.
+    routing: as of a `Rollout`, in parts. written: tokens of the policy's turn, which is the last one then; 0 where it
+    is to begin its turn. whole: that turn is over, and its calls were not answered. taken: the policy's turns that are
+    over. status: of a conversation that has ended, None of all others.
     """
 
     prompt: Prompt
@@ -47,8 +45,12 @@ class Partial:
         return Partial(prompt, seed, (Turn(prompt.token_ids),), prompt.messages)
 
     @property
-    def token_ids(self) -> list[int]:
-        return [token for turn in self.turns for token in turn.token_ids]
+    def token_ids(self) -> Ids:
+        return np.concatenate([turn.token_ids for turn in self.turns])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
     def routed(self) -> int:
@@ -58,7 +60,7 @@ class Partial:
     @property
     def oldest(self) -> int | None:
         """The first version of the weights that has chosen a token of it; None where none has."""
-        return min((turn.weight_version for turn in self.turns if turn.is_action), default=None)
+        return min((version for turn in self.turns if turn.is_action for version, _ in runs_of(turn)), default=None)
 
     def rollout(self, group: int) -> Rollout:
         """What it is where it has ended."""
@@ -73,31 +75,45 @@ class Partial:
             messages=self.messages,
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
-            routing=_completed(self.routing, len(self.token_ids)),
+            routing=torch.cat(self.routing) if self.routing else None,
             drafted=self.drafted,
             accepted=self.accepted,
             failure=self.failure,
         )
 
 
-def _completed(parts: Sequence[torch.Tensor], tokens: int) -> torch.Tensor | None:
-    """[tokens, MoE layers, topk]: the parts, and -1 for the tokens at the end that no request has run."""
-    if not parts:
-        return None
-    known = torch.cat(list(parts))
-    return torch.cat([known, known.new_full((tokens - len(known), *known.shape[1:]), -1)])
+def runs_of(turn: Turn) -> tuple[tuple[int, int], ...]:
+    """(version, tokens) of one run of tokens after the other that weights of one version chose."""
+    return turn.versions or ((turn.weight_version, len(turn.token_ids)),)
+
+
+def joined(turn: Turn, more: Turn) -> Turn:
+    """A turn of the policy with what it has written since."""
+    runs: list[tuple[int, int]] = []
+    for version, tokens in (*runs_of(turn), *runs_of(more)):
+        before = runs.pop()[1] if runs and runs[-1][0] == version else 0
+        runs.append((version, before + tokens))
+    return Turn(
+        np.concatenate([turn.token_ids, more.token_ids]),
+        np.concatenate([turn.logprobs, more.logprobs]),
+        is_action=True,
+        weight_version=more.weight_version,
+        versions=tuple(runs) if len(runs) > 1 else (),
+    )
 
 
 def to_record(partial: Partial) -> dict[str, Any]:
     """As plain values that JSON can hold (`observe.exact_json` where a prompt's own may be odd), for a checkpoint."""
     record = {item.name: getattr(partial, item.name) for item in dataclasses.fields(Partial)}
     record["prompt"] = {item.name: getattr(partial.prompt, item.name) for item in dataclasses.fields(Prompt)}
+    record["prompt"]["token_ids"] = _packed(partial.prompt.token_ids)
     record["turns"] = [
         {
-            "token_ids": _packed(np.asarray(turn.token_ids, dtype=np.int32)),
-            "logprobs": _packed(np.asarray(turn.logprobs, dtype=np.float64)),
+            "token_ids": _packed(turn.token_ids),
+            "logprobs": _packed(turn.logprobs),
             "is_action": turn.is_action,
             "weight_version": turn.weight_version,
+            "versions": turn.versions,
         }
         for turn in partial.turns
     ]
@@ -110,18 +126,19 @@ def from_record(record: dict[str, Any]) -> Partial:
     try:
         fields = dict(record)
         prompt = dict(fields["prompt"])
-        for name in ("messages", "token_ids", "tools"):
-            prompt[name] = tuple(prompt[name])
+        prompt |= {name: tuple(prompt[name]) for name in ("messages", "tools")}
+        prompt["token_ids"] = _unpacked(prompt["token_ids"])
         if fields["status"] not in (None, *get_args(Status)):
             raise ValueError(f"a rollout does not end as {fields['status']!r}")
         fields["prompt"] = Prompt(**prompt)
         fields["messages"] = tuple(fields["messages"])
         fields["turns"] = tuple(
             Turn(
-                tuple(_unpacked(turn["token_ids"]).tolist()),
-                tuple(_unpacked(turn["logprobs"]).tolist()),
+                _unpacked(turn["token_ids"]),
+                _unpacked(turn["logprobs"]),
                 bool(turn["is_action"]),
                 int(turn["weight_version"]),
+                tuple((int(version), int(tokens)) for version, tokens in turn["versions"]),
             )
             for turn in fields["turns"]
         )
@@ -131,12 +148,12 @@ def from_record(record: dict[str, Any]) -> Partial:
         raise ConfigError(f"not a recorded conversation: {error!r}") from None
 
 
-def _packed(array: np.ndarray) -> dict[str, Any]:
+def _packed(array: npt.NDArray[Any]) -> dict[str, Any]:
     text = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
     return {"dtype": str(array.dtype), "shape": list(array.shape), "base64": text}
 
 
-def _unpacked(record: dict[str, Any]) -> np.ndarray:
+def _unpacked(record: dict[str, Any]) -> npt.NDArray[Any]:
     """An array of its own, which can be written to."""
     values = np.frombuffer(base64.b64decode(record["base64"], validate=True), dtype=np.dtype(record["dtype"]))
     return values.reshape(record["shape"]).copy()

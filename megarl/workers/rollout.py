@@ -13,8 +13,9 @@ from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import read_rollouts, rollout_file
 from megarl.parallel import device, ranks
 from megarl.rollout.aborted import check_aborted
+from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine
-from megarl.rollout.multi_turn import Conversations
+from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout
 from megarl.workers.actor import ActorWorker
@@ -104,25 +105,25 @@ class RolloutWorker(Worker):
             if config.rollout.replay:
                 return self._replayed()
             self._wake(Engine.wake)
-            first = len(prompts) * self.engine_index // self.engines
-            end = len(prompts) * (self.engine_index + 1) // self.engines
             self._generations += 1
-            alarm = f"megarl/generation/{self._generations}"
+            name = f"megarl/generation/{self._generations}"
+            tickets = Tickets(len(prompts), self.engines, ranks.count, name)
             # The last part is for an engine to let go of what is aborted.
             with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
                 mine = _on_any(
                     self._talks,
                     lambda talks: talks.generate(
-                        prompts[first:end],
+                        prompts,
+                        tickets=tickets,
                         samples=samples,
                         greedy=greedy,
                         seed=config.run.seed * 1_000_003 + self.step,
-                        first_group=first,
-                        look=lambda: _stop_at(alarm),
+                        look=lambda: _stop_at(name),
                     ),
-                    alarm,
+                    name,
                 )
-            rollouts = [rollout for share in ranks.all_gather_objects(mine or []) for rollout in share]
+            shares = ranks.all_gather_objects(mine.rollouts if mine else [])
+            rollouts = sorted((rollout for share in shares for rollout in share), key=lambda rollout: rollout.group)
             check_aborted(rollouts, config)
             return rollouts
 

@@ -82,7 +82,7 @@ class TableFlow:
         import dataclasses
 
         self.calls.append("score")
-        right = [(r.token_ids[1] == 1) + (r.token_ids[2] == 4) for r in rollouts]
+        right = [int((r.token_ids[1:] == [1, 4]).sum()) for r in rollouts]
         return [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts, right, strict=True)]
 
     def sleep(self) -> None:

@@ -55,9 +55,9 @@ def test_turns_by_hand(tmp_path: Path) -> None:
     texts = ["".join(map(chr, turn.token_ids)) for turn in rollout.turns]
     assert texts == ["[calc](u:1+1;\n(a:", "call;", "\n(t:2;\n(a:", "two;"]
     assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
-    assert rollout.turns[1].logprobs == (0.0,) * 5 and rollout.turns[1].weight_version == -1
+    assert rollout.turns[1].logprobs.tolist() == [0.0] * 5 and rollout.turns[1].weight_version == -1
     assert rollout.prompt.tools == ("calc",) and rollout.prompt.messages == tuple(TALK[:1])
-    assert rollout.prompt.token_ids == rollout.turns[0].token_ids and rollout.prompt.ground_truth == 2
+    assert rollout.prompt.token_ids is rollout.turns[0].token_ids and rollout.prompt.ground_truth == 2
     assert rollout.messages == tuple(TALK) and rollout.answer == "two"
 
 

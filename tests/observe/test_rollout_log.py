@@ -31,7 +31,7 @@ def example(group: int = 0) -> Rollout:
         prompt=prompt,
         turns=(
             Turn((1, 2, 3)),
-            Turn((7, 8), (third, -1e-300), is_action=True, weight_version=4),
+            Turn((7, 8), (third, -1e-300), is_action=True, weight_version=4, versions=((3, 1), (4, 1))),
             Turn((4, 5)),
             Turn((9,), (-0.1,), is_action=True, weight_version=5),
         ),

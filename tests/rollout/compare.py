@@ -46,6 +46,6 @@ def assert_equals(engine: Engine, model: PreTrainedModel, version: int) -> None:
         if recorded(engine) is not None:
             assert out.routing is not None
             chosen_experts = torch.stack(experts, dim=1)[:-1]
-            assert torch.equal(out.routing.sort(-1).values, chosen_experts.sort(-1).values.short())
-        chosen = expected.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+            assert torch.equal(out.routing.sort(-1).values, chosen_experts.sort(-1).values.byte())
+        chosen = expected.gather(1, torch.tensor(out.token_ids.tolist())[:, None])[:, 0]
         assert (torch.tensor(out.logprobs) - chosen).abs().max() < 1e-5

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from aiohttp import web
 
 from megarl.models.routing import RoutingShape
@@ -21,9 +24,25 @@ def sent(*shape: int) -> str:
     return base64.b64encode(np.arange(np.prod(shape), dtype=np.int32).reshape(shape).tobytes()).decode()
 
 
-def test_only_layers_with_experts_are_kept() -> None:
-    assert decode_routing(sent(2, 3, 2), 2, SHAPE).tolist() == [[[2, 3], [4, 5]], [[8, 9], [10, 11]]]
-    assert decode_routing(sent(0, 3, 2), 0, SHAPE).shape == (0, 2, 2)
+@pytest.mark.parametrize(("experts", "dtype"), [(12, torch.uint8), (256, torch.uint8), (257, torch.int16)])
+def test_only_layers_with_experts_are_kept_in_the_smallest_type(experts: int, dtype: torch.dtype) -> None:
+    shape = replace(SHAPE, experts=experts)
+    found = decode_routing(sent(2, 3, 2), 2, shape)
+    assert found.dtype == dtype and found.tolist() == [[[2, 3], [4, 5]], [[8, 9], [10, 11]]]
+    others = decode_routing(sent(2, 3, 2), 2, replace(shape, moe_layers=(0, 2)))
+    assert others.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
+    assert decode_routing(sent(0, 3, 2), 0, shape).shape == (0, 2, 2)
+
+
+@pytest.mark.parametrize("odd", [-1, 12, 256])
+def test_an_expert_that_the_model_has_not_is_one_error(odd: int) -> None:
+    record = np.arange(12, dtype=np.int32)
+    record[-1] = odd
+    text = base64.b64encode(record.tobytes()).decode()
+    with pytest.raises(RequestFailed, match=rf"experts from {min(odd, 2)} to {max(odd, 10)}, but config.json has 12"):
+        decode_routing(text, 2, replace(SHAPE, experts=12))
+    record[-1], record[0] = 11, odd  # of a layer without experts nothing is read
+    decode_routing(base64.b64encode(record.tobytes()).decode(), 2, replace(SHAPE, experts=12))
 
 
 def test_a_record_of_another_size_is_one_error() -> None:
@@ -40,8 +59,8 @@ def answer(**changes: Any) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": {name: value for name, value in meta.items() if value is not ...}}
 
 
-def ask(said: Any, status: int = 200, timeout: float = 30.0) -> Generation:
-    """What a client whose engine holds version 3 makes of this answer; `said` None for none at all."""
+def ask(said: Any, status: int = 200, timeout: float = 30.0, version: int | None = 3) -> Generation:
+    """What a client whose engine holds this version makes of this answer; `said` None for none at all."""
 
     kind = "application/json" if status == 200 else "text/plain"
 
@@ -70,7 +89,7 @@ def ask(said: Any, status: int = 200, timeout: float = 30.0) -> Generation:
         assert site._server is not None
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         try:
-            async with Client(f"http://127.0.0.1:{port}", "key", timeout, version=3) as client:
+            async with Client(f"http://127.0.0.1:{port}", "key", timeout, version=version) as client:
                 return await client.generate([5, 6], {})
         finally:
             await runner.cleanup()
@@ -80,7 +99,9 @@ def ask(said: Any, status: int = 200, timeout: float = 30.0) -> Generation:
 
 def test_a_good_answer() -> None:
     out = ask(answer())
-    assert (out.token_ids, out.logprobs, out.finish, out.weight_version) == ((8,), (-0.5,), "stop", 3)
+    assert (out.token_ids.tolist(), out.logprobs.tolist(), out.finish) == ([8], [-0.5], "stop")
+    assert (out.token_ids.dtype, out.logprobs.dtype) == (np.int32, np.float32)
+    assert (out.weight_version, out.versions) == (3, ())
 
 
 @pytest.mark.parametrize(
@@ -99,9 +120,14 @@ def test_a_good_answer() -> None:
         (answer(output_token_logprobs=[]), 200, "wrote 1 tokens and gave 0 log-probs"),
         (answer(output_token_logprobs=[[-0.5, 9, None]]), 200, "wrote 1 tokens and gave 1 log-probs of others"),
         (answer(output_token_logprobs=[[None, 8, None]]), 200, "a log-prob that is not finite"),
-        (answer(output_token_logprobs=[[float("-inf"), 8, None]]), 200, "a log-prob that is not finite"),
+        (answer(output_token_logprobs=[[float("-inf"), 8, None]]), 200, "cannot be read"),  # it is no JSON
+        (answer(output_token_logprobs=[["x", 8, None]]), 200, "cannot be one: ValueError"),
+        (answer(output_token_logprobs=[[-0.5, 8, None], [-0.5]]), 200, "cannot be one: ValueError"),
         (answer(output_token_logprobs=[8]), 200, "cannot be one: TypeError"),
         (answer(output_ids=["x"]), 200, "cannot be one: ValueError"),
+        (answer(output_ids=[8.5]), 200, "cannot be one: ValueError"),
+        (answer(output_ids=[-8]), 200, "cannot be one: ValueError.'a token id is negative"),
+        (answer(output_ids=[2**31]), 200, "cannot be one: ValueError.'no token has the id"),
         (answer(output_ids=[], output_token_logprobs=[]), 200, "answered without a token"),
     ],
 )
@@ -118,10 +144,10 @@ def test_no_answer_at_all() -> None:
 def test_of_an_answer_that_was_cut_off_only_what_is_whole_is_kept() -> None:
     cut = {"type": "abort", "message": "Aborted"}
     out = ask(answer(finish_reason=cut))
-    assert (out.token_ids, out.finish, out.reason) == ((8,), "abort", "the engine cut the answer off: Aborted")
+    assert (out.token_ids.tolist(), out.finish, out.reason) == ([8], "abort", "the engine cut the answer off: Aborted")
     for odd in ({"output_token_logprobs": ...}, {"output_token_logprobs": [[None, 8, None]]}):
         out = ask(answer(finish_reason=cut, **odd))
-        assert (out.token_ids, out.logprobs, out.finish) == ((), (), "abort")
+        assert (len(out.token_ids), len(out.logprobs), out.finish) == (0, 0, "abort")
     assert ask(answer(finish_reason=None)).reason.endswith("it does not say why")
 
 
@@ -137,6 +163,23 @@ def test_a_version_that_changed_within_an_answer_is_seen() -> None:
     with pytest.raises(RuntimeError, match="version 2, but"):
         ask(answer(weight_versions=spans))
     assert ask(answer(weight_versions=spans[1:])).weight_version == 3
+
+
+def spans(*ends: int) -> list[dict[str, Any]]:
+    """By version 1 up to the first end, by version 2 to the next, and so on."""
+    return [{"version": str(i), "start": a, "end": b} for i, (a, b) in enumerate(pairwise((0, *ends)), 1)]
+
+
+def test_where_any_version_will_do_the_answer_says_which_chose_which_token() -> None:
+    wrote: dict[str, Any] = {"output_ids": [8, 9, 8], "output_token_logprobs": [[-0.5, i, None] for i in (8, 9, 8)]}
+    out = ask(answer(**wrote, weight_version="2", weight_versions=spans(1, 3)), version=None)
+    assert (out.weight_version, out.versions) == (2, ((1, 1), (2, 2)))
+    assert ask(answer(**wrote, weight_versions=spans(3)), version=None).versions == ()
+    cut = answer(finish_reason=None, output_ids=[], output_token_logprobs=[], weight_versions=spans(0))
+    assert ask(cut, version=None).versions == ()
+    for ends in ((1, 2), (1, 4), (2, 1, 3)):
+        with pytest.raises(RequestFailed, match="wrote 3 tokens and named the weights of others|cannot be one"):
+            ask(answer(**wrote, weight_versions=spans(*ends)), version=None)
 
 
 def test_an_engine_that_is_gone_is_not_an_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_sampled_tokens_follow_the_policys_distribution(drafting: Running, tempe
         logits = drafting.model(texts).logits[:, len(prompt) - 1 : -1].double() / temperature
     probs = logits.softmax(-1)
     chosen = texts[:, len(prompt) :, None]
-    reported = torch.tensor([out.logprobs for out in outs], dtype=torch.float64)
+    reported = torch.tensor([out.logprobs.tolist() for out in outs], dtype=torch.float64)
     assert (reported - probs.gather(2, chosen)[..., 0].log()).abs().max() < 2e-5
     probs = on_cpu.keep_top_p(probs.flatten(0, 1), torch.full((samples * tokens,), top_p)).view_as(probs)
     own = probs.gather(2, chosen)
@@ -194,7 +194,9 @@ def test_conversations_count_their_drafts(drafting: Running) -> None:
     config = replace(drafting.config.rollout, max_new_tokens=24)
     chat = Chat.load(str(drafting.folder), load_tools(config.tools))
     talks = Conversations(drafting.engine, chat, config)
-    rollouts = talks.generate([Prompt(id="0", messages=({"role": "user", "content": "1 + 1"},))], samples=8, seed=3)
+    rollouts = talks.generate(
+        [Prompt(id="0", messages=({"role": "user", "content": "1 + 1"},))], samples=8, seed=3
+    ).rollouts
     talks.close()
     assert all(1 <= rollout.num_actions <= 24 for rollout in rollouts)
     drafted, accepted = (sum(getattr(rollout, name) for rollout in rollouts) for name in ("drafted", "accepted"))

@@ -28,9 +28,9 @@ from megarl.config import ConfigError
 from megarl.rollout import engine_cpu, engine_host
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client, RequestFailed
+from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine, EngineError, start_host
 from megarl.rollout.hosting import SHARED, Hosted
-from megarl.rollout.conversations import Conversations
 from megarl.rollout.tool_calls import rehearse
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, TrainBatch
@@ -41,7 +41,7 @@ def test_sleep_and_wake(qwen3_moe: Running) -> None:
     qwen3_moe.engine.sleep()
     qwen3_moe.engine.sleep()
     qwen3_moe.engine.wake()
-    assert [out.token_ids for out in generate(qwen3_moe.engine)] == [out.token_ids for out in before]
+    assert [out.token_ids.tolist() for out in generate(qwen3_moe.engine)] == [out.token_ids.tolist() for out in before]
 
 
 def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
@@ -88,18 +88,18 @@ def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
     chat = Chat.load(str(qwen3_moe.folder), load_tools(config.tools))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(3)]
     talks = Conversations(qwen3_moe.engine, chat, config)
-    rollouts = talks.generate(prompts, samples=4, seed=3)
+    rollouts = talks.generate(prompts, samples=4, seed=3).rollouts
     assert [rollout.group for rollout in rollouts] == [0] * 4 + [1] * 4 + [2] * 4
-    assert len({rollout.turns[1].token_ids for rollout in rollouts}) > 1
+    assert len({rollout.turns[1].token_ids.tobytes() for rollout in rollouts}) > 1
     for rollout in rollouts:
         assert rollout.routing is None  # nobody asked
         assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
         assert 1 <= rollout.num_actions <= config.max_new_tokens
     talks.close()
     talks = Conversations(qwen3_moe.engine, chat, config, recorded(qwen3_moe.engine))
-    greedy = talks.generate(prompts[:1], samples=2, greedy=True)
+    greedy = talks.generate(prompts[:1], samples=2, greedy=True).rollouts
     # Log-probs differ in their last bits with what else is in a batch, which depends on when requests arrive.
-    assert greedy[0].token_ids == greedy[1].token_ids
+    assert greedy[0].token_ids.tolist() == greedy[1].token_ids.tolist()
     talks.close()
     batch = TrainBatch.from_rollouts(greedy)
     assert batch.routing is not None and batch.routing.shape == (len(batch.tokens), 2, 2)
@@ -111,7 +111,7 @@ def test_what_is_late_is_aborted_also_in_the_engine(qwen3_moe: Running) -> None:
     chat = Chat.load(str(qwen3_moe.folder), load_tools(config.tools))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
     talks = Conversations(qwen3_moe.engine, chat, config)
-    rollouts = talks.generate(prompts, samples=64)
+    rollouts = talks.generate(prompts, samples=64).rollouts
     talks.close()
     assert len(rollouts) == 256 and [r.group for r in rollouts] == [g for g in range(4) for _ in range(64)]
     late = [rollout for rollout in rollouts if rollout.status == "aborted"]

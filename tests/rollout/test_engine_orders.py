@@ -121,7 +121,7 @@ def test_an_engine_that_was_only_looked_at_generates_as_before(qwen3_moe: Runnin
         assert answer["odd"] == [] and any(name.endswith("w13_weight") for name in answer["tensors"])
         running.engine.check_alive()
         for out, as_before in zip(generate(running.engine), before, strict=True):
-            assert out.token_ids == as_before.token_ids
+            assert out.token_ids.tolist() == as_before.token_ids.tolist()
             assert out.logprobs == pytest.approx(as_before.logprobs, abs=1e-5)
 
 
@@ -131,7 +131,7 @@ def checksums(engine: Engine) -> list[dict[str, str]]:
 
 def test_an_order_that_does_not_fit_harms_nothing_but_the_engine_waits_for_a_whole_set(qwen3_moe: Running) -> None:
     engine, box = qwen3_moe.engine, Mailbox()
-    before = [out.token_ids for out in generate(engine)]
+    before = [out.token_ids.tolist() for out in generate(engine)]
     engine.begin_update()
     order = {"do": "write", "version": 1, "tensor_dtype": {}, "slices": [["no.such.tensor", -1, 0, 1, 0, 1, 0, -1]]}
     engine.order([box.payload(order, torch.zeros(16, dtype=torch.uint8))])
@@ -143,7 +143,7 @@ def test_an_order_that_does_not_fit_harms_nothing_but_the_engine_waits_for_a_who
     engine.begin_update()
     engine.end_update(3)
     engine.check_alive()
-    assert [out.token_ids for out in generate(engine)] == before
+    assert [out.token_ids.tolist() for out in generate(engine)] == before
 
 
 def test_orders_belong_into_an_update(qwen3_moe: Running) -> None:

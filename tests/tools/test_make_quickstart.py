@@ -107,7 +107,7 @@ def test_conversations_are_tokenised_as_the_rollout_loop_would_see_them(made: Pa
     conversations = sft_rollouts(made / "sft.jsonl", tokenizer)
     assert {len(rollout.turns) for rollout in conversations[:50]} == {2, 4}
     for rollout, row in zip(conversations[:200], rows(made / "sft.jsonl"), strict=False):
-        assert rollout.prompt.token_ids == rollout.turns[0].token_ids
+        assert rollout.prompt.token_ids is rollout.turns[0].token_ids
         assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
         for turn, message in zip(rollout.turns[2::2], row["messages"][2::2], strict=True):
             assert list(turn.token_ids) == chat.observation([message], [calculator.schema])
@@ -117,7 +117,7 @@ def test_conversations_are_tokenised_as_the_rollout_loop_would_see_them(made: Pa
         # The whole, tokenised at once, is the same but for the line feed that the template puts after the last turn.
         whole = tokenizer.apply_chat_template(row["messages"], tools=[calculator.schema], tokenize=False)
         assert whole.endswith("<|im_end|>\n")
-        assert tokenizer.encode(whole.removesuffix("\n"), add_special_tokens=False) == rollout.token_ids
+        assert tokenizer.encode(whole.removesuffix("\n"), add_special_tokens=False) == rollout.token_ids.tolist()
 
 
 def test_template_with_a_system_message_and_two_calls(tokenizer: Any) -> None:
