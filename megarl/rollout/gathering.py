@@ -143,7 +143,8 @@ async def _stop_when_enough(tickets: Tickets, needed: int, room: _Room) -> None:
     """Stop all conversations when so many groups are complete, here or elsewhere, and see to it that they do."""
     while not room.halt.is_set():
         try:
-            await asyncio.wait_for(room.halt.wait(), _LOOK_S)
+            async with asyncio.timeout(_LOOK_S):
+                await room.halt.wait()
         except TimeoutError:
             if await asyncio.to_thread(tickets.finished) >= needed:
                 room.stop()

@@ -178,7 +178,7 @@ class _Talk:
             halted.cancel()
             if not working.done():
                 working.cancel()
-                await asyncio.wait({working})
+                await asyncio.gather(working, return_exceptions=True)
 
 
 async def _run(tools: ToolPool, allowed: set[str], call: Any) -> ToolResult:

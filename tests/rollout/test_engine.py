@@ -25,12 +25,13 @@ from conftest import Running, start
 from engine_config import make_config
 
 from megarl.config import ConfigError
-from megarl.rollout import engine_cpu, engine_host
+from megarl.rollout import engine_cpu, engine_host, gathering
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client, RequestFailed
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine, EngineError, start_host
 from megarl.rollout.hosting import SHARED, Hosted
+from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, TrainBatch
@@ -189,6 +190,44 @@ def test_routing_of_a_conversation_is_that_of_one_pass_over_it(qwen3_moe: Runnin
 
     parts, once = asyncio.run(talk())
     assert torch.equal(parts.sort(-1).values, once[:-1].sort(-1).values)
+
+
+def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
+    qwen3_moe: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped twice in the middle of a turn, each time without the cache afterwards."""
+
+    class Enough(Tickets):
+        def finished(self) -> int:
+            return 100
+
+    engine = qwen3_moe.engine
+    config = replace(qwen3_moe.config.rollout, max_new_tokens=160, max_turns=1)
+    chat = Chat.load(str(qwen3_moe.folder))
+    prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
+    talks = Conversations(engine, chat, config, recorded(engine))
+    whole = {rollout.prompt.id: rollout for rollout in talks.generate(prompts, samples=1, greedy=True).rollouts}
+    monkeypatch.setattr(gathering, "_LOOK_S", 0.05)
+    carried, lengths = [], []
+    for step in range(2):
+        engine._call("/flush_cache")
+        tickets = Enough(0 if step else 4, carried=4 if step else 0)
+        out = talks.generate(prompts, tickets=tickets, samples=1, greedy=True, needed=4, carried=carried)
+        carried = [*out.partials]
+        lengths.append(sum(one.written for (one,) in carried if one.status is None))
+    assert len(carried) == 4 and 0 < lengths[0] < lengths[1] < sum(one.num_actions for one in whole.values())
+    engine._call("/flush_cache")
+    tickets = Tickets(0, carried=4)
+    out = talks.generate([], tickets=tickets, greedy=True, needed=4, carried=carried)
+    talks.close()
+    assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3] and not out.partials
+    for rollout in out.rollouts:
+        other = whole[rollout.prompt.id]
+        assert rollout.status == other.status and rollout.token_ids.tolist() == other.token_ids.tolist()
+        assert abs(rollout.turns[1].logprobs - other.turns[1].logprobs).max() < 1e-5
+        assert rollout.routing is not None and other.routing is not None
+        assert len(rollout.routing) == rollout.num_tokens - 1
+        assert torch.equal(rollout.routing.sort(-1).values, other.routing.sort(-1).values)
 
 
 def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) -> None:
