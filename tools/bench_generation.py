@@ -1,10 +1,11 @@
-"""Seconds of a generation by four engines with long-tailed answers: even slices, a queue, and a queue with over-sampling.
+"""Seconds of generation by engines with long-tailed answers: even slices, a queue, and a queue with over-sampling.
 
     python tools/bench_generation.py --steps 6 --prompts 32 --samples 4 --concurrency 16
 
 The engines are played: an answer has a log-normal number of tokens, each of which takes the same time; an engine works
-on so many answers at once. What feeds, stops and continues them is what a run uses. Every step ends with the same number
-of complete groups. Idle: share of the engines' slots, over all seconds, in which nothing was written.
+on so many answers at once. What feeds, stops and continues them is what a run uses. Every step ends with the same
+number of complete groups. Idle: share of the engines' slots, over all seconds, in which nothing was written. Tokens: of
+the complete groups; fewer in as many groups are answers that are shorter, for the long ones are still under way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from megarl.config import RolloutConfig
 from megarl.rollout.client import Generation
-from megarl.rollout.gathering import Gathered, Group, gather_rollouts
+from megarl.rollout.gathering import Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings
 from megarl.rollout.queue import Counts, Tickets
 from megarl.rollout.tool_calls import Call, Reply
@@ -90,8 +91,8 @@ async def parse(text: str, schemas: Any) -> Reply:
     return Reply("", (Call("tool", {}),))
 
 
-async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, int, int]:
-    """Seconds and idle share of all steps, groups that they completed, conversations begun anew."""
+async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, int, int, int]:
+    """Seconds and idle share of all steps, groups and tokens that they completed, conversations begun anew."""
     config = RolloutConfig(
         max_turns=options.turns,
         max_new_tokens=10**6,
@@ -102,7 +103,7 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
     engines = [Played(options) for _ in range(options.engines)]
     carried: list[list[Group]] = [[] for _ in engines]
     oversample = options.oversample if kind == "queue and over-sampling" else 1.0
-    seconds, groups, anew, handed = 0.0, 0, 0, 0
+    seconds, groups, tokens, anew, handed = 0.0, 0, 0, 0, 0
     for step in range(options.steps):
         held = sum(map(len, carried))
         count = round(options.prompts * oversample) - held
@@ -110,39 +111,39 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
         counts = Counts()
         edges = [count * e // len(engines) for e in range(len(engines) + 1)]
 
-        async def share(number: int, engine: Played) -> Gathered:
+        calls = []
+        for number, engine in enumerate(engines):
             tools: Any = Tools(options.tool_s)
             chat: Any = Chat()
-            own, tickets = prompts, Tickets(count, len(engines), counts.add, "step", held)
-            if kind == "even slices":
-                own = prompts[edges[number] : edges[number + 1]]
-                tickets = Tickets(len(own))
-            return await gather_rollouts(
-                own,
-                tickets,
+            first, last = (edges[number], edges[number + 1]) if kind == "even slices" else (0, count)
+            tickets = Tickets(count, len(engines), counts.add, "step", held)
+            call = gather_rollouts(
+                prompts[first:last],
+                Tickets(last - first) if kind == "even slices" else tickets,
                 engine,
                 Surroundings(chat, tools, parse, config),
                 samples=options.samples,
                 greedy=False,
                 seed=step,
-                first_group=edges[number] if kind == "even slices" else 0,
+                first_group=first,
                 needed=options.prompts if oversample > 1 else None,
                 carried=carried[number],
                 version=step,
             )
-
+            calls.append(call)
         start = time.perf_counter()
-        results = await asyncio.gather(*(share(number, engine) for number, engine in enumerate(engines)))
+        results = await asyncio.gather(*calls)
         seconds += time.perf_counter() - start
         carried = [result.partials for result in results]
         groups += len({rollout.group for result in results for rollout in result.rollouts})
+        tokens += sum(rollout.num_actions for result in results for rollout in result.rollouts)
         anew += sum(result.anew for result in results)
         handed += Tickets(count, 1, counts.add, "step").taken()
     idle = 1 - sum(engine.busy for engine in engines) / (seconds * options.engines * options.concurrency)
-    return seconds, idle, groups, anew
+    return seconds, idle, groups, tokens, anew
 
 
-def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int, int]]:
+def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int, int, int]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     whole: dict[str, int] = {"engines": 4, "steps": 6, "prompts": 32, "samples": 4, "concurrency": 16, "turns": 1}
     for name, value in (whole | {"max-lag": 4, "tokens": 400}).items():
@@ -153,11 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int
     found = []
     for kind in ("even slices", "queue", "queue and over-sampling"):
         found.append(asyncio.run(steps(kind, options)))
-        seconds, idle, groups, anew = found[-1]
-        times = found[0][0] / seconds
-        print(
-            f"{kind:24} {groups} groups {seconds:7.2f} s {times:5.2f}x {idle:6.1%} idle  {anew} begun anew", flush=True
-        )
+        seconds, idle, groups, tokens, anew = found[-1]
+        print(f"{kind:24} {seconds:7.2f} s  {found[0][0] / seconds:.2f}x  {idle:5.1%} idle  ", end="")
+        print(f"{groups} groups, {tokens:,} tokens, {anew} begun anew", flush=True)
     return found
 
 

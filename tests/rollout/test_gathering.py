@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,16 @@ from megarl.rollout.gathering import Gathered, Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed
 from megarl.rollout.partial import Partial
 from megarl.rollout.queue import Counts, Tickets
-from megarl.rollout.tools import ToolPool, ToolResult
+from megarl.rollout.tools import ToolResult
 from megarl.types import Ids, Prompt, Rollout
+
+
+class Calculator:
+    """Tools that take a moment, without a process."""
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        await asyncio.sleep(random.random() * 0.002)
+        return ToolResult(str(len(arguments["expression"])), True)
 
 
 def gather(
@@ -30,21 +37,22 @@ def gather(
     deadline_in: float | None = None,
     **config: Any,
 ) -> list[Rollout]:
+    tools: Any = Calculator()
+
     async def run() -> list[Rollout]:
-        async with aclosing(ToolPool(CHAT.tools, 60.0)) as pool:
-            gathered = await gather_rollouts(
-                prompts,
-                Tickets(len(prompts)),
-                script,
-                Surroundings(CHAT, pool, parse, replace(CONFIG, **config)),
-                samples=samples,
-                greedy=False,
-                seed=seed,
-                first_group=first_group,
-                deadline=None if deadline_in is None else asyncio.get_running_loop().time() + deadline_in,
-            )
-            assert not gathered.partials
-            return gathered.rollouts
+        gathered = await gather_rollouts(
+            prompts,
+            Tickets(len(prompts)),
+            script,
+            Surroundings(CHAT, tools, parse, replace(CONFIG, **config)),
+            samples=samples,
+            greedy=False,
+            seed=seed,
+            first_group=first_group,
+            deadline=None if deadline_in is None else asyncio.get_running_loop().time() + deadline_in,
+        )
+        assert not gathered.partials
+        return gathered.rollouts
 
     return asyncio.run(run())
 
@@ -92,14 +100,6 @@ def test_a_failing_engine_is_one_error() -> None:
 
 
 PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i}?"},)) for i in range(40)]
-
-
-class Calculator:
-    """Tools that take a moment, without a process."""
-
-    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        await asyncio.sleep(random.random() * 0.002)
-        return ToolResult(str(len(arguments["expression"])), True)
 
 
 def surroundings(**config: Any) -> Surroundings:
@@ -286,4 +286,4 @@ def test_a_group_that_was_complete_too_late_counts_at_once() -> None:
     groups = [(halted(2), halted(2)), (ended, ended)]
     out = no_failure(together([Writer(version=3)], PROMPTS[:5], [Tickets(5, carried=2)], 1, [groups]))[0]
     assert [rollout.token_ids.tolist() for rollout in out.rollouts] == [ended.token_ids.tolist()] * 2
-    assert [one.seed for one in out.partials[0]] == [5, 5]
+    assert [5, 5] in [[one.seed for one in group] for group in out.partials]
