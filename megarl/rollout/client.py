@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -109,14 +111,19 @@ class Client:
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
-        status, answer = await self._post("/generate", body)
+        status, data = await self._post("/generate", body)
+        with _uncollected():
+            return self._generation(status, data, len(ids), routed)
+
+    def _generation(self, status: int, data: bytes | str, asked: int, routed: int) -> Generation:
+        answer = _loaded("/generate", data)
         if status == 503 and "timeout reached" in str(answer):
             raise RequestFailed("the engine did not end the answer within rollout.request_timeout")
         if status != 200:
             raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
         try:
             self._check_version(answer["meta_info"])
-            return self._read(answer, len(ids), routed)
+            return self._read(answer, asked, routed)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
 
@@ -130,11 +137,10 @@ class Client:
         cut = kind not in ("stop", "length")
         token_ids = ids_of(answer["output_ids"])
         triples = meta.get("output_token_logprobs", ()) if cut else meta["output_token_logprobs"]
-        values, of, *_ = zip(*triples, strict=True) if triples else ((), ())
-        logprobs = np.array(values, dtype=np.float32)  # NaN where there is None: JSON has no NaN
+        logprobs = np.array([triple[0] for triple in triples], dtype=np.float32)  # NaN for None: JSON has no NaN
         problem = ""
-        if not np.array_equal(of, token_ids):
-            problem = f"the engine wrote {len(token_ids)} tokens and gave {len(of)} log-probs of others"
+        if [triple[1] for triple in triples] != answer["output_ids"]:
+            problem = f"the engine wrote {len(token_ids)} tokens and gave {len(triples)} log-probs of others"
         elif not np.isfinite(logprobs).all():
             problem = "the engine gave a log-prob that is not finite"
         elif not cut and not len(token_ids):
@@ -184,7 +190,8 @@ class Client:
         Raises as `generate` does.
         """
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
-        status, answer = await self._post("/parse_function_call", body)
+        status, data = await self._post("/parse_function_call", body)
+        answer = _loaded("/parse_function_call", data)
         if status in (400, 500):  # what it says where the parser raises
             return None
         try:
@@ -195,14 +202,15 @@ class Client:
         except (LookupError, TypeError, ValueError) as error:
             raise RequestFailed(f"the engine's answer to /parse_function_call cannot be one: {error!r}") from None
 
-    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes | str]:
+        """Status and answer, bytes where they say that they are JSON."""
         assert self._session is not None, "the client is used outside `async with`"
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(1, _TRIES + 1):
             try:
                 async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
                     if answer.content_type == "application/json":
-                        return answer.status, orjson.loads(await answer.read())
+                        return answer.status, await answer.read()
                     return answer.status, await answer.text()
             except TimeoutError:
                 raise RequestFailed(f"the engine did not answer {path} within {self._timeout.total:g} s") from None
@@ -210,9 +218,29 @@ class Client:
                 if attempt == _TRIES:
                     raise RuntimeError(f"the engine cannot be reached: {error}") from None
                 await asyncio.sleep(_PAUSE_S * attempt)
-            except (aiohttp.ClientError, ValueError) as error:
+            except (aiohttp.ClientError, UnicodeError) as error:
                 raise RequestFailed(f"the engine's answer to {path} cannot be read: {error!r}") from None
         raise AssertionError("unreachable")
+
+
+def _loaded(path: str, data: bytes | str) -> Any:
+    try:
+        return data if isinstance(data, str) else orjson.loads(data)
+    except ValueError as error:
+        raise RequestFailed(f"the engine's answer to {path} cannot be read: {error!r}") from None
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without passes of Python's collector, which thousands of short-lived lists in an answer set off again and again:
+    over all that torch and others keep in this process, they take longer than to read the answer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _versions(spans: Sequence[dict[str, Any]], tokens: int) -> tuple[tuple[int, int], ...]:
@@ -236,7 +264,7 @@ def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.
     """
     if text is None:
         raise RequestFailed("the engine did not record which experts it chose; set train.replay_routing=false")
-    found = np.frombuffer(pybase64.b64decode_as_bytearray(text), dtype=np.int32)
+    found = np.frombuffer(pybase64.b64decode(text, validate=True), dtype=np.int32)  # 100 times as fast as if not
     if found.size != tokens * shape.layers * shape.topk:
         raise RequestFailed(
             f"the engine's record of routing has {found.size} numbers, not those of {tokens} tokens in {shape.layers} "

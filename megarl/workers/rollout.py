@@ -1,4 +1,4 @@
-"""Generation: the job's engines, each fed by its lead rank; every rank gets every rollout."""
+"""Generation: the job's engines, each fed by its lead rank from one queue; every rank gets every rollout."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ class RolloutWorker(Worker):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        if self.config.rollout.oversample > 1:
+            raise ConfigError(
+                f"rollout.oversample={self.config.rollout.oversample:g} is not available yet: a step's prompts and its "
+                "checkpoint know nothing of conversations that go on; leave it at 1"
+            )
         tp, here = self.config.rollout.tp, self.config.parallel.ranks_per_node
         self.engines = self.ranks.world // tp
         self.engine_index, self.position = divmod(self.ranks.rank, tp)

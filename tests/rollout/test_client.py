@@ -122,7 +122,7 @@ def test_a_good_answer() -> None:
         (answer(output_token_logprobs=[[None, 8, None]]), 200, "a log-prob that is not finite"),
         (answer(output_token_logprobs=[[float("-inf"), 8, None]]), 200, "cannot be read"),  # it is no JSON
         (answer(output_token_logprobs=[["x", 8, None]]), 200, "cannot be one: ValueError"),
-        (answer(output_token_logprobs=[[-0.5, 8, None], [-0.5]]), 200, "cannot be one: ValueError"),
+        (answer(output_token_logprobs=[[-0.5]]), 200, "cannot be one: IndexError"),
         (answer(output_token_logprobs=[8]), 200, "cannot be one: TypeError"),
         (answer(output_ids=["x"]), 200, "cannot be one: ValueError"),
         (answer(output_ids=[8.5]), 200, "cannot be one: ValueError"),
