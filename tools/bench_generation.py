@@ -35,7 +35,7 @@ class Played:
     """An engine: how long an answer gets follows from the sample's seed and the turn, not from who plays or when."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.stops, self.busy = options, asyncio.Event(), 0.0
+        self.options, self.stops, self.busy, self.version = options, asyncio.Event(), 0.0, 0
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         options, known = self.options, np.asarray(ids)
@@ -56,7 +56,7 @@ class Played:
             finish, spent = "stop", time.perf_counter() - start
             tokens = [WORD] * (length - 1) + [last]
         self.busy += spent
-        return Generation(ids_of(tokens), np.zeros(len(tokens), np.float32), finish, 0)  # type: ignore[arg-type]
+        return Generation(ids_of(tokens), np.zeros(len(tokens), np.float32), finish, self.version)  # type: ignore[arg-type]
 
     async def stop(self) -> None:
         self.stops.set()
@@ -115,6 +115,7 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
         for number, engine in enumerate(engines):
             tools: Any = Tools(options.tool_s)
             chat: Any = Chat()
+            engine.version = step
             first, last = (edges[number], edges[number + 1]) if kind == "even slices" else (0, count)
             tickets = Tickets(count, len(engines), counts.add, "step", held)
             call = gather_rollouts(
