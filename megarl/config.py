@@ -116,7 +116,13 @@ class RolloutConfig:
     """Tokens that the model's own layer of multi-token prediction drafts at a time, and that the policy then accepts or
     replaces (speculative decoding): the same distribution in fewer steps. 0 is off."""
     concurrency: Batch = 128
-    """Conversations at once per engine."""
+    """Conversations at once per engine, not counting those that wait for a tool."""
+    oversample: Annotated[float, Range(1, 100)] = 1.0
+    """Prompts under way in a step over those that it needs, `data.prompts_per_step`. When as many are done, the others
+    are stopped, and gone on with in the next step. 1 is off: a step waits for its longest answer."""
+    max_lag: Annotated[int, Range(0, 1000)] = 1
+    """With `rollout.oversample`: versions of the weights by which a rollout's first token may be older than its last;
+    what would be older is begun anew."""
     request_timeout: Seconds = 600.0
     """Seconds that one answer of the engine may take, from when it begins to work on it; the conversation is aborted
     then."""

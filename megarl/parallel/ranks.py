@@ -271,6 +271,11 @@ def alarm_raised(name: str) -> bool:
     return bool(dist.distributed_c10d._get_default_store().check([name]))
 
 
+def count(name: str, more: int) -> int:
+    """What a counter of all ranks is with so many more, from 0 on; one step, whoever counts at the same time."""
+    return int(dist.distributed_c10d._get_default_store().add(name, more))
+
+
 def host_group() -> dist.ProcessGroup:
     """A gloo group of all ranks, for host values; raises where `initialize` has not run."""
     if _host_group is None:

@@ -62,11 +62,17 @@ class Policy(Protocol):
         """
         ...
 
+    async def stop(self) -> None:
+        """Have what is being generated answered now, as far as it is written, as cut off. What is asked for later, or
+        is on its way, is not stopped."""
+        ...
+
 
 class Client:
     """HTTP client of one engine; use it with `async with` inside one event loop.
 
-    timeout: seconds that any answer may take, with the engine's own queue. routing: ask for the engine's record of it,
+    timeout: seconds that any answer may take, with the engine's own queue. As many connections are made as there are
+    requests at once, so that one to stop the others does not wait for them. routing: ask for the engine's record of it,
     which has this shape. version: of the weights that every answer must come from; None for any.
     """
 
@@ -75,20 +81,18 @@ class Client:
         url: str,
         api_key: str,
         timeout: float,
-        concurrency: int,
         routing: RoutingShape | None = None,
         version: int | None = None,
     ) -> None:
         self._url = url
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout)
-        self._limit = concurrency
         self._routing = routing
         self._version = version
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
-        connector = aiohttp.TCPConnector(limit=self._limit)
+        connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
         return self
 
@@ -125,7 +129,8 @@ class Client:
 
     def _read(self, answer: dict[str, Any], asked: int, routed: int) -> Generation:
         """The answer to `asked` tokens. What was written before it was cut off is kept where it is whole: as many
-        log-probs as tokens, of those tokens, all finite; else a cut-off answer has no tokens, and another fails."""
+        log-probs as tokens, of those tokens, all finite, and with routing where it is recorded; else a cut-off answer
+        has no tokens, and another fails."""
         meta = answer["meta_info"]
         finish = meta["finish_reason"] or {}
         kind = finish.get("type", "abort")
@@ -140,12 +145,14 @@ class Client:
             problem = "the engine gave a log-prob that is not finite"
         elif not cut and not len(token_ids):
             problem = "the engine answered without a token"
+        elif cut and self._routing is not None and meta.get("routed_experts") is None:
+            problem = "the engine says nothing of routing"  # of a request that it had taken back from work
         if problem and not cut:
             raise RequestFailed(problem)
         if problem:
             token_ids, logprobs = token_ids[:0], logprobs[:0]
         routing = None
-        if self._routing is not None and not (cut and (problem or meta.get("routed_experts") is None)):
+        if self._routing is not None and len(token_ids):
             routing = decode_routing(meta.get("routed_experts"), asked + len(token_ids) - 1 - routed, self._routing)
         return Generation(
             token_ids=token_ids,
@@ -169,6 +176,11 @@ class Client:
                     f"the engine answered by weights of version {span['version']}, but those that it was given last "
                     f"are version {self._version}: something else than this run has changed it"
                 )
+
+    async def stop(self) -> None:
+        status, answer = await self._post("/abort_request", {"abort_all": True})
+        if status != 200:
+            raise RuntimeError(f"the engine does not stop: {str(answer)[:300]}")
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str

@@ -99,7 +99,7 @@ def rehearse(chat: Chat, url: str, api_key: str, name: str, marker: str, timeout
         return False
 
     async def complaint() -> str:
-        async with Client(url, api_key, timeout, 1) as client:
+        async with Client(url, api_key, timeout) as client:
             for tool in chat.tools:
                 if await reads(client, name, tool):
                     continue

@@ -1,4 +1,4 @@
-"""Generation: the job's engines, each fed by its lead rank, where its rollouts stay; their figures go everywhere."""
+"""Generation: the engines, each fed by its lead rank from one queue. Rollouts stay there, their figures go everywhere."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import read_rollouts
 from megarl.parallel import device, everyone, ranks
 from megarl.rollout.aborted import check_aborted
+from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine
-from megarl.rollout.multi_turn import Conversations
+from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
@@ -35,6 +36,11 @@ class RolloutWorker(Worker):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        if self.config.rollout.oversample > 1:
+            raise ConfigError(
+                f"rollout.oversample={self.config.rollout.oversample:g} is not available yet: a step's prompts and its "
+                "checkpoint know nothing of conversations that go on; leave it at 1"
+            )
         tp, here = self.config.rollout.tp, self.config.parallel.ranks_per_node
         self.engines = self.ranks.job.world // tp
         self.engine_index, self.position = divmod(self.ranks.job.rank, tp)
@@ -104,25 +110,24 @@ class RolloutWorker(Worker):
             if config.rollout.replay:
                 return _gathered(self._replayed())
             self._wake(Engine.wake)
-            first = len(prompts) * self.engine_index // self.engines
-            end = len(prompts) * (self.engine_index + 1) // self.engines
             self._generations += 1
-            alarm = f"megarl/generation/{self._generations}"
+            name = f"megarl/generation/{self._generations}"
+            tickets = Tickets(len(prompts), self.engines, ranks.count, name)
             # The last part is for an engine to let go of what is aborted.
             with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
                 mine = _on_any(
                     self._talks,
                     lambda talks: talks.generate(
-                        prompts[first:end],
+                        prompts,
+                        tickets=tickets,
                         samples=samples,
                         greedy=greedy,
                         seed=config.run.seed * 1_000_003 + self.step,
-                        first_group=first,
-                        look=lambda: _stop_at(alarm),
+                        look=lambda: _stop_at(name),
                     ),
-                    alarm,
+                    name,
                 )
-            rollouts = _gathered(mine or [])
+            rollouts = _gathered(mine.rollouts if mine else [])
             check_aborted(rollouts, config)
             return rollouts
 

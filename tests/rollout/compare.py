@@ -27,7 +27,7 @@ def generate(engine: Engine, temperature: float = 0.0) -> list[Generation]:
     params = {"temperature": temperature, "max_new_tokens": TOKENS, "ignore_eos": True}
 
     async def all_of_them() -> list[Generation]:
-        async with Client(engine.url, engine.api_key, 300.0, 16, recorded(engine)) as client:
+        async with Client(engine.url, engine.api_key, 300.0, recorded(engine)) as client:
             return list(await asyncio.gather(*(client.generate(prompt, params) for prompt in PROMPTS)))
 
     return asyncio.run(all_of_them())

@@ -89,7 +89,7 @@ def ask(said: Any, status: int = 200, timeout: float = 30.0, version: int | None
         assert site._server is not None
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         try:
-            async with Client(f"http://127.0.0.1:{port}", "key", timeout, 1, version=version) as client:
+            async with Client(f"http://127.0.0.1:{port}", "key", timeout, version=version) as client:
                 return await client.generate([5, 6], {})
         finally:
             await runner.cleanup()
@@ -186,7 +186,7 @@ def test_an_engine_that_is_gone_is_not_an_answers_fault(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "_PAUSE_S", 0.01)
 
     async def run() -> None:
-        async with Client("http://127.0.0.1:9", "key", 30.0, 1) as client:
+        async with Client("http://127.0.0.1:9", "key", 30.0) as client:
             await client.generate([5], {})
 
     with pytest.raises(RuntimeError, match="cannot be reached") as failure:

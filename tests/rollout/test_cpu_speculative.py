@@ -19,7 +19,7 @@ from megarl.reshard.layout import EngineLayout
 from megarl.rollout import cpu_speculative as on_cpu
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client, Generation
-from megarl.rollout.multi_turn import Conversations
+from megarl.rollout.conversations import Conversations
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, Rollouts
 
@@ -124,7 +124,7 @@ def drafting(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 
 def ask(running: Running, prompts: list[list[int]], params: list[dict[str, object]]) -> list[Generation]:
     async def all_of_them() -> list[Generation]:
-        async with Client(running.engine.url, running.engine.api_key, 300.0, 32) as client:
+        async with Client(running.engine.url, running.engine.api_key, 300.0) as client:
             pairs = zip(prompts, params, strict=True)
             return list(await asyncio.gather(*(client.generate(prompt, dict(given)) for prompt, given in pairs)))
 
@@ -194,7 +194,9 @@ def test_conversations_count_their_drafts(drafting: Running) -> None:
     config = replace(drafting.config.rollout, max_new_tokens=24)
     chat = Chat.load(str(drafting.folder), load_tools(config.tools))
     talks = Conversations(drafting.engine, chat, config)
-    rollouts = talks.generate([Prompt(id="0", messages=({"role": "user", "content": "1 + 1"},))], samples=8, seed=3)
+    rollouts = talks.generate(
+        [Prompt(id="0", messages=({"role": "user", "content": "1 + 1"},))], samples=8, seed=3
+    ).rollouts
     talks.close()
     assert all(1 <= rollout.num_actions <= 24 for rollout in rollouts)
     drafted, accepted = (sum(getattr(rollout, name) for rollout in rollouts) for name in ("drafted", "accepted"))

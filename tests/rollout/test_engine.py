@@ -25,12 +25,13 @@ from conftest import Running, start
 from engine_config import make_config
 
 from megarl.config import ConfigError
-from megarl.rollout import engine_cpu, engine_host
+from megarl.rollout import engine_cpu, engine_host, gathering
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client, RequestFailed
+from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine, EngineError, start_host
 from megarl.rollout.hosting import SHARED, Hosted
-from megarl.rollout.multi_turn import Conversations
+from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, TrainBatch
@@ -88,7 +89,7 @@ def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
     chat = Chat.load(str(qwen3_moe.folder), load_tools(config.tools))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(3)]
     talks = Conversations(qwen3_moe.engine, chat, config)
-    rollouts = talks.generate(prompts, samples=4, seed=3)
+    rollouts = talks.generate(prompts, samples=4, seed=3).rollouts
     assert [rollout.group for rollout in rollouts] == [0] * 4 + [1] * 4 + [2] * 4
     assert len({rollout.turns[1].token_ids.tobytes() for rollout in rollouts}) > 1
     for rollout in rollouts:
@@ -97,7 +98,7 @@ def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
         assert 1 <= rollout.num_actions <= config.max_new_tokens
     talks.close()
     talks = Conversations(qwen3_moe.engine, chat, config, recorded(qwen3_moe.engine))
-    greedy = talks.generate(prompts[:1], samples=2, greedy=True)
+    greedy = talks.generate(prompts[:1], samples=2, greedy=True).rollouts
     # Log-probs differ in their last bits with what else is in a batch, which depends on when requests arrive.
     assert greedy[0].token_ids.tolist() == greedy[1].token_ids.tolist()
     talks.close()
@@ -111,7 +112,7 @@ def test_what_is_late_is_aborted_also_in_the_engine(qwen3_moe: Running) -> None:
     chat = Chat.load(str(qwen3_moe.folder), load_tools(config.tools))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
     talks = Conversations(qwen3_moe.engine, chat, config)
-    rollouts = talks.generate(prompts, samples=64)
+    rollouts = talks.generate(prompts, samples=64).rollouts
     talks.close()
     assert len(rollouts) == 256 and [r.group for r in rollouts] == [g for g in range(4) for _ in range(64)]
     late = [rollout for rollout in rollouts if rollout.status == "aborted"]
@@ -142,7 +143,7 @@ def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_is_o
         engine = running.engine
 
         async def ask() -> list[Any]:
-            async with Client(engine.url, engine.api_key, 300.0, 3) as client:
+            async with Client(engine.url, engine.api_key, 300.0) as client:
 
                 async def one(tokens: int) -> Any:
                     return await client.generate(list(range(20, 30)), {"max_new_tokens": tokens, "ignore_eos": True})
@@ -174,7 +175,7 @@ def test_routing_of_a_conversation_is_that_of_one_pass_over_it(qwen3_moe: Runnin
     engine, observed = qwen3_moe.engine, [list(range(50, 57)), list(range(90, 95))]
 
     async def talk() -> tuple[torch.Tensor, torch.Tensor]:
-        async with Client(engine.url, engine.api_key, 300.0, 1, recorded(engine)) as client:
+        async with Client(engine.url, engine.api_key, 300.0, recorded(engine)) as client:
             context, parts = list(range(20, 60)), []
             for observation in [*observed, []]:
                 params = {"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True}
@@ -191,13 +192,51 @@ def test_routing_of_a_conversation_is_that_of_one_pass_over_it(qwen3_moe: Runnin
     assert torch.equal(parts.sort(-1).values, once[:-1].sort(-1).values)
 
 
+def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
+    qwen3_moe: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped twice in the middle of a turn, each time without the cache afterwards."""
+
+    class Enough(Tickets):
+        def finished(self) -> int:
+            return 100
+
+    engine = qwen3_moe.engine
+    config = replace(qwen3_moe.config.rollout, max_new_tokens=160, max_turns=1)
+    chat = Chat.load(str(qwen3_moe.folder))
+    prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
+    talks = Conversations(engine, chat, config, recorded(engine))
+    whole = {rollout.prompt.id: rollout for rollout in talks.generate(prompts, samples=1, greedy=True).rollouts}
+    monkeypatch.setattr(gathering, "_LOOK_S", 0.05)
+    carried, lengths = [], []
+    for step in range(2):
+        engine._call("/flush_cache")
+        tickets = Enough(0 if step else 4, carried=4 if step else 0)
+        out = talks.generate(prompts, tickets=tickets, samples=1, greedy=True, needed=4, carried=carried)
+        carried = [*out.partials]
+        lengths.append(sum(one.written for (one,) in carried if one.status is None))
+    assert len(carried) == 4 and 0 < lengths[0] < lengths[1] < sum(one.num_actions for one in whole.values())
+    engine._call("/flush_cache")
+    tickets = Tickets(0, carried=4)
+    out = talks.generate([], tickets=tickets, greedy=True, needed=4, carried=carried)
+    talks.close()
+    assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3] and not out.partials
+    for rollout in out.rollouts:
+        other = whole[rollout.prompt.id]
+        assert rollout.status == other.status and rollout.token_ids.tolist() == other.token_ids.tolist()
+        assert abs(rollout.turns[1].logprobs - other.turns[1].logprobs).max() < 1e-5
+        assert rollout.routing is not None and other.routing is not None
+        assert len(rollout.routing) == rollout.num_tokens - 1
+        assert torch.equal(rollout.routing.sort(-1).values, other.routing.sort(-1).values)
+
+
 def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) -> None:
     engine = qwen3_moe.engine
     assert engine.tool_call_marker == "<tool_call>"
     schemas = [load_tools(["megarl.rollout.tools:calculator"])["calculator"].schema]
 
     async def parse(text: str) -> object:
-        async with Client(engine.url, engine.api_key, 300.0, 1) as client:
+        async with Client(engine.url, engine.api_key, 300.0) as client:
             return await client.parse_tool_calls(text, schemas, "qwen25")
 
     good = asyncio.run(parse('a <tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'))
@@ -227,7 +266,7 @@ def test_a_call_of_each_family_is_written_by_its_template_and_read_by_its_parser
 
 def test_a_request_without_the_key_is_refused(qwen3_moe: Running) -> None:
     async def ask() -> None:
-        async with Client(qwen3_moe.engine.url, "wrong", 30.0, 1) as client:
+        async with Client(qwen3_moe.engine.url, "wrong", 30.0) as client:
             await client.generate([5], {"max_new_tokens": 1})
 
     with pytest.raises(RuntimeError, match="refused to generate"):

@@ -1,84 +1,43 @@
+"""One conversation: what is in its turns, when it ends, and that it goes on after a stop as if there had been none."""
+
+from __future__ import annotations
+
 import asyncio
-import json
+import random
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import templates
-import tiny_models
 import torch
+from scripted import (
+    CHAT,
+    CONFIG,
+    END,
+    PROMPT,
+    TOKENIZER,
+    Fails,
+    Script,
+    Writer,
+    begun,
+    call,
+    ids,
+    parse,
+    said,
+    turn_of,
+)
 
-from megarl.config import RolloutConfig
-from megarl.rollout import multi_turn
+from megarl.config import ConfigError
+from megarl.observe import exact_json
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Generation, RequestFailed
-from megarl.rollout.multi_turn import (
-    Conversations,
-    Surroundings,
-    gather_rollouts,
-    run_conversation,
-    sample_seed,
-    sampling_params,
-)
+from megarl.rollout.multi_turn import Surroundings, run_conversation, sampling_params
+from megarl.rollout.partial import Partial, from_record, to_record
 from megarl.rollout.tool_calls import Call, Reply
-from megarl.rollout.tools import ToolPool, load_tools
-from megarl.types import Prompt, Rollout, Status, TrainBatch, Turn
-
-TOKENIZER = tiny_models.tokenizer()
-CHAT = Chat(TOKENIZER, load_tools(["megarl.rollout.tools:calculator"]))
-END = CHAT.end_of_turn
-CONFIG = RolloutConfig(max_turns=3, max_new_tokens=100, max_context=1000, concurrency=4, tool_timeout=60.0)
-PROMPT = Prompt(id="p", messages=({"role": "user", "content": "What is 1+2?"},))
-
-
-def ids(text: str) -> tuple[int, ...]:
-    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
-
-
-def call(expression: str, name: str = "calculator") -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
-
-
-class Script:
-    """A policy that says its lines, and records what it was given. A line of ids is said as it is."""
-
-    def __init__(self, *lines: str | Generation) -> None:
-        self.lines = list(lines)
-        self.asked: list[tuple[list[int], dict[str, Any]]] = []
-        self.at_once = self.most_at_once = 0
-
-    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        self.asked.append((list(context), params))
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        await asyncio.sleep(0.001)
-        self.at_once -= 1
-        line = self.lines[min(len(self.asked), len(self.lines)) - 1]
-        return said(line) if isinstance(line, str) else line
-
-
-def said(text: str, finish: Any = "stop", version: int = 7) -> Generation:
-    tokens = ids(text) + ((END,) if finish == "stop" else ())
-    return Generation(tokens, tuple(-0.1 * (i + 1) for i in range(len(tokens))), finish, version)
-
-
-def turn_of(out: Generation) -> Turn:
-    return Turn(out.token_ids, out.logprobs, True, out.weight_version)
-
-
-async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
-    """As SGLang's qwen25 parser does it, for one call."""
-    if "<tool_call>" not in text or not schemas:
-        return Reply(text)
-    try:
-        found = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
-        return Reply("", (Call(found["name"], found["arguments"]),))
-    except ValueError:
-        return Reply(text, error="malformed")
+from megarl.rollout.tools import ToolPool, ToolResult, load_tools
+from megarl.types import Prompt, Rollout, TrainBatch, Turn
 
 
 def converse(
@@ -89,7 +48,8 @@ def converse(
     async def run() -> Rollout:
         async with aclosing(ToolPool(CHAT.tools, CONFIG.tool_timeout)) as pool:
             around = Surroundings(CHAT, pool, parse, replace(CONFIG, **config))
-            return await run_conversation(prompt, script, around, {"temperature": 1.0}, group=5, seed=9)
+            ended = await run_conversation(begun(prompt, 9), script, around, {"temperature": 1.0})
+            return ended.rollout(group=5)
 
     return asyncio.run(run()), script
 
@@ -109,7 +69,6 @@ def test_a_call_and_a_statement_turn_by_turn() -> None:
     assert rollout.messages[2]["content"] == "3"
     # The engine is always given exactly what it has seen and written so far.
     assert script.asked[1][0] == [*rendered, *first.token_ids, *observed]
-    assert rollout.turns[0].token_ids is not rollout.prompt.token_ids  # it was not rendered before
     assert script.asked[0][1] == {"temperature": 1.0, "max_new_tokens": 100}
 
 
@@ -178,7 +137,8 @@ def talk_of(family: str, *lines: str, name: str = "calculator") -> tuple[Rollout
 
     async def run() -> Rollout:
         async with aclosing(ToolPool(chat.tools, 60.0)) as pool:
-            return await run_conversation(PROMPT, script, Surroundings(chat, pool, reads, CONFIG), {})
+            around = Surroundings(chat, pool, reads, CONFIG)
+            return (await run_conversation(begun(chat=chat), script, around, {})).rollout(0)
 
     return asyncio.run(run()), chat
 
@@ -277,66 +237,11 @@ def test_a_prompt_without_tools_has_no_calls() -> None:
 
     async def run() -> Rollout:
         async with aclosing(ToolPool({}, 1.0)) as pool:
-            return await run_conversation(PROMPT, Script(call("1+2")), Surroundings(bare, pool, parse, CONFIG), {})
+            around = Surroundings(bare, pool, parse, CONFIG)
+            return (await run_conversation(begun(chat=bare), Script(call("1+2")), around, {})).rollout(0)
 
     rollout = asyncio.run(run())
     assert rollout.status == "stop" and rollout.tool_calls == 0
-
-
-def gather(
-    script: Script,
-    prompts: list[Prompt],
-    samples: int,
-    seed: int = 1,
-    first_group: int = 0,
-    deadline_in: float | None = None,
-    **config: Any,
-) -> list[Rollout]:
-    async def run() -> list[Rollout]:
-        async with aclosing(ToolPool(CHAT.tools, 60.0)) as pool:
-            return await gather_rollouts(
-                prompts,
-                script,
-                Surroundings(CHAT, pool, parse, replace(CONFIG, **config)),
-                samples=samples,
-                greedy=False,
-                seed=seed,
-                first_group=first_group,
-                deadline=None if deadline_in is None else asyncio.get_running_loop().time() + deadline_in,
-            )
-
-    return asyncio.run(run())
-
-
-def test_all_samples_of_all_prompts_in_order() -> None:
-    prompts = [replace(PROMPT, id=name) for name in "abc"]
-    script = Script("3")
-    rollouts = gather(script, prompts, 4, first_group=10)
-    assert [rollout.prompt.id for rollout in rollouts] == list("aaaabbbbcccc")
-    assert [rollout.group for rollout in rollouts] == [10] * 4 + [11] * 4 + [12] * 4
-    assert 2 <= script.most_at_once <= CONFIG.concurrency
-    assert all(rollout.turns[0].token_ids is rollout.prompt.token_ids for rollout in rollouts)
-
-
-def test_each_sample_has_a_seed_of_its_own_that_does_not_depend_on_the_others() -> None:
-    rollouts = gather(Script("3"), [PROMPT, PROMPT], 3, seed=4)
-    seeds = [rollout.seed for rollout in rollouts]
-    assert len(set(seeds)) == 6 and seeds == [sample_seed(4, group, i) for group in (0, 1) for i in range(3)]
-    assert [rollout.seed for rollout in gather(Script("3"), [PROMPT], 1, seed=4, first_group=1)] == [seeds[3]]
-    assert sample_seed(5, 0, 0) != seeds[0]
-
-
-class Fails(Script):
-    """Says its lines; those that are exceptions it raises, and at `None` it is never done."""
-
-    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        line: Any = self.lines[len(self.asked)]
-        self.asked.append((list(context), params))
-        if line is None:
-            await asyncio.sleep(3600)
-        if isinstance(line, Exception):
-            raise line
-        return said(line)
 
 
 def test_a_request_that_fails_aborts_its_conversation_which_keeps_whole_turns() -> None:
@@ -348,21 +253,6 @@ def test_a_request_that_fails_aborts_its_conversation_which_keeps_whole_turns() 
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool"]
 
 
-def test_only_the_failing_conversation_is_aborted() -> None:
-    rollouts = gather(Fails("1", RequestFailed("late"), "3", "4"), [PROMPT], 4)
-    assert sorted(rollout.status for rollout in rollouts) == ["aborted", "stop", "stop", "stop"]
-    assert [rollout.failure for rollout in rollouts if rollout.failure] == ["late"]
-
-
-def test_what_is_not_done_at_the_deadline_is_aborted_also_what_has_not_begun() -> None:
-    script = Fails("1", None, "3", call("4"), *[None] * 6)
-    rollouts = gather(script, [PROMPT], 7, deadline_in=1.5, concurrency=2)
-    assert [rollout.status for rollout in rollouts] == ["stop", "aborted", "stop", *["aborted"] * 4]
-    assert {rollout.failure for rollout in rollouts} == {"", "it was not done within rollout.step_timeout"}
-    assert rollouts[3].num_actions == len(said(call("4")).token_ids) and rollouts[3].tool_calls == 1
-    assert rollouts[6].num_actions == 0
-
-
 def test_a_slow_tool_does_not_outlast_the_deadline() -> None:
     chat = Chat(TOKENIZER, load_tools(["odd_tools:slow"]))
     line = '<tool_call>\n{"name": "slow", "arguments": {"seconds": 600}}\n</tool_call>'
@@ -371,7 +261,7 @@ def test_a_slow_tool_does_not_outlast_the_deadline() -> None:
         async with aclosing(ToolPool(chat.tools, 600.0)) as pool:
             around = Surroundings(chat, pool, parse, CONFIG)
             deadline = asyncio.get_running_loop().time() + 0.5
-            return await run_conversation(PROMPT, Script(line), around, {}, deadline=deadline)
+            return (await run_conversation(begun(chat=chat), Script(line), around, {}, deadline)).rollout(0)
 
     rollout = asyncio.run(run())
     assert rollout.status == "aborted" and rollout.num_actions == len(said(line).token_ids)
@@ -382,78 +272,135 @@ def test_an_answer_that_was_cut_off_says_why() -> None:
     assert rollout.failure == "the engine cut the answer off: Aborted"
 
 
-def test_a_failing_engine_is_one_error() -> None:
-    class Gone(Script):
-        async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-            raise RuntimeError("the engine cannot be reached")
-
-    with pytest.raises(RuntimeError, match="cannot be reached"):
-        gather(Gone(), [PROMPT, PROMPT], 2)
-
-
 def test_sampling_params() -> None:
     assert sampling_params(CONFIG, CHAT, True, 3)["temperature"] == 0.0
     warm = sampling_params(replace(CONFIG, temperature=0.7, top_p=0.9), CHAT, False, 3)
     assert (warm["temperature"], warm["top_p"], warm["sampling_seed"], warm["stop_token_ids"]) == (0.7, 0.9, 3, [END])
 
 
-def some_engine(folder: Path) -> Any:
-    names = dict(url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, version=0)
-    return SimpleNamespace(**names, log=folder / "logs/engine_0.log", check_alive=lambda: None)
+def written(start: Partial, around: Surroundings, halts: Sequence[int] = ()) -> tuple[Partial, list[Partial]]:
+    """The conversation by a writer, stopped after so many tokens, each time written down and read back, and gone on
+    with by the next version of the weights; and what there was at each stop."""
+
+    async def run() -> tuple[Partial, list[Partial]]:
+        now, stops = start, []
+        async with aclosing(ToolPool(CHAT.tools, 60.0)) as pool:
+            for version, tokens in enumerate([*halts, -1]):
+                writer = Writer(version, halts=tokens)
+                now = await run_conversation(now, writer, replace(around, tools=pool, halt=writer.halt), {})
+                if now.status is not None:
+                    break
+                now = from_record(exact_json.loads(exact_json.dumps(to_record(now))))
+                stops.append(now)
+        return now, stops
+
+    return asyncio.run(run())
 
 
-def test_the_engine_lets_go_of_what_was_aborted_and_is_watched_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    said_to: list[str] = []
-    engine = some_engine(tmp_path)
-    engine.drop_requests = lambda: said_to.append("drop")
-    endings: list[Status] = ["stop", "aborted"]
-
-    async def gathered(*_: Any, **__: Any) -> list[Rollout]:
-        if not endings:
-            await asyncio.sleep(3600)
-        return [Rollout(PROMPT, (), endings.pop(0))]
-
-    monkeypatch.setattr(multi_turn, "gather_rollouts", gathered)
-    monkeypatch.setattr(multi_turn, "_LOOK_S", 0.01)
-    talks = Conversations(engine, CHAT, CONFIG)
-    talks.generate([])
-    assert said_to == []
-    talks.generate([])
-    assert said_to == ["drop"]
-
-    def look() -> None:
-        raise RuntimeError("another engine is gone")
-
-    with pytest.raises(RuntimeError, match="another engine is gone"):
-        talks.generate([], look=look)
-    looks: list[int] = []
-
-    def check_alive() -> None:
-        looks.append(1)
-        if len(looks) > 2:
-            raise RuntimeError("engine 0 is not running")
-
-    engine.check_alive = check_alive
-    with pytest.raises(RuntimeError, match="engine 0 is not running"):
-        talks.generate([])
-    talks.close()
+TALKS = [replace(PROMPT, messages=({"role": "user", "content": f"What is {i}?"},)) for i in range(6)]
 
 
-def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    engine = some_engine(tmp_path)
+@pytest.mark.parametrize("limit", [12, 100])
+def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(limit: int) -> None:
+    around = Surroundings(CHAT, ToolPool({}, 1.0), parse, replace(CONFIG, max_turns=4, max_new_tokens=limit))
+    dice, stopped, calls = random.Random(limit), 0, 0
+    for prompt in TALKS:
+        start = begun(prompt, seed=3)
+        whole, _ = written(start, around)
+        parts, stops = written(start, around, [dice.randint(1, 12) for _ in range(12)])
+        stopped, calls = stopped + len(stops), calls + parts.tool_calls
+        assert [turn.token_ids.tolist() for turn in parts.turns] == [turn.token_ids.tolist() for turn in whole.turns]
+        assert [turn.logprobs.tolist() for turn in parts.turns] == [turn.logprobs.tolist() for turn in whole.turns]
+        assert parts.messages == whole.messages and parts.status == whole.status
+        assert (parts.tool_calls, parts.tool_errors, parts.taken) == (whole.tool_calls, whole.tool_errors, whole.taken)
+        routing, other = parts.rollout(0).routing, whole.rollout(0).routing
+        assert routing is not None and other is not None and torch.equal(routing, other)
+        # A token is of the version during which it was written, which is what had stopped before it was there.
+        places = [0, *(stop.num_tokens for stop in stops), parts.num_tokens]
+        versions = [version for turn in parts.turns for version in turn.token_versions]
+        for version, (first, last) in enumerate(zip(places, places[1:], strict=False)):
+            assert set(versions[first:last]) <= {-1, version}
+    assert stopped > 5 and (calls > 3 or limit == 12)  # a call has more tokens
 
-    async def only_call(prompts: Any, policy: Any, around: Surroundings, **_: Any) -> list[Rollout]:
-        text = (await around.tools.call("pid", {})).text
-        return [Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))]
 
-    monkeypatch.setattr(multi_turn, "gather_rollouts", only_call)
-    talks = Conversations(engine, Chat(TOKENIZER, load_tools(["odd_tools:pid"])), CONFIG)  # type: ignore[arg-type]
-    first, second = talks.generate([]), talks.generate([])
-    assert first == second
-    talks.close()
-    talks.close()
-    assert not Path(f"/proc/{first[0].answer}").exists()
+def test_a_turn_that_is_stopped_in_the_middle_has_runs_of_versions() -> None:
+    around = Surroundings(CHAT, ToolPool({}, 1.0), parse, CONFIG)
+    text = said("12", finish="abort", version=1), said("3", finish="abort", version=1), said("45", version=2)
+
+    async def run() -> Partial:
+        now = begun()
+        for out in text:
+            own = replace(around, halt=asyncio.Event())
+            own.halt.set()
+            now = await run_conversation(now, Script(out), own, {})
+        return now
+
+    ended = asyncio.run(run())
+    first, last = len(ids("12")) + len(ids("3")), len(ids("45")) + 1
+    assert ended.status == "stop" and ended.taken == 1 and len(ended.turns) == 2
+    assert ended.turns[1].versions == ((1, first), (2, last)) and ended.oldest == 1
+    assert ended.rollout(0).answer == "12345"
+
+
+def test_what_is_written_and_what_may_be_follow_from_the_stops_before() -> None:
+    script = Script(said("12", finish="abort"), said("3"))
+    around = Surroundings(CHAT, ToolPool({}, 1.0), parse, replace(CONFIG, max_new_tokens=9))
+
+    async def run() -> None:
+        halted = replace(around, halt=asyncio.Event())
+        halted.halt.set()
+        now = await run_conversation(begun(), script, halted, {})
+        assert (now.status, now.whole, now.written) == (None, False, len(ids("12")))
+        await run_conversation(now, script, around, {})
+
+    asyncio.run(run())
+    context = CHAT.render(PROMPT)
+    assert script.asked[1] == ([*context, *ids("12")], {"max_new_tokens": 9 - len(ids("12"))})
+
+
+def test_an_end_at_the_moment_of_the_stop_is_an_end() -> None:
+    around = Surroundings(CHAT, ToolPool({}, 1.0), parse, CONFIG)
+    around.halt.set()
+    out = said("3")
+    ended = asyncio.run(run_conversation(begun(), Script(replace(out, finish="abort")), around, {}))
+    assert ended.status == "stop" and ended.rollout(0).answer == "3"
+    full = replace(CONFIG, max_new_tokens=len(ids("12")))
+    cut = asyncio.run(run_conversation(begun(), Script(said("12", "abort")), replace(around, config=full), {}))
+    assert cut.status == "length" and cut.rollout(0).answer == "12"
+
+
+def test_a_call_whose_tool_was_at_work_is_made_anew() -> None:
+    halt = asyncio.Event()
+
+    class Tool:
+        calls = 0
+
+        async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+            self.calls += 1
+            if self.calls == 1:
+                halt.set()
+                await asyncio.sleep(3600)
+            return ToolResult("3", True)
+
+    tools: Any = Tool()
+    around = Surroundings(CHAT, tools, parse, CONFIG)
+    script = Script(call("1+2"), "3")
+
+    async def run() -> tuple[Partial, Partial]:
+        stopped = await run_conversation(begun(), script, replace(around, halt=halt), {})
+        return stopped, await run_conversation(stopped, script, around, {})
+
+    stopped, ended = asyncio.run(run())
+    assert (stopped.status, stopped.whole, stopped.taken, stopped.tool_calls) == (None, True, 1, 0)
+    assert [message["role"] for message in stopped.messages] == ["user"]
+    assert [message["role"] for message in ended.messages] == ["user", "assistant", "tool", "assistant"]
+    assert (ended.status, ended.tool_calls, tools.calls, len(script.asked)) == ("stop", 1, 2, 2)
+    assert [turn.is_action for turn in ended.turns] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("field", ["turns", "prompt", "routing", "status"])
+def test_a_damaged_record_is_one_error(field: str) -> None:
+    record = to_record(begun())
+    record[field] = {"turns": [{"token_ids": []}], "prompt": {}, "routing": ["x"], "status": "odd"}[field]
+    with pytest.raises(ConfigError, match="not a recorded conversation"):
+        from_record(record)

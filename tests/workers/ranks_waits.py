@@ -25,12 +25,13 @@ import tiny  # noqa: E402
 from megarl.config import ConfigError  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
+from megarl.rollout.gathering import Gathered  # noqa: E402
 from megarl.types import Prompt, Rollout, Turn  # noqa: E402
 
 PROMPT, TURNS = Prompt("p", ()), (Turn((1,)),)
 
 
-def worker(engine_ranks: int, play: Callable[..., list[Rollout]]) -> Any:
+def worker(engine_ranks: int, play: Callable[..., Gathered]) -> Any:
     from megarl.workers.context import Context
     from megarl.workers.rollout import RolloutWorker
 
@@ -53,23 +54,24 @@ def outcome(made: Any) -> Any:
         return str(error)
 
 
-def slow(prompts: Any, **_: Any) -> list[Rollout]:
+def slow(prompts: Any, **_: Any) -> Gathered:
     time.sleep(2.5 * TIMEOUT)
-    return [Rollout(PROMPT, TURNS, seed=RANKS.job.rank)]
+    return Gathered([Rollout(PROMPT, TURNS, seed=RANKS.job.rank)], [])
 
 
-def one_fails(prompts: Any, look: Callable[[], None], **_: Any) -> list[Rollout]:
+def one_fails(prompts: Any, look: Callable[[], None], **_: Any) -> Gathered:
     """The second engine dies at once; the first would go on for an hour."""
     if RANKS.job.rank:
         raise RuntimeError("engine 1 is not running; the last lines of its log")
     for _ in range(36000):
         time.sleep(0.1)
         look()
-    return []
+    return Gathered([], [])
 
 
-def aborted(share: list[str]) -> Callable[..., list[Rollout]]:
-    return lambda prompts, **_: [Rollout(PROMPT, TURNS, "aborted" if why else "stop", failure=why) for why in share]
+def aborted(share: list[str]) -> Callable[..., Gathered]:
+    rollouts = [Rollout(PROMPT, TURNS, "aborted" if why else "stop", failure=why) for why in share]
+    return lambda prompts, **_: Gathered(rollouts, [])
 
 
 def main() -> None:
@@ -82,7 +84,7 @@ def main() -> None:
         "too many": outcome(worker(1, aborted(["odd", "late", "late", ""]))),
     }
 
-    def gone(prompts: Any, **_: Any) -> list[Rollout]:
+    def gone(prompts: Any, **_: Any) -> Gathered:
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)  # as the kernel ends a process that is killed
 

@@ -22,7 +22,7 @@ class Recorded(RolloutWorker):
         self.calls: list[str] = []
         self.engine._platform = SimpleNamespace(has_memory_saver=lambda: True)  # type: ignore[assignment]
         self.engine._call = self.call  # type: ignore[assignment, method-assign]
-        self._talks.generate = lambda *args, **options: self.calls.append("generates") or []  # type: ignore
+        self._talks.generate = lambda *args, **options: self.calls.append("generates")  # type: ignore
         self._push.push = self.push  # type: ignore[assignment, method-assign]
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> None:

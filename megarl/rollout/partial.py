@@ -1,0 +1,159 @@
+"""A conversation as far as it has come: what is kept of one that is stopped, to go on in a later step."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megarl.config import ConfigError
+from megarl.types import Ids, Message, Prompt, Rollout, Status, Turn
+
+
+@dataclass(frozen=True)
+class Partial:
+    """turns, messages, tool_calls ...: as of a `Rollout`. The last turn may be one that the policy has not finished.
+
+    routing: as of a `Rollout`, in parts. written: tokens of the policy's turn, which is the last one then; 0 where it
+    is to begin its turn. whole: that turn is over, and its calls were not answered. taken: the policy's turns that are
+    over. status: of a conversation that has ended, None of all others.
+    """
+
+    prompt: Prompt
+    seed: int
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+    routing: tuple[torch.Tensor, ...] = ()
+    written: int = 0
+    whole: bool = False
+    taken: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    status: Status | None = None
+    failure: str = ""
+
+    @staticmethod
+    def begin(prompt: Prompt, seed: int) -> Partial:
+        """A conversation of which there is only the prompt, rendered (`token_ids`)."""
+        return Partial(prompt, seed, (Turn(prompt.token_ids),), prompt.messages)
+
+    @property
+    def token_ids(self) -> Ids:
+        return np.concatenate([turn.token_ids for turn in self.turns])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def routed(self) -> int:
+        """Tokens whose routing is known, from the first on."""
+        return sum(map(len, self.routing))
+
+    @property
+    def oldest(self) -> int | None:
+        """The first version of the weights that has chosen a token of it; None where none has."""
+        return min((version for turn in self.turns if turn.is_action for version, _ in runs_of(turn)), default=None)
+
+    def rollout(self, group: int) -> Rollout:
+        """What it is where it has ended."""
+        if self.status is None:
+            raise ValueError("the conversation has not ended")
+        return Rollout(
+            prompt=self.prompt,
+            turns=self.turns,
+            status=self.status,
+            seed=self.seed,
+            group=group,
+            messages=self.messages,
+            tool_calls=self.tool_calls,
+            tool_errors=self.tool_errors,
+            routing=torch.cat(self.routing) if self.routing else None,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            failure=self.failure,
+        )
+
+
+def runs_of(turn: Turn) -> tuple[tuple[int, int], ...]:
+    """(version, tokens) of one run of tokens after the other that weights of one version chose."""
+    return turn.versions or ((turn.weight_version, len(turn.token_ids)),)
+
+
+def joined(turn: Turn, more: Turn) -> Turn:
+    """A turn of the policy with what it has written since."""
+    runs: list[tuple[int, int]] = []
+    for version, tokens in (*runs_of(turn), *runs_of(more)):
+        before = runs.pop()[1] if runs and runs[-1][0] == version else 0
+        runs.append((version, before + tokens))
+    return Turn(
+        np.concatenate([turn.token_ids, more.token_ids]),
+        np.concatenate([turn.logprobs, more.logprobs]),
+        is_action=True,
+        weight_version=more.weight_version,
+        versions=tuple(runs) if len(runs) > 1 else (),
+    )
+
+
+def to_record(partial: Partial) -> dict[str, Any]:
+    """As plain values that JSON can hold (`observe.exact_json` where a prompt's own may be odd), for a checkpoint."""
+    record = {item.name: getattr(partial, item.name) for item in dataclasses.fields(Partial)}
+    record["prompt"] = {item.name: getattr(partial.prompt, item.name) for item in dataclasses.fields(Prompt)}
+    record["prompt"]["token_ids"] = _packed(partial.prompt.token_ids)
+    record["turns"] = [
+        {
+            "token_ids": _packed(turn.token_ids),
+            "logprobs": _packed(turn.logprobs),
+            "is_action": turn.is_action,
+            "weight_version": turn.weight_version,
+            "versions": turn.versions,
+        }
+        for turn in partial.turns
+    ]
+    record["routing"] = [_packed(part.numpy()) for part in partial.routing]
+    return record
+
+
+def from_record(record: dict[str, Any]) -> Partial:
+    """The conversation that a record was made of. Raises ConfigError where it is no such record."""
+    try:
+        fields = dict(record)
+        prompt = dict(fields["prompt"])
+        prompt |= {name: tuple(prompt[name]) for name in ("messages", "tools")}
+        prompt["token_ids"] = _unpacked(prompt["token_ids"])
+        if fields["status"] not in (None, *get_args(Status)):
+            raise ValueError(f"a rollout does not end as {fields['status']!r}")
+        fields["prompt"] = Prompt(**prompt)
+        fields["messages"] = tuple(fields["messages"])
+        fields["turns"] = tuple(
+            Turn(
+                _unpacked(turn["token_ids"]),
+                _unpacked(turn["logprobs"]),
+                bool(turn["is_action"]),
+                int(turn["weight_version"]),
+                tuple((int(version), int(tokens)) for version, tokens in turn["versions"]),
+            )
+            for turn in fields["turns"]
+        )
+        fields["routing"] = tuple(torch.from_numpy(_unpacked(part)) for part in fields["routing"])
+        return Partial(**fields)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"not a recorded conversation: {error!r}") from None
+
+
+def _packed(array: npt.NDArray[Any]) -> dict[str, Any]:
+    text = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "base64": text}
+
+
+def _unpacked(record: dict[str, Any]) -> npt.NDArray[Any]:
+    """An array of its own, which can be written to."""
+    values = np.frombuffer(base64.b64decode(record["base64"], validate=True), dtype=np.dtype(record["dtype"]))
+    return values.reshape(record["shape"]).copy()

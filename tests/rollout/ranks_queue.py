@@ -1,0 +1,25 @@
+"""Tickets of 200 groups, taken by two ranks at the same time; each says which it got, and that it has finished them."""
+
+from __future__ import annotations
+
+import json
+
+from megarl.config import ParallelConfig
+from megarl.parallel import ranks
+from megarl.rollout.queue import Tickets
+
+
+def main() -> None:
+    here = ranks.initialize(ParallelConfig(world_size=2))
+    tickets = Tickets(200, here.world, ranks.count, "step")
+    got, places = [], []
+    while (number := tickets.take()) is not None:
+        got.append(number)
+        places.append(tickets.finish())
+    ranks.barrier()
+    print("RESULT", json.dumps({"got": got, "places": places, "finished": tickets.finished()}), flush=True)
+    ranks.shutdown()
+
+
+if __name__ == "__main__":
+    main()

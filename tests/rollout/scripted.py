@@ -1,0 +1,155 @@
+"""Policies that say what a test wants them to, and what their conversations need besides."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tiny_models
+import torch
+
+from megarl.config import RolloutConfig
+from megarl.rollout.chat import Chat
+from megarl.rollout.client import Generation
+from megarl.rollout.partial import Partial
+from megarl.rollout.tool_calls import Call, Reply
+from megarl.rollout.tools import load_tools
+from megarl.types import Ids, Prompt, Turn, ids_of
+
+TOKENIZER = tiny_models.tokenizer()
+CHAT = Chat(TOKENIZER, load_tools(["megarl.rollout.tools:calculator"]))
+END = CHAT.end_of_turn
+CONFIG = RolloutConfig(max_turns=3, max_new_tokens=100, max_context=1000, concurrency=4, tool_timeout=60.0)
+PROMPT = Prompt(id="p", messages=({"role": "user", "content": "What is 1+2?"},))
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def call(expression: str, name: str = "calculator") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
+
+
+class Script:
+    """A policy that says its lines, and records what it was given. A line of ids is said as it is."""
+
+    def __init__(self, *lines: str | Generation) -> None:
+        self.lines = list(lines)
+        self.asked: list[tuple[list[int], dict[str, Any]]] = []
+        self.at_once = self.most_at_once = 0
+
+    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        self.asked.append((list(context), params))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0.001)
+        self.at_once -= 1
+        line = self.lines[min(len(self.asked), len(self.lines)) - 1]
+        return said(line) if isinstance(line, str) else line
+
+    async def stop(self) -> None:
+        """It is quick enough."""
+
+
+def said(text: str, finish: Any = "stop", version: int = 7) -> Generation:
+    tokens = ids(text) + ((END,) if finish == "stop" else ())
+    return Generation(tokens, tuple(-0.1 * (i + 1) for i in range(len(tokens))), finish, version)
+
+
+def turn_of(out: Generation) -> Turn:
+    return Turn(out.token_ids, out.logprobs, True, out.weight_version)
+
+
+async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
+    """As SGLang's qwen25 parser does it, for one call."""
+    if "<tool_call>" not in text or not schemas:
+        return Reply(text)
+    try:
+        found = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
+        return Reply("", (Call(found["name"], found["arguments"]),))
+    except ValueError:
+        return Reply(text, error="malformed")
+
+
+class Fails(Script):
+    """Says its lines; those that are exceptions it raises, and at `None` it is never done."""
+
+    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        line: Any = self.lines[len(self.asked)]
+        self.asked.append((list(context), params))
+        if line is None:
+            await asyncio.sleep(3600)
+        if isinstance(line, Exception):
+            raise line
+        return said(line)
+
+
+def begun(prompt: Prompt = PROMPT, seed: int = 0, chat: Chat = CHAT) -> Partial:
+    return Partial.begin(replace(prompt, token_ids=ids_of(chat.render(prompt))), seed)
+
+
+HEAD = list(ids("<|im_start|>assistant\n"))
+
+
+class Writer:
+    """A policy whose every token follows from all tokens before it and takes a moment. It calls the calculator at
+    times. Its engine records, as routing of a token, its place in the conversation.
+
+    lasts: tokens after which the engine is gone. halts: tokens after which it sets `halt`, and stops.
+    """
+
+    def __init__(self, version: int = 0, pause: float = 0.0005, lasts: int = -1, halts: int = -1) -> None:
+        self.version, self.pause, self.lasts, self.halts = version, pause, lasts, halts
+        self.halt = asyncio.Event()
+        self.written = self.stops = 0
+        self.at_once = self.most_at_once = 0
+
+    async def generate(self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        known, stops, finish = list(map(int, context)), self.stops, "length"
+        self.at_once += 1
+        self.most_at_once = max(self.at_once, self.most_at_once)
+        tokens: list[int] = []
+        while len(tokens) < params["max_new_tokens"]:
+            await asyncio.sleep(random.random() * self.pause)
+            if self.written == self.lasts:
+                raise RuntimeError("the engine is gone")
+            tokens.append(follows([*known, *tokens]))
+            self.written += 1
+            if self.written == self.halts:
+                self.halt.set()
+                self.stops += 1
+            if tokens[-1] == END:
+                finish = "stop"
+                break
+            if self.stops > stops:
+                finish = "abort"
+                break
+        self.at_once -= 1
+        all_of_them = [*known, *tokens]
+        logprobs = [-digest(all_of_them[: len(known) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
+        routing = torch.arange(routed, len(all_of_them) - 1, dtype=torch.int16).view(-1, 1, 1)
+        return Generation(ids_of(tokens), np.array(logprobs, np.float32), finish, self.version, routing=routing)  # type: ignore[arg-type]
+
+    async def stop(self) -> None:
+        self.stops += 1
+
+
+def digest(tokens: Sequence[int]) -> int:
+    return zlib.crc32(np.array(tokens, np.int32).tobytes())
+
+
+def follows(tokens: list[int]) -> int:
+    """The token that the writer adds: the next of a call, or digits, for a while."""
+    start = max(i for i in range(len(HEAD), len(tokens) + 1) if tokens[i - len(HEAD) : i] == HEAD)
+    plan = digest(tokens[:start])
+    if plan % 3:
+        planned = [*ids(call(f"{plan % 89}+{plan % 97}")), END]
+        return planned[len(tokens) - start]
+    return END if len(tokens) - start > plan % 40 else ids(str(digest(tokens) % 5))[0]

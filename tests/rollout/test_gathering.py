@@ -1,0 +1,289 @@
+"""What becomes of groups that engines share: none is lost or comes twice, whoever is slow, stopped or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted import CHAT, CONFIG, PROMPT, Fails, Script, Writer, begun, call, parse, said
+
+from megarl.rollout.client import Generation, RequestFailed
+from megarl.rollout.gathering import Gathered, Group, gather_rollouts
+from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed
+from megarl.rollout.partial import Partial
+from megarl.rollout.queue import Counts, Tickets
+from megarl.rollout.tools import ToolResult
+from megarl.types import Ids, Prompt, Rollout
+
+
+class Calculator:
+    """Tools that take a moment, without a process."""
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        await asyncio.sleep(random.random() * 0.002)
+        return ToolResult(str(len(arguments["expression"])), True)
+
+
+def gather(
+    script: Script,
+    prompts: list[Prompt],
+    samples: int,
+    seed: int = 1,
+    first_group: int = 0,
+    deadline_in: float | None = None,
+    **config: Any,
+) -> list[Rollout]:
+    tools: Any = Calculator()
+
+    async def run() -> list[Rollout]:
+        gathered = await gather_rollouts(
+            prompts,
+            Tickets(len(prompts)),
+            script,
+            Surroundings(CHAT, tools, parse, replace(CONFIG, **config)),
+            samples=samples,
+            greedy=False,
+            seed=seed,
+            first_group=first_group,
+            deadline=None if deadline_in is None else asyncio.get_running_loop().time() + deadline_in,
+        )
+        assert not gathered.partials
+        return gathered.rollouts
+
+    return asyncio.run(run())
+
+
+def test_all_samples_of_all_prompts_in_order() -> None:
+    prompts = [replace(PROMPT, id=name) for name in "abc"]
+    script = Script("3")
+    rollouts = gather(script, prompts, 4, first_group=10)
+    assert [rollout.prompt.id for rollout in rollouts] == list("aaaabbbbcccc")
+    assert [rollout.group for rollout in rollouts] == [10] * 4 + [11] * 4 + [12] * 4
+    assert 2 <= script.most_at_once <= CONFIG.concurrency
+    assert all(rollout.turns[0].token_ids is rollout.prompt.token_ids for rollout in rollouts)
+
+
+def test_each_sample_has_a_seed_of_its_own_that_does_not_depend_on_the_others() -> None:
+    rollouts = gather(Script("3"), [PROMPT, PROMPT], 3, seed=4)
+    seeds = [rollout.seed for rollout in rollouts]
+    assert len(set(seeds)) == 6 and seeds == [sample_seed(4, group, i) for group in (0, 1) for i in range(3)]
+    assert [rollout.seed for rollout in gather(Script("3"), [PROMPT], 1, seed=4, first_group=1)] == [seeds[3]]
+    assert sample_seed(5, 0, 0) != seeds[0]
+
+
+def test_only_the_failing_conversation_is_aborted() -> None:
+    rollouts = gather(Fails("1", RequestFailed("late"), "3", "4"), [PROMPT], 4)
+    assert sorted(rollout.status for rollout in rollouts) == ["aborted", "stop", "stop", "stop"]
+    assert [rollout.failure for rollout in rollouts if rollout.failure] == ["late"]
+
+
+def test_what_is_not_done_at_the_deadline_is_aborted_also_what_has_not_begun() -> None:
+    script = Fails("1", None, "3", call("4"), *[None] * 6)
+    rollouts = gather(script, [PROMPT], 7, deadline_in=0.3, concurrency=2)
+    assert [rollout.status for rollout in rollouts] == ["stop", "aborted", "stop", *["aborted"] * 4]
+    assert {rollout.failure for rollout in rollouts} == {"", "it was not done within rollout.step_timeout"}
+    assert rollouts[3].num_actions == len(said(call("4")).token_ids) and rollouts[3].tool_calls == 1
+    assert rollouts[6].num_actions == 0
+
+
+def test_a_failing_engine_is_one_error() -> None:
+    class Gone(Script):
+        async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+            raise RuntimeError("the engine cannot be reached")
+
+    with pytest.raises(RuntimeError, match="cannot be reached"):
+        gather(Gone(), [PROMPT, PROMPT], 2)
+
+
+PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i}?"},)) for i in range(40)]
+
+
+def surroundings(**config: Any) -> Surroundings:
+    tools: Any = Calculator()
+    return Surroundings(CHAT, tools, parse, replace(CONFIG, max_turns=4, **config))
+
+
+def together(
+    writers: Sequence[Writer],
+    prompts: Sequence[Prompt],
+    tickets: Sequence[Tickets],
+    needed: int | None = None,
+    carried: Sequence[Sequence[Group]] = (),
+    **config: Any,
+) -> list[Gathered | BaseException]:
+    """What each of the engines that share the tickets comes to; seed 7, two samples."""
+
+    async def run() -> list[Gathered | BaseException]:
+        engines = [
+            gather_rollouts(
+                prompts,
+                own,
+                writer,
+                surroundings(**config),
+                samples=2,
+                greedy=False,
+                seed=7,
+                needed=needed,
+                carried=carried[number] if carried else (),
+                version=writer.version,
+            )
+            for number, (writer, own) in enumerate(zip(writers, tickets, strict=True))
+        ]
+        return await asyncio.gather(*engines, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def shared(groups: int, engines: int, carried: int = 0) -> list[Tickets]:
+    counts = Counts()
+    return [Tickets(groups, engines, counts.add, "step", carried) for _ in range(engines)]
+
+
+def alone(prompt: Prompt) -> list[int]:
+    """The tokens of a conversation that nothing has stopped."""
+    return asyncio.run(run_conversation(begun(prompt), Writer(), surroundings(), {})).token_ids.tolist()
+
+
+def no_failure(outcomes: Sequence[Gathered | BaseException]) -> list[Gathered]:
+    for one in outcomes:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in outcomes if isinstance(one, Gathered)]
+
+
+@pytest.mark.parametrize("pauses", [(0.0005,) * 3, (0.0001, 0.0005, 0.004)], ids=["alike", "one is slow"])
+def test_engines_share_groups_without_losing_one_or_taking_it_twice(pauses: Sequence[float]) -> None:
+    writers = [Writer(pause=pause) for pause in pauses]
+    outcomes = no_failure(together(writers, PROMPTS, shared(40, 3)))
+    rollouts = sorted((rollout for out in outcomes for rollout in out.rollouts), key=lambda one: one.group)
+    assert [rollout.group for rollout in rollouts] == [group for group in range(40) for _ in range(2)]
+    assert [rollout.seed for rollout in rollouts] == [sample_seed(7, g, sample) for g in range(40) for sample in (0, 1)]
+    assert all(rollout.prompt.id == str(rollout.group) for rollout in rollouts)
+    for out in outcomes:  # a group's samples are on one engine, in order
+        assert [rollout.group for rollout in out.rollouts] == sorted(rollout.group for rollout in out.rollouts)
+        assert len(out.rollouts) == 2 * len({rollout.group for rollout in out.rollouts})
+    assert all(writer.most_at_once <= CONFIG.concurrency for writer in writers)
+
+
+def test_an_engine_that_dies_takes_with_it_what_it_has_begun_and_nothing_else() -> None:
+    tickets = shared(40, 3)
+    dead, *others = together([Writer(lasts=60), Writer(), Writer()], PROMPTS, tickets)
+    assert isinstance(dead, RuntimeError) and str(dead) == "the engine is gone"
+    found = {rollout.group for out in no_failure(others) for rollout in out.rollouts}
+    most = CONFIG.concurrency * 2 // 2 + 10  # under way at most, and what 60 tokens may have ended
+    assert tickets[0].taken() == 40 and 40 - most <= len(found) < 40
+
+
+def test_of_few_groups_each_engine_begins_its_share_however_early_it_comes() -> None:
+    outcomes = no_failure(together([Writer(pause=0.002)] * 4, PROMPTS[:8], shared(8, 4), concurrency=100))
+    assert [len(out.rollouts) for out in outcomes] == [4] * 4
+
+
+def test_while_a_tool_runs_the_engine_writes_for_somebody_else() -> None:
+    """One slot; the tool of the first conversation returns when another has come to an end."""
+    other_ended = asyncio.Event()
+
+    class Waits:
+        async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+            await asyncio.wait_for(other_ended.wait(), 60.0)
+            return ToolResult("3", True)
+
+    class Policy(Script):
+        async def generate(self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+            assert self.at_once == 0
+            out = await super().generate(context, params, routed)
+            if len(self.asked) == 2:
+                other_ended.set()
+            return out
+
+    tools: Any = Waits()
+    script = Policy(call("1+2"), "first to end", "last to end")
+    around = Surroundings(CHAT, tools, parse, replace(CONFIG, concurrency=1))
+    options: dict[str, Any] = {"samples": 1, "greedy": False, "seed": 0}
+    out = asyncio.run(gather_rollouts(PROMPTS[:2], Tickets(2), script, around, **options))
+    assert [rollout.answer for rollout in out.rollouts] == ["last to end", "first to end"]
+
+
+def test_no_more_conversations_are_begun_than_twice_what_the_engine_has_room_for() -> None:
+    """All tools hang until the deadline, so that every slot is free all the time."""
+
+    class Hangs:
+        calls = 0
+
+        async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+            self.calls += 1
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    tools: Any = Hangs()
+    around = Surroundings(CHAT, tools, parse, replace(CONFIG, concurrency=3))
+
+    async def run() -> None:
+        tickets, options = Tickets(40), {"samples": 1, "greedy": False, "seed": 0}
+        task = asyncio.create_task(
+            gather_rollouts(PROMPTS, tickets, Script(call("1+2")), around, **options)  # type: ignore[arg-type]
+        )
+        while tools.calls < 6:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert (tools.calls, tickets.taken()) == (6, 6)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(run())
+
+
+def test_when_enough_groups_are_complete_the_rest_is_stopped_and_gone_on_with() -> None:
+    """Steps of 6 groups with half as many again under way, on three engines, until there are no prompts."""
+    engines, needed, begin = 3, 6, 9
+    left, carried, done, anew = list(PROMPTS[:34]), [[] for _ in range(engines)], [], 0
+    for step in range(20):
+        held = sum(map(len, carried))
+        fresh = left[: begin - held]
+        wanted = min(needed, held + len(fresh))
+        tickets = shared(len(fresh), engines, held)
+        writers = [Writer(step, pause=0.003) for _ in range(engines)]
+        outcomes = no_failure(together(writers, fresh, tickets, wanted, carried, max_lag=100))
+        left = left[tickets[0].taken() :]
+        rollouts = [rollout for out in outcomes for rollout in out.rollouts]
+        # As many groups as are needed, numbered in the order in which they were complete.
+        assert sorted({rollout.group for rollout in rollouts}) == list(range(wanted)) and len(rollouts) == 2 * wanted
+        done += rollouts
+        carried = [out.partials for out in outcomes]
+        anew += sum(out.anew for out in outcomes)
+        if not left and not any(carried):
+            break
+    assert sorted(rollout.prompt.id for rollout in done) == sorted(prompt.id for prompt in PROMPTS[:34] for _ in "ab")
+    assert anew == 0 and step > 4
+    assert any(turn.versions for rollout in done for turn in rollout.turns)  # some were stopped in the middle of a turn
+    for rollout in done:
+        assert rollout.token_ids.tolist() == alone(rollout.prompt)
+        assert rollout.routing is not None and rollout.routing.flatten().tolist() == [*range(rollout.num_tokens - 1)]
+
+
+def halted(version: int, text: str = "12") -> Partial:
+    around = surroundings()
+    around.halt.set()
+    return asyncio.run(run_conversation(begun(PROMPTS[1], 5), Script(said(text, "abort", version)), around, {}))
+
+
+@pytest.mark.parametrize(("lag", "anew"), [(0, 2), (1, 1), (2, 0)])
+def test_what_would_be_too_old_when_it_is_done_is_begun_anew(lag: int, anew: int) -> None:
+    group = halted(2), halted(1)
+    out = no_failure(together([Writer(version=3)], [], [Tickets(0, carried=1)], 1, [[group]], max_lag=lag))[0]
+    assert out.anew == anew and [rollout.seed for rollout in out.rollouts] == [5, 5]
+    oldest = [int(min(rollout.turns[1].token_versions)) for rollout in out.rollouts]
+    assert oldest == [2 if lag >= 1 else 3, 1 if lag >= 2 else 3]
+
+
+def test_a_group_that_was_complete_too_late_counts_at_once() -> None:
+    """It needs no policy, and comes before those that do."""
+    ended = replace(halted(2), status="stop")
+    groups = [(halted(2), halted(2)), (ended, ended)]
+    out = no_failure(together([Writer(version=3)], PROMPTS[:5], [Tickets(5, carried=2)], 1, [groups]))[0]
+    assert [rollout.token_ids.tolist() for rollout in out.rollouts] == [ended.token_ids.tolist()] * 2
+    assert [5, 5] in [[one.seed for one in group] for group in out.partials]

@@ -1,0 +1,165 @@
+"""Seconds of generation by engines with long-tailed answers: even slices, a queue, and a queue with over-sampling.
+
+    python tools/bench_generation.py --steps 6 --prompts 32 --samples 4 --concurrency 16
+
+The engines are played: an answer has a log-normal number of tokens, each of which takes the same time; an engine works
+on so many answers at once. What feeds, stops and continues them is what a run uses. Every step ends with the same
+number of complete groups. Idle: share of the engines' slots, over all seconds, in which nothing was written. Tokens: of
+the complete groups; fewer in as many groups are answers that are shorter, for the long ones are still under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.config import RolloutConfig
+from megarl.rollout.client import Generation
+from megarl.rollout.gathering import Group, gather_rollouts
+from megarl.rollout.multi_turn import Surroundings
+from megarl.rollout.queue import Counts, Tickets
+from megarl.rollout.tool_calls import Call, Reply
+from megarl.rollout.tools import ToolResult
+from megarl.types import Ids, Message, Prompt, ids_of
+
+END, WORD, CALL = 1, 2, 3
+
+
+class Played:
+    """An engine: how long an answer gets follows from the sample's seed and the turn, not from who plays or when."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.stops, self.busy, self.version = options, asyncio.Event(), 0.0, 0
+
+    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        options, known = self.options, np.asarray(ids)
+        turn = int((known == 0).sum())
+        begun = len(known) - 1 - int(np.flatnonzero(known == 0)[-1])
+        dice = random.Random(f"{params['sampling_seed']}/{turn}")
+        length = max(1, round(dice.lognormvariate(0.0, options.sigma) * options.tokens))
+        last = CALL if turn < options.turns else END
+        length = min(max(length - begun, 1), params["max_new_tokens"])
+        start, stops = time.perf_counter(), self.stops
+        try:
+            async with asyncio.timeout(length * options.token_s):
+                await stops.wait()
+            finish, spent = "abort", time.perf_counter() - start
+            length = min(length, int(spent / options.token_s))
+            tokens = [WORD] * length
+        except TimeoutError:
+            finish, spent = "stop", time.perf_counter() - start
+            tokens = [WORD] * (length - 1) + [last]
+        self.busy += spent
+        return Generation(ids_of(tokens), np.zeros(len(tokens), np.float32), finish, self.version)  # type: ignore[arg-type]
+
+    async def stop(self) -> None:
+        self.stops.set()
+        self.stops = asyncio.Event()
+
+
+class Chat:
+    """As much of a chat as a conversation needs: 0 is the head of the policy's turn."""
+
+    ends, end_of_call = frozenset({END, CALL}), CALL
+
+    def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
+        return [{"function": {"name": "tool"}}]
+
+    def text(self, ids: Ids) -> str:
+        return ""
+
+    def observation(self, messages: Sequence[Message], schemas: Any) -> list[int]:
+        return [WORD, 0]
+
+
+class Tools:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def call(self, name: str, arguments: Any) -> ToolResult:
+        await asyncio.sleep(self.seconds)
+        return ToolResult("", True)
+
+
+async def parse(text: str, schemas: Any) -> Reply:
+    return Reply("", (Call("tool", {}),))
+
+
+async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, int, int, int]:
+    """Seconds and idle share of all steps, groups and tokens that they completed, conversations begun anew."""
+    config = RolloutConfig(
+        max_turns=options.turns,
+        max_new_tokens=10**6,
+        max_context=10**8,
+        concurrency=options.concurrency,
+        max_lag=options.max_lag,
+    )
+    engines = [Played(options) for _ in range(options.engines)]
+    carried: list[list[Group]] = [[] for _ in engines]
+    oversample = options.oversample if kind == "queue and over-sampling" else 1.0
+    seconds, groups, tokens, anew, handed = 0.0, 0, 0, 0, 0
+    for step in range(options.steps):
+        held = sum(map(len, carried))
+        count = round(options.prompts * oversample) - held
+        prompts = [Prompt(str(handed + number), (), [WORD, 0]) for number in range(count)]  # type: ignore[arg-type]
+        counts = Counts()
+        edges = [count * e // len(engines) for e in range(len(engines) + 1)]
+
+        calls = []
+        for number, engine in enumerate(engines):
+            tools: Any = Tools(options.tool_s)
+            chat: Any = Chat()
+            engine.version = step
+            first, last = (edges[number], edges[number + 1]) if kind == "even slices" else (0, count)
+            tickets = Tickets(count, len(engines), counts.add, "step", held)
+            call = gather_rollouts(
+                prompts[first:last],
+                Tickets(last - first) if kind == "even slices" else tickets,
+                engine,
+                Surroundings(chat, tools, parse, config),
+                samples=options.samples,
+                greedy=False,
+                seed=step,
+                first_group=first,
+                needed=options.prompts if oversample > 1 else None,
+                carried=carried[number],
+                version=step,
+            )
+            calls.append(call)
+        start = time.perf_counter()
+        results = await asyncio.gather(*calls)
+        seconds += time.perf_counter() - start
+        carried = [result.partials for result in results]
+        groups += len({rollout.group for result in results for rollout in result.rollouts})
+        tokens += sum(rollout.num_actions for result in results for rollout in result.rollouts)
+        anew += sum(result.anew for result in results)
+        handed += Tickets(count, 1, counts.add, "step").taken()
+    idle = 1 - sum(engine.busy for engine in engines) / (seconds * options.engines * options.concurrency)
+    return seconds, idle, groups, tokens, anew
+
+
+def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int, int, int]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    whole: dict[str, int] = {"engines": 4, "steps": 6, "prompts": 32, "samples": 4, "concurrency": 16, "turns": 1}
+    for name, value in (whole | {"max-lag": 4, "tokens": 400}).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, number in {"sigma": 1.0, "token-s": 0.001, "tool-s": 0.0, "oversample": 1.5}.items():
+        parser.add_argument(f"--{name}", type=float, default=number)
+    options = parser.parse_args(arguments)
+    found = []
+    for kind in ("even slices", "queue", "queue and over-sampling"):
+        found.append(asyncio.run(steps(kind, options)))
+        seconds, idle, groups, tokens, anew = found[-1]
+        print(f"{kind:24} {seconds:7.2f} s  {found[0][0] / seconds:.2f}x  {idle:5.1%} idle  ", end="")
+        print(f"{groups} groups, {tokens:,} tokens, {anew} begun anew", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()
