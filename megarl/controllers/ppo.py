@@ -13,6 +13,7 @@ from megarl.algorithms.value_loss import explained_variance, value_loss
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.policy import (
     PolicyController,
+    drawn_by,
     masked,
     policy_loss,
     sampling_metrics,
@@ -50,7 +51,9 @@ class PPOController(PolicyController):
         batch = TrainBatch.from_rollouts(taken)
         critic, policy = flow.critic.forward(batch), flow.actor.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
-        batch = batch.with_(old_logprobs=policy.logprobs, ref_logprobs=reference.logprobs, values=critic.values)
+        batch = batch.with_(
+            old_logprobs=drawn_by(batch, policy, config), ref_logprobs=reference.logprobs, values=critic.values
+        )
         assert policy.logprobs is not None and batch.values is not None
         values, mask = batch.values, batch.loss_mask
         metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
