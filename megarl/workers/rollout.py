@@ -1,4 +1,4 @@
-"""Generation: the engines, each fed by its lead rank from one queue. Rollouts stay there, their figures go everywhere."""
+"""Generation: the engines, each fed by its lead rank from one queue. Rollouts stay there, their figures go to all."""
 
 from __future__ import annotations
 
@@ -188,11 +188,10 @@ class RolloutWorker(Worker):
         return ranks.patient(seconds + self.config.run.timeout_s)
 
     def _replayed(self) -> list[Rollout]:
-        """This rank's part of what is recorded of the step, in whole groups."""
-        recorded = read_rollouts(self.config.rollout.replay, self.step)
-        groups = 1 + max((rollout.group for rollout in recorded), default=0)
+        """What this rank had, where the recorded run had as many: figures that are summed up rank by rank then have the
+        same bits."""
         job = self.ranks.job
-        return [rollout for rollout in recorded if rollout.group * job.world // groups == job.rank]
+        return read_rollouts(self.config.rollout.replay, self.step, job.rank, job.world)
 
 
 def _gathered(mine: Sequence[Rollout]) -> Rollouts:
