@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -12,9 +14,11 @@ from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import read_rollouts
 from megarl.parallel import device, everyone, ranks
+from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
 from megarl.rollout.aborted import check_aborted
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine
+from megarl.rollout.gathering import Gathered
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout, Rollouts
@@ -27,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class RolloutWorker(Worker):
-    """world_size / rollout.tp engines; ranks e * tp ... (e + 1) * tp - 1 belong to engine e, and the first leads it.
+    """Engines of `rollout.tp` ranks each, one behind the other on the role's ranks; the first rank of one leads it.
 
     An engine across machines has processes on each, started by the first of its ranks there. With `rollout.replay`
     there are no engines: `generate` reads the rollouts that another run recorded. The step under way names them, and
@@ -42,31 +46,40 @@ class RolloutWorker(Worker):
                 "checkpoint know nothing of conversations that go on; leave it at 1"
             )
         tp, here = self.config.rollout.tp, self.config.parallel.ranks_per_node
-        self.engines = self.ranks.job.world // tp
-        self.engine_index, self.position = divmod(self.ranks.job.rank, tp)
-        self.lead_rank = self.engine_index * tp
-        self.groups = [ranks.new_host_group(range(e * tp, (e + 1) * tp)) for e in range(self.engines)]
+        self.engines = engine_ranks(self.config)
+        self.groups = [ranks.new_host_group(members) for members in self.engines]
+        mine = [index for index, members in enumerate(self.engines) if self.job.rank in members]
+        self.index = mine[0] if mine else None
+        """Which engine this rank belongs to; None for none."""
+        self.position = self.engines[mine[0]].index(self.job.rank) if mine else -1
         self.engine: Engine | None = None
-        self._generations = 0
+        self._generations, self._served = 0, 0
+        self._under_way: _Answers | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="generation")
+        self._closing = False
         self._talks: Conversations | None = None
         if self.config.rollout.replay:
             return
         addresses = ranks.all_gather_objects(f"{ranks.own_address()}:{ranks.free_port()}")
-        if self.position % min(tp, here) == 0:
+        if self.index is not None and self.position % min(tp, here) == 0:
             self.engine = Engine(
                 self.config,
-                self.engine_index,
-                first_device=self.ranks.job.local_rank,
+                self.index,
+                first_device=self.job.local_rank,
                 nnodes=-(-tp // here),
                 node_rank=self.position // here,
-                dist_init_addr=addresses[self.lead_rank] if tp > here else "",
+                dist_init_addr=addresses[self.engines[self.index][0]] if tp > here else "",
             )
         lead = self.engine if self.leads else None
         if lead is not None:
             replays = self.config.train.replay_routing
             routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
             self._talks = Conversations(lead, context.chat, self.config.rollout, routing)
-        self._push = WeightPush(context.hf_config, self.config, self.ranks, lead, self._collect)
+        placement = placement_of(self.config)
+        sets = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
+        parallel = dataclasses.replace(role_parallel(self.config, "actor"), world_size=self.job.world)
+        pushed = dataclasses.replace(self.config, parallel=parallel)
+        self._push = WeightPush(context.hf_config, pushed, self.job, lead, self._collect, *sets)
 
     @property
     def leads(self) -> bool:
@@ -101,6 +114,9 @@ class RolloutWorker(Worker):
     def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> Rollouts:
         """`samples` conversations of each prompt, next to each other, in the order of the prompts.
 
+        With `rollout.ahead` a step's first call returns what was begun in the step before, and leaves its successor
+        under way.
+
         Those that a failure or a time-out cut off are aborted ones. Raises ConfigError on all ranks where they are more
         than `rollout.max_aborted`, and as soon as an engine is gone.
         """
@@ -110,26 +126,39 @@ class RolloutWorker(Worker):
             if config.rollout.replay:
                 return _gathered(self._replayed())
             self._wake(Engine.wake)
-            self._generations += 1
-            name = f"megarl/generation/{self._generations}"
-            tickets = Tickets(len(prompts), self.engines, ranks.count, name)
+            is_first, self._served = self.step > self._served and not greedy, self.step
+            answers, self._under_way = (self._under_way, None) if is_first else (None, self._under_way)
+            answers = answers or self._begin(prompts, samples, greedy, self.step)
             # The last part is for an engine to let go of what is aborted.
             with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
-                mine = _on_any(
-                    self._talks,
-                    lambda talks: talks.generate(
-                        prompts,
-                        tickets=tickets,
-                        samples=samples,
-                        greedy=greedy,
-                        seed=config.run.seed * 1_000_003 + self.step,
-                        look=lambda: _stop_at(name),
-                    ),
-                    name,
-                )
+                mine = _on_any(answers.mine, lambda future: future.result(), answers.name)
             rollouts = _gathered(mine.rollouts if mine else [])
             check_aborted(rollouts, config)
+            if config.rollout.ahead and is_first and (following := self.context.upcoming()):
+                self._under_way = self._begin(following, samples, greedy, self.step + 1)
             return rollouts
+
+    def _begin(self, prompts: Sequence[Prompt], samples: int, greedy: bool, step: int) -> _Answers:
+        """Have the engines answer, each lead in a thread of its own."""
+        self._generations += 1
+        name = f"megarl/generation/{self._generations}"
+        tickets = Tickets(len(prompts), len(self.engines), ranks.count, name)
+        talks, mine = self._talks, None
+        if talks is not None:
+            mine = self._thread.submit(
+                talks.generate,
+                prompts,
+                tickets=tickets,
+                samples=samples,
+                greedy=greedy,
+                seed=self.config.run.seed * 1_000_003 + step,
+                look=lambda: self._look(name),
+            )
+        return _Answers(name, mine)
+
+    def _look(self, alarm: str) -> None:
+        if self._closing or ranks.alarm_raised(alarm):
+            raise _Stopped
 
     def update_weights(self, actor: ActorWorker) -> None:
         """Give every engine the actor's weights under the next version number; all ranks take part.
@@ -141,9 +170,18 @@ class RolloutWorker(Worker):
             self.version = self.step
             if self.config.rollout.replay:
                 return
+            self._settle()
             self._wake(Engine.wake_weights)
             with self._patient(self.config.rollout.start_timeout):
-                self._push.push(actor.model.merged(), self.version)
+                self._push.push({} if actor.model is None else actor.model.merged(), self.version)
+
+    def _settle(self) -> None:
+        """Wait until what is under way is answered, by the weights that it was begun with."""
+        if self._under_way is None:
+            return
+        answers, limit = self._under_way, self.config.rollout.step_timeout + self.config.rollout.start_timeout
+        with self.clock.phase("generate_rest"), self._patient(limit):
+            _on_any(answers.mine, lambda future: future.result() and None, answers.name)
 
     def _wake(self, how: Callable[[Engine], None]) -> None:
         """Once every rank has given back what it has freed: an engine's lead wakes it on the devices of others, too."""
@@ -164,16 +202,21 @@ class RolloutWorker(Worker):
         Nobody returns before all have come, for the sizes of the payloads go from all to all first.
         """
         payloads: list[str] = [""] * self.config.rollout.tp
-        own = self.groups[self.engine_index]
-        dist.gather_object(payload, payloads if self.position == 0 else None, dst=self.lead_rank, group=own)
+        assert self.index is not None
+        lead, own = self.engines[self.index][0], self.groups[self.index]
+        dist.gather_object(payload, payloads if self.position == 0 else None, dst=lead, group=own)
         return payloads
 
     def sleep(self) -> None:
-        """Leave the device to training."""
+        """Leave the device to training, unless it is the engines' own."""
+        if self._under_way is not None:
+            return
         with self.clock.phase("sleep"):
             self._on_leads(Engine.sleep)
 
     def close(self) -> None:
+        self._closing = True
+        self._thread.shutdown()
         if self._talks is not None:
             self._talks.close()
         if self.engine is not None:
@@ -190,8 +233,14 @@ class RolloutWorker(Worker):
     def _replayed(self) -> list[Rollout]:
         """What this rank had, where the recorded run had as many: figures that are summed up rank by rank then have the
         same bits."""
-        job = self.ranks.job
-        return read_rollouts(self.config.rollout.replay, self.step, job.rank, job.world)
+        return read_rollouts(self.config.rollout.replay, self.step, self.job.rank, self.job.world)
+
+
+class _Answers(NamedTuple):
+    """Rollouts on their way. name: of the alarm that stops them. mine: of a rank that leads an engine."""
+
+    name: str
+    mine: Future[Gathered] | None
 
 
 def _gathered(mine: Sequence[Rollout]) -> Rollouts:
@@ -200,11 +249,6 @@ def _gathered(mine: Sequence[Rollout]) -> Rollouts:
 
 class _Stopped(RuntimeError):
     """This engine is all right, another has failed."""
-
-
-def _stop_at(alarm: str) -> None:
-    if ranks.alarm_raised(alarm):
-        raise _Stopped
 
 
 def _on_any(party: Party | None, work: Callable[[Party], Result], alarm: str = "") -> Result | None:
