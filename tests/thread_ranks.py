@@ -1,4 +1,4 @@
-"""Several ranks as threads of this process, for what is said of all of them together: `types.Everyone`."""
+"""Several ranks as threads of this process, for what each of them has a share of: `types.Everyone`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,22 @@ class Thread:
 
     def __init__(self, rank: int, meet: Callable[[int, Any], list[Any]]) -> None:
         self.rank, self._meet = rank, meet
+        self.largest = 0  # bytes that it gave to `total` at once
 
     def total(self, mine: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._meet(self.rank, mine)).sum(0).to(mine.dtype)
+        """Added up by rank, as `parallel.everyone` does: the same bits on all."""
+        self.largest = max(self.largest, mine.nbytes)
+        shares = self._meet(self.rank, mine)
+        assert {(share.shape, share.dtype) for share in shares} == {(mine.shape, mine.dtype)}
+        result = shares[0].clone()
+        for share in shares[1:]:
+            result += share
+        return result
 
     def rows(self, mine: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._meet(self.rank, mine))
+        shares = self._meet(self.rank, mine)
+        assert {(share.shape[1:], share.dtype) for share in shares} == {(mine.shape[1:], mine.dtype)}
+        return torch.cat(shares)
 
     def objects(self, mine: Any) -> list[Any]:
         return self._meet(self.rank, mine)

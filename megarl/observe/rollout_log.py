@@ -29,6 +29,8 @@ from megarl.types import Rollout
 SHARE = 1 << 20
 """Tokens from which on a row group is full: what is held in two forms at once while it is written."""
 
+_NAME = re.compile(r"rank_(\d{5,9})\.parquet")
+"""Of a file, with the number of the rank."""
 _LIGHT = ("number", "group", "status", "logprob", "turn_lengths", "turn_is_action", "turn_weight_version")
 """Columns that say whether a step fits a configuration; about a thousandth of the file."""
 
@@ -150,16 +152,19 @@ def _shares(rollouts: Sequence[Rollout]) -> Iterator[tuple[int, int]]:
 # --- reading --------------------------------------------------------------------------------------------------
 
 
-def read_rollouts(run_dir: str | Path, step: int) -> list[Rollout]:
-    """The rollouts of a step in their order, equal to those written but for routing. Raises ConfigError where some are
+def read_rollouts(run_dir: str | Path, step: int, rank: int = 0, world: int = 1) -> list[Rollout]:
+    """The rollouts of a step in their order, equal to those written but for routing; where this is one of several ranks
+    those that it had, or in a larger world had a rank that it stands for. Raises ConfigError where some of the step are
     missing, or a file is damaged or of another format."""
-    return [record.rollout for record in read_records(run_dir, step)]
+    return [record.rollout for record in read_records(run_dir, step, rank, world)]
 
 
-def read_records(run_dir: str | Path, step: int) -> list[Record]:
+def read_records(run_dir: str | Path, step: int, rank: int = 0, world: int = 1) -> list[Record]:
     """As `read_rollouts`, with numbers and advantages."""
     records = []
     for file, part in _parts(run_dir, step):
+        if int(_NAME.fullmatch(file.name)[1]) % world != rank:  # type: ignore[index]
+            continue
         for number, row in enumerate(_rows(file, part)):
             try:
                 records.append(to_record(row))
@@ -199,7 +204,7 @@ def _parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
 
 def _opened(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
     parts = []
-    for file in sorted(step_folder(run_dir, step).glob("rank_*.parquet")):
+    for file in sorted(file for file in step_folder(run_dir, step).glob("rank_*") if _NAME.fullmatch(file.name)):
         with _readable(file):
             part = pq.ParquetFile(file, page_checksum_verification=True)
         if (found := _about(file, part, "format")) != FORMAT:

@@ -60,10 +60,15 @@ class RewardWorker(ModelWorker):
     def score(self, rollouts: Rollouts) -> Rollouts:
         """The rollouts with `reward` and `reward_parts`; an error of a function on one rank is raised on all.
 
-        Aborted ones are shown to nobody and stay without.
+        Aborted ones are shown to nobody and stay without. What they had before, as those that another run recorded,
+        is not counted.
         """
         with self.clock.phase("reward"):
-            scored = rollouts.with_(self._by_functions(rollouts)) if self.functions else rollouts
+            if self.functions:
+                here = self._by_functions(rollouts)
+            else:
+                here = [dataclasses.replace(rollout, reward=0.0, reward_parts={}) for rollout in rollouts.here]
+            scored = rollouts.with_(here)
             return scored.with_(self._with_model(scored)) if self.config.reward.model else scored
 
     def _by_functions(self, rollouts: Rollouts) -> list[Rollout]:

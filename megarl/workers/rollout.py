@@ -231,10 +231,9 @@ class RolloutWorker(Worker):
         return ranks.patient(seconds + self.config.run.timeout_s)
 
     def _replayed(self) -> list[Rollout]:
-        """This rank's part of what is recorded of the step, in whole groups."""
-        recorded = read_rollouts(self.config.rollout.replay, self.step)
-        groups = 1 + max((rollout.group for rollout in recorded), default=0)
-        return [rollout for rollout in recorded if rollout.group * self.job.world // groups == self.job.rank]
+        """What this rank had, where the recorded run had as many: figures that are summed up rank by rank then have the
+        same bits."""
+        return read_rollouts(self.config.rollout.replay, self.step, self.job.rank, self.job.world)
 
 
 class _Answers(NamedTuple):

@@ -1,49 +1,8 @@
-"""Ranks that each hold a share of a batch, as threads; and random batches to share out."""
+"""Random batches, and their shares of several ranks."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import torch
-
-from megarl.types import Total
-
-
-class Ranks:
-    """`run` calls a function once per rank, with a `total` that adds up what all of them give to it."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.barrier = threading.Barrier(count, timeout=60)
-        self.given: list[Any] = [None] * count
-        self.largest = 0  # bytes that went through `total` at once
-
-    def total(self, rank: int) -> Total:
-        def add_up(x: torch.Tensor) -> torch.Tensor:
-            self.given[rank] = x
-            self.barrier.wait()
-            like = self.given[0]
-            assert x.shape == like.shape and x.dtype == like.dtype
-            result = torch.stack(self.given).sum(0, dtype=x.dtype)
-            self.largest = max(self.largest, x.nbytes)
-            self.barrier.wait()
-            return result
-
-        return add_up
-
-    def run(self, work: Callable[[int, Total], Any]) -> list[Any]:
-        def one(rank: int) -> Any:
-            try:
-                return work(rank, self.total(rank))
-            except BaseException:
-                self.barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(self.count) as pool:
-            return list(pool.map(one, range(self.count)))
 
 
 def random_batch(seed: int, sequences: int = 40, longest: int = 60) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,13 +4,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from thread_ranks import as_ranks
 
 from megarl.algorithms import advantages, totals
 from megarl.algorithms.advantages import gae, group_advantages, spread_to_tokens, whiten
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import Ranks, deal  # noqa: E402
+from shares import deal  # noqa: E402
 from shares import random_batch as random_mask
 
 F64 = torch.float64
@@ -166,9 +167,12 @@ def test_whiten_is_the_plain_formula_bit_by_bit_and_shares_change_nothing(seed, 
     assert torch.equal(whole, plain_whiten(x, mask))
     for ranks in (1, 2, 4):
         shares = deal(cu, ranks, seed)
-        results = Ranks(ranks).run(
-            lambda rank, total, shares=shares: whiten(x[shares[rank][1]], mask[shares[rank][1]], total)
-        )
+
+        def work(everyone, shares=shares):
+            own = shares[everyone.rank][1]
+            return whiten(x[own], mask[own], everyone.total)
+
+        results = as_ranks(ranks, work)
         for (_, tokens, _), got in zip(shares, results, strict=True):
             torch.testing.assert_close(got, whole[tokens], rtol=1e-6, atol=1e-6)
 

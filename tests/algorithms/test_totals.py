@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from thread_ranks import as_ranks
 
 from megarl.algorithms import totals
 from megarl.algorithms.totals import Gap, action_tokens, gap, kth_values, picked, token_mean
@@ -14,7 +15,7 @@ from megarl.types import alone
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import Ranks, deal, random_batch  # noqa: E402
+from shares import deal, random_batch  # noqa: E402
 
 
 @pytest.fixture(params=[totals.BLOCK, 16])
@@ -79,27 +80,31 @@ def test_shares_give_what_the_whole_gives(seed, ranks, block):
     mask, cu = random_batch(seed)
     one, other = numbers(len(mask), seed), numbers(len(mask), seed + 100)
     zero_outside = torch.where(mask, one, 0.0)
-    shares, together = deal(cu, ranks, seed), Ranks(ranks)
+    shares = deal(cu, ranks, seed)
 
-    def work(rank, total):
-        _, tokens, _ = shares[rank]
+    def work(everyone):
+        total, (_, tokens, _) = everyone.total, shares[everyone.rank]
         own = mask[tokens]
         return (
             gap(one[tokens], other[tokens], own, total),
             token_mean(zero_outside[tokens], own, total),
             action_tokens(own, total),
+            everyone.largest,
         )
 
-    results = together.run(work)
+    results = as_ranks(ranks, work)
     assert all(result == results[0] for result in results)
-    (got, mean, count), whole = results[0], gap(one, other, mask)
+    (got, mean, count, largest), whole = results[0], gap(one, other, mask)
     assert (got.largest, got.p95) == (whole.largest, whole.p95)
     assert got.mean == pytest.approx(whole.mean, rel=1e-6)
     assert mean == pytest.approx(token_mean(zero_outside, mask), rel=1e-6)
     assert count == int(mask.sum())
-    assert together.largest <= 2 * 2048 * 8
+    assert largest <= 2 * 2048 * 8
 
 
 def test_shares_without_any_action():
-    results = Ranks(3).run(lambda rank, total: gap(torch.ones(rank), torch.ones(rank), torch.zeros(rank).bool(), total))
-    assert results == [None] * 3
+    def work(everyone):
+        mine = torch.ones(everyone.rank)
+        return gap(mine, mine, torch.zeros(everyone.rank).bool(), everyone.total)
+
+    assert as_ranks(3, work) == [None] * 3

@@ -3,12 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from thread_ranks import as_ranks
 
 from megarl.algorithms.value_loss import explained_variance, value_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import Ranks, deal, random_batch  # noqa: E402
+from shares import deal, random_batch  # noqa: E402
 
 F64 = torch.float64
 
@@ -85,35 +86,30 @@ def test_explained_variance_is_the_plain_formula_bit_by_bit_and_shares_change_no
     for ranks in (1, 2, 5):
         shares = [tokens for _, tokens, _ in deal(cu, ranks, seed)]
 
-        def work(rank, total, shares=shares):
-            own = shares[rank]
-            return explained_variance(values[own], returns[own], mask[own], total)
+        def work(everyone, shares=shares):
+            own = shares[everyone.rank]
+            return explained_variance(values[own], returns[own], mask[own], everyone.total)
 
-        results = Ranks(ranks).run(work)
+        results = as_ranks(ranks, work)
         assert set(results) == {results[0]}
         assert results[0] == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("returns", [0.1, -7.3e-5, 0.0])
 def test_equal_returns_of_shares_explain_nothing(returns):
-    def work(rank, total):
-        count = (3, 0, 17, 6)[rank]
-        return explained_variance(
-            torch.arange(count).float(), torch.full((count,), returns), torch.ones(count).bool(), total
-        )
+    def work(everyone):
+        count = (3, 0, 17, 6)[everyone.rank]
+        mask = torch.ones(count).bool()
+        return explained_variance(torch.arange(count).float(), torch.full((count,), returns), mask, everyone.total)
 
-    assert Ranks(4).run(work) == [0.0] * 4
+    assert as_ranks(4, work) == [0.0] * 4
 
 
 def test_returns_that_are_equal_within_each_share_only():
-    def work(rank, total):
-        return explained_variance(torch.zeros(2), torch.full((2,), float(rank)), torch.ones(2).bool(), total)
+    def work(everyone, part):
+        returns = torch.full((2,), float(everyone.rank))
+        return explained_variance(part * returns, returns, torch.ones(2).bool(), everyone.total)
 
     # returns 0 0 1 1 and values 0: residual and return have the same variance
-    assert Ranks(2).run(work) == [0.0] * 2
-    halves = Ranks(2).run(
-        lambda rank, total: explained_variance(
-            torch.full((2,), rank / 2), torch.full((2,), float(rank)), torch.ones(2).bool(), total
-        )
-    )
-    assert halves == pytest.approx([0.75] * 2)
+    assert as_ranks(2, lambda everyone: work(everyone, 0.0)) == [0.0] * 2
+    assert as_ranks(2, lambda everyone: work(everyone, 0.5)) == pytest.approx([0.75] * 2)

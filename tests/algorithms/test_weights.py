@@ -3,12 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from thread_ranks import as_ranks
 
 from megarl.algorithms.weights import pair_mean_weights, sequence_mean_weights, token_mean_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import Ranks, deal, random_batch  # noqa: E402
+from shares import deal, random_batch  # noqa: E402
 
 
 def test_by_hand():
@@ -66,7 +67,7 @@ def test_weights_are_the_plain_formulas_bit_by_bit_and_shares_change_nothing(see
 
 def test_pairs_are_counted_over_all_shares():
     starts = [torch.tensor([0, 2, 5]), torch.tensor([0]), torch.tensor([0, 1, 2, 4, 5])]
-    weights = Ranks(3).run(lambda rank, total: pair_mean_weights(starts[rank], total).tolist())
+    weights = as_ranks(3, lambda everyone: pair_mean_weights(starts[everyone.rank], everyone.total).tolist())
     third = float(torch.tensor(1.0 / 3))
     assert weights == [[0, third, 0, 0, 0], [], [third, 0, 0, third, 0]]
     assert pair_mean_weights(starts[2]).tolist() == [0.5, 0, 0, 0.5, 0]

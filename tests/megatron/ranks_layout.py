@@ -277,7 +277,8 @@ def watched(model: Any) -> Iterator[list[int]]:
 
     def watch(*args: Any) -> Any:
         micro = make(*args)
-        made.append([weakref.ref(micro.tokens), weakref.ref(micro.batch.loss_weights)])
+        held = micro.tokens, micro.batch.loss_weights  # of which only a last stage has the second
+        made.append([weakref.ref(tensor) for tensor in held if tensor is not None])
         gc.collect()
         alive = sum(any(ref() is not None for ref in refs) for refs in made)
         excess[0] = max(excess[0], alive - allowed)

@@ -109,6 +109,11 @@ def test_parts_of_several_ranks_and_row_groups_are_put_together(
     assert pq.ParquetFile(part_file(tmp_path, 2, 3)).num_row_groups == 2
     assert is_whole(tmp_path, 2) and read_rollouts(tmp_path, 2) == rollouts
     assert [(record.number, record.advantage) for record in read_records(tmp_path, 2)] == [(i, i) for i in range(11)]
+    # Each rank of as many as there were, and of fewer, by number of the rank that wrote them.
+    had = [[rollout.seed for rollout in read_rollouts(tmp_path, 2, rank, 13)] for rank in (0, 1, 3, 12)]
+    assert had == [[0, 10], [], [1, 2, 3, 7, 9], [4, 5, 6, 8]]
+    had = [[rollout.seed for rollout in read_rollouts(tmp_path, 2, rank, 2)] for rank in range(2)]
+    assert had == [[0, 4, 5, 6, 8, 10], [1, 2, 3, 7, 9]]
 
 
 def test_prompt_ids_that_are_not_the_first_turn_are_kept(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from megarl.rollout.queue import Tickets
 
 
 def main() -> None:
-    here = ranks.initialize(ParallelConfig(world_size=2))
-    tickets = Tickets(200, here.world, ranks.count, "step")
+    job = ranks.initialize(ParallelConfig(world_size=2)).job
+    tickets = Tickets(200, job.world, ranks.count, "step")
     got, places = [], []
     while (number := tickets.take()) is not None:
         got.append(number)

@@ -43,7 +43,7 @@ def test_an_engine_that_was_looked_at_generates_with_what_it_has(units: dict[str
 
 
 def test_nothing_at_all_has_log_probs_and_values_of_no_token(units: dict[str, Any]) -> None:
-    assert units["nothing"] == {"logprobs": [0], "entropy": [0], "values": [0]}
+    assert units["nothing"] == {"logprobs": [0], "values": [0]}
 
 
 def test_aborted_rollouts_are_shown_to_no_reward(units: dict[str, Any]) -> None:
