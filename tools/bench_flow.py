@@ -5,9 +5,10 @@
 
 Real controllers, batches, workers, packing, deliveries and rollout log, on processes of this machine; the engines'
 answers are random arrays and the models are played (`flow_ranks.py`). For each number of ranks the same batch, in steps
-at half of it and at all of it: seconds are medians over the repeats, the mean of the ranks. `sent` is what a rank
-writes to sockets and to memory shared with others in a step, without the log; `memory` what all ranks together hold at
-most (sum of PSS) above what they had before there were rollouts.
+at half of it and at all of it: seconds are medians over the repeats, the mean of the ranks, waits for others among
+them; what a processor worked in them does not depend on how many processors there are. `sent` is what a rank writes to
+sockets and to memory shared with others in a step, without the log; `memory` what all ranks together hold at most (sum
+of PSS) above what they had before there were rollouts.
 
 --against checks out another revision into a folder of its own and lets it do the same after this one.
 """
@@ -96,7 +97,7 @@ def figures(by_rank: Sequence[dict[str, Any]], memory: dict[str, int]) -> dict[s
         found[size] = {
             "parts": parts,
             "seconds": sum(parts.values()),
-            "cpu": max(statistics.median(step["cpu"] for step in rank) for rank in steps),
+            "busy": max(statistics.median(step["busy"] for step in rank) for rank in steps),
             "sent": max(statistics.median(step["sent"] for step in rank) for rank in steps),
             "sent_by_all": sum(statistics.median(step["sent"] for step in rank) for rank in steps),
             "tokens": steps[0][0]["tokens"],
@@ -132,9 +133,9 @@ def table_of(found: dict[str, dict[int, Any]]) -> Table:
         table.add_row(f"{part}, s", *(f"{one['parts'].get(part, 0.0):.3f}" for one in whole))
     table.add_section()
     table.add_row("host seconds of a step", *(f"{one['seconds']:.2f}" for one in whole), style="bold")
-    table.add_row("CPU seconds, most of a rank", *(f"{one['cpu']:.2f}" for one in whole))
+    table.add_row("of a processor, most of a rank", *(f"{one['busy']:.2f}" for one in whole))
     table.add_row("tokens/s", *(f"{one['tokens'] / one['seconds']:,.0f}" for one in whole))
-    table.add_row("seconds over half the batch's", *(f"{growth(figures):.2f}" for _, _, figures in columns))
+    table.add_row("a token's over half the batch's", *(f"{growth(figures):.2f}" for _, _, figures in columns))
     table.add_row("sent, most of a rank, MB", *(f"{one['sent'] / 1e6:.1f}" for one in whole))
     table.add_row("sent by all ranks, MB", *(f"{one['sent_by_all'] / 1e6:.1f}" for one in whole))
     table.add_row("memory: rollouts, MB", *(f"{one['memory']['rollouts'] / 1e6:.0f}" for _, _, one in columns))
@@ -143,9 +144,10 @@ def table_of(found: dict[str, dict[int, Any]]) -> Table:
 
 
 def growth(figures: dict[str, Any]) -> float:
-    """Seconds a token of all sequences over those of half of them: 1 where cost grows as the tokens do."""
+    """A processor's seconds for a token of all sequences over those of half of them: 1 where cost grows as the tokens
+    do, below that where some of it does not grow."""
     half, full = figures["half"], figures["full"]
-    return float(full["seconds"] / full["tokens"] / (half["seconds"] / half["tokens"]))
+    return float(full["busy"] / full["tokens"] / (half["busy"] / half["tokens"]))
 
 
 def different(one: dict[str, float], other: dict[str, float]) -> list[str]:
@@ -206,7 +208,8 @@ def main() -> int:
     if chosen.against:
         now, before = (by_world[chosen.ranks[-1]] for by_world in found.values())
         console.print(
-            f"at {chosen.ranks[-1]} ranks: seconds 1/{before['full']['seconds'] / now['full']['seconds']:.1f}, sent "
+            f"at {chosen.ranks[-1]} ranks: seconds 1/{before['full']['seconds'] / now['full']['seconds']:.1f}, of a "
+            f"processor 1/{before['full']['busy'] / now['full']['busy']:.1f}, sent "
             f"1/{before['full']['sent'] / now['full']['sent']:.1f}, memory "
             f"1/{before['memory']['step'] / now['memory']['step']:.1f} of {chosen.against}"
         )

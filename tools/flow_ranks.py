@@ -47,12 +47,14 @@ NOT_OURS = "model"
 
 
 class Parts:
-    """Seconds by part; what is done within another part is counted once, for the inner one."""
+    """Seconds by part, and how many of them the processor worked for it; what is done within another part is counted
+    once, for the inner one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.busy: dict[str, float] = {}
         self._open: list[str] = []
-        self._since = 0.0
+        self._since = 0.0, 0.0
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
@@ -65,9 +67,10 @@ class Parts:
             self._open.pop()
 
     def _lap(self) -> None:
-        now = time.perf_counter()
+        now = time.perf_counter(), time.thread_time()
         if self._open:
-            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
+            for found, ended, begun in zip((self.seconds, self.busy), now, self._since, strict=True):
+                found[self._open[-1]] = found.get(self._open[-1], 0.0) + ended - begun
         self._since = now
 
     def around(self, owner: Any, name: str, part: str) -> None:
@@ -336,8 +339,9 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         step += 1
         flow.rollout.share = share
         parts.seconds.clear()
+        parts.busy.clear()
         ranks.barrier()
-        begun, cpu, wrote = time.perf_counter(), time.process_time(), written()
+        wrote = written()
         with parts.of("log"):
             log.begin_step(step)
         for worker in (flow.actor, flow.critic, flow.reward):
@@ -345,7 +349,6 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         result: Any = controller.step(flow, range(config.data.prompts_per_step))
         metrics = result.metrics | rollout_metrics(result.rollouts)
         log.step(step, metrics, result.rollouts, result.batch, result.trained)
-        took = time.perf_counter() - begun
         if settle := getattr(log, "settle", None):
             settle()
         logged = sum(file.stat().st_size for file in folder.rglob("*") if how.is_own(file, rank))
@@ -355,8 +358,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         tokens = int(result.batch.lengths.sum())
         return dict(
             parts=dict(parts.seconds),
-            took=took,
-            cpu=time.process_time() - cpu,
+            busy=sum(parts.busy.values()) - parts.busy.get(NOT_OURS, 0.0),
             sent=sent,
             log_bytes=logged,
             tokens=tokens,

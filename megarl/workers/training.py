@@ -54,11 +54,15 @@ class TrainingWorker(Worker):
 
     def _require_finite(self, columns: dict[str, torch.Tensor], batch: TrainBatch, every: bool = False) -> None:
         where = torch.ones_like(batch.loss_mask) if every else batch.loss_mask
-        wrong = {what: where & ~torch.isfinite(values) for what, values in columns.items()}
-        counts = batch.total(torch.stack([where.sum(), *(mask.sum() for mask in wrong.values())])).tolist()
+        # A finite sum has finite summands, which is quickly seen; only where it is not each of them is looked at.
+        odd = {what: x for what, x in columns.items() if not bool(torch.isfinite(x.sum()))}
+        wrong = {what: where & ~torch.isfinite(values) for what, values in odd.items()}
+        found = [int(wrong[what].sum()) if what in wrong else 0 for what in columns]
+        counts = batch.total(torch.tensor([int(torch.count_nonzero(where)), *found])).tolist()
         for what, count in zip(columns, counts[1:], strict=True):
             if count:
-                seen = batch.everyone.objects([float(value) for value in columns[what][wrong[what]][:1]])
+                mine = columns[what][wrong[what]][:1].tolist() if what in wrong else []
+                seen = batch.everyone.objects(mine)
                 self._complain(what, next(value for here in seen for value in here), count, counts[0])
 
     def _complain(self, what: str, value: float, count: int, places: int) -> NoReturn:
