@@ -7,20 +7,26 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(command: Sequence[str], world: int, timeout: float = 1800.0) -> Any:
+def run(
+    command: Sequence[str],
+    world: int,
+    timeout: float = 1800.0,
+    root: Path = ROOT,
+    watch: Callable[[Sequence[int]], None] | None = None,
+) -> Any:
     """Start `world` processes of a Python command line; what the first of them found. Ends the program where it found
-    nothing."""
+    nothing. root: of the checkout whose code they run. watch: is told their ids, and returns at once."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(world)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "WORLD_SIZE": str(world)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
@@ -32,6 +38,8 @@ def run(command: Sequence[str], world: int, timeout: float = 1800.0) -> Any:
         )
         for rank in range(world)
     ]
+    if watch is not None:
+        watch([process.pid for process in ranks])
     try:
         output, _ = ranks[0].communicate(timeout=timeout)
     finally:

@@ -89,16 +89,22 @@ def make_micro_batch(
     lengths = [-(-length // unit) * unit for length in chosen.lengths.tolist()]
     rest = max(1, -(-sum(lengths) // multiple)) * multiple - sum(lengths)
     lengths += [rest] if rest else []
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    nth = chosen.positions
-    real = cu_seqlens[chosen.sequence_ids] + nth
-    tokens = torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64)
-    tokens[real] = chosen.tokens.long()
-    positions = torch.arange(len(tokens)) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
-    left = torch.repeat_interleave(cu_seqlens[1:], cu_seqlens.diff()) - torch.arange(len(tokens))
-    ahead = torch.stack([tokens.roll(-by) * (left > by) for by in range(1, 2 + mtp_layers)])
+    sizes = torch.tensor(lengths)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    positions = torch.arange(int(cu_seqlens[-1])) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
+    tokens = torch.zeros(len(positions), dtype=torch.int64)
+    if cp == 1:  # all padding comes last
+        real, nth = torch.arange(len(chosen.tokens)), positions[: len(chosen.tokens)]
+        tokens[: len(real)] = chosen.tokens
+    else:
+        nth = chosen.positions
+        real = cu_seqlens[chosen.sequence_ids] + nth
+        tokens[real] = chosen.tokens.long()
+    ahead = torch.stack([tokens.roll(-by) for by in range(1, 2 + mtp_layers)])
+    for by in range(1, 2 + mtp_layers):  # the last so many of a sequence have none so far ahead
+        ahead[by - 1 :, (cu_seqlens[1:] - by)[sizes >= by]] = 0
     places = zigzag(cu_seqlens, cp)
-    mine = places[cp_rank]
+    mine: Any = places[cp_rank] if cp > 1 else slice(None)
     offsets = cu_seqlens.to(device=device, dtype=torch.int32)
     routing = None
     if chosen.routing is not None and replayed is not None:

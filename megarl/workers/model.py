@@ -85,11 +85,14 @@ class ModelWorker(Worker):
         """Raise ConfigError unless these [T] are numbers for all action tokens, or for every token."""
         everyone = ALONE if self.apart else batch.everyone
         where = torch.ones_like(batch.loss_mask) if every else batch.loss_mask
-        wrong = {what: where & ~torch.isfinite(values) for what, values in columns.items()}
-        counts = everyone.total(torch.stack([where.sum(), *(mask.sum() for mask in wrong.values())])).tolist()
+        # A finite sum has finite summands, which is quickly seen; only where it is not each of them is looked at.
+        odd = {what: values for what, values in columns.items() if not bool(torch.isfinite(values.sum()))}
+        wrong = {what: where & ~torch.isfinite(values) for what, values in odd.items()}
+        found = [int(wrong[what].sum()) if what in wrong else 0 for what in columns]
+        counts = everyone.total(torch.tensor([int(torch.count_nonzero(where)), *found])).tolist()
         for what, count in zip(columns, counts[1:], strict=True):
             if count:
-                seen = everyone.objects([float(value) for value in columns[what][wrong[what]][:1]])
+                seen = everyone.objects(columns[what][wrong[what]][:1].tolist() if what in wrong else [])
                 self.complain(what, next(value for here in seen for value in here), count, counts[0])
 
     def complain(self, what: str, value: float, count: int, places: int) -> NoReturn:

@@ -1,0 +1,83 @@
+"""The benchmark of the loop's host side: its report adds up, and what it reads of the ranks is what they have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+import bench_flow  # noqa: E402
+from flow_answers import Shape, answers, lengths, total_tokens  # noqa: E402
+
+
+def test_answers_have_the_lengths_that_are_asked_for() -> None:
+    shape = Shape(6, samples=3, lengths="40-90", turns=3, layers=2, topk=4)
+    for group in range(2):
+        sizes = lengths(shape, group).tolist()
+        made = list(answers(shape, group))
+        assert [len(one.prompt) + sum(len(ids) for ids, _ in one.turns) for one in made] == sizes
+        assert all(40 <= size <= 90 for size in sizes)
+        for one, size in zip(made, sizes, strict=True):
+            assert one.prompt is made[0].prompt
+            assert [len(logprobs) == len(ids) for ids, logprobs in one.turns] == [True, False, True, False, True]
+            assert one.routing is not None and one.routing.shape == (size - 1, 2, 4) and one.routing.dtype == "uint8"
+    assert total_tokens(shape) == sum(int(lengths(shape, group).sum()) for group in range(2))
+
+
+def test_figures_are_medians_of_repeats_and_means_of_ranks() -> None:
+    def step(give: float, plan: float, sent: int) -> dict[str, object]:
+        parts = {"give": give, "plan": plan, "model": 99.0}
+        return dict(parts=parts, busy=give, sent=sent, log_bytes=0, tokens=100, sequences=4, metrics={"x": 1.0})
+
+    one = [step(1.0, 0.1, 10), step(3.0, 0.1, 10), step(2.0, 0.4, 40)]
+    other = [step(4.0, 0.3, 20)] * 3
+    found = bench_flow.figures([{"half": one, "full": one}, {"half": other, "full": other}], {"rollouts": 0, "step": 0})
+    assert found["full"]["parts"] == {"give": 3.0, "plan": pytest.approx(0.2)}
+    assert found["full"]["seconds"] == pytest.approx(3.2)
+    assert (found["full"]["busy"], found["full"]["sent"], found["full"]["sent_by_all"]) == (4.0, 20, 30)
+    assert bench_flow.growth({"half": found["half"] | {"tokens": 50}, "full": found["full"]}) == 0.5
+
+
+def test_metrics_differ_beyond_rounding_only() -> None:
+    now = {"a": 1.0, "b": 100.0, "c": 0.0, "time/step": 1.0, "new": 3.0}
+    assert bench_flow.different(now, {"a": 1.00005, "b": 100.02, "c": 0.0, "time/step": 9.0}) == ["b"]
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "tools/bench_flow.py", "--ranks", "2", "--sequences", "16"]
+    command += ["--samples", "4", "--lengths", "40-90", "--turns", "2", "--routing", "4", "2", "--pp", "2"]
+    command += ["--engine-tp", "2", "--repeats", "1", "--updates", "2", "--json", str(tmp_path / "found.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    tokens = total_tokens(Shape(16, 4, "40-90"))
+    assert f"16 sequences, {tokens:,} tokens" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())["now"]["2"]
+    assert found["full"]["tokens"] == tokens
+    assert found["half"]["tokens"] == sum(int(lengths(Shape(8, 4, "40-90"), group).sum()) for group in range(2))
+    for size in ("half", "full"):
+        assert found[size]["seconds"] == pytest.approx(sum(found[size]["parts"].values()))
+        assert {"figures", "rewards", "columns", "rows to models", "numbers back", "log"} <= found[size]["parts"].keys()
+        # Of the records, 4 layers of which the second stage has 2, with 2 experts in a byte each, for log-probs and for
+        # every update; the tokens but the last of each sequence.
+        sequences = 16 if size == "full" else 8
+        assert found[size]["sent"] > 2 * 2 * 2 * (found[size]["tokens"] - sequences)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--lengths", "many"], "--lengths: lengths are 2048-8192, 32768 or lognormal"),
+        (["--ranks", "2", "--sequences", "40"], "--sequences 40 are not twice as many groups of 8 for each of the 2 "),
+        (["--ranks", "1", "--sequences", "16", "--lengths", "9", "--against", "no-such"], "--against no-such: "),
+    ],
+)
+def test_mistakes_are_one_line(options: list[str], said: str) -> None:
+    command = [sys.executable, "-W", "ignore", "tools/bench_flow.py", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {said}") and len(done.stderr.splitlines()) == 1

@@ -1,0 +1,79 @@
+"""What a scripted engine answers: token ids and log-probs out of a random generator, the same for the same group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+PROMPT = 256
+"""Tokens of a prompt at most; a quarter of a sequence that is shorter than four prompts."""
+TOOL = 32
+"""Tokens of a tool's answer between two turns."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step's answers. lengths: `2048-8192` uniform, `32768` all alike, `lognormal` around 3,600 up to 32,768."""
+
+    sequences: int
+    samples: int = 8
+    lengths: str = "2048-8192"
+    turns: int = 1
+    layers: int = 0
+    topk: int = 0
+    experts: int = 256
+
+    def only(self, sequences: int) -> Shape:
+        return replace(self, sequences=sequences)
+
+
+@dataclass(frozen=True)
+class Answer:
+    seed: int
+    prompt: np.ndarray  # [tokens] int32, the same array in a group
+    turns: list[tuple[np.ndarray, np.ndarray]]  # ids and log-probs, which are empty for a tool's
+    routing: np.ndarray | None  # [tokens - 1, layers, topk] uint8 or int16
+
+
+def groups(shape: Shape) -> int:
+    return shape.sequences // shape.samples
+
+
+def total_tokens(shape: Shape) -> int:
+    return sum(int(lengths(shape, group).sum()) for group in range(groups(shape)))
+
+
+def lengths(shape: Shape, group: int) -> np.ndarray:
+    """[samples] tokens of each."""
+    random = np.random.default_rng((1, group))
+    if shape.lengths == "lognormal":
+        return np.exp(random.normal(8.2, 0.8, shape.samples)).clip(256, 32768).astype(np.int64)
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", shape.lengths)
+    if found is None or int(found[1]) < 8 or int(found[2] or found[1]) < int(found[1]):
+        raise ValueError(f"lengths are 2048-8192, 32768 or lognormal, of at least 8 tokens, not {shape.lengths!r}")
+    return random.integers(int(found[1]), int(found[2] or found[1]) + 1, shape.samples)
+
+
+def answers(shape: Shape, group: int) -> Iterator[Answer]:
+    """A group's, in their order."""
+    random = np.random.default_rng((2, group))
+    sizes = lengths(shape, group)
+    prompt = random.integers(0, 150_000, min(PROMPT, int(sizes.min()) // 4), dtype=np.int32)
+    for number, size in enumerate(sizes.tolist()):
+        left, turns = size - len(prompt), []
+        spoken = left - min(TOOL * (shape.turns - 1), left // 2)
+        tools = left - spoken
+        for turn in range(shape.turns):
+            own = spoken // shape.turns + (turn < spoken % shape.turns)
+            turns.append((random.integers(0, 150_000, own, dtype=np.int32), -random.random(own, dtype=np.float32)))
+            if turn + 1 < shape.turns:
+                read = tools // (shape.turns - 1) + (turn < tools % (shape.turns - 1))
+                turns.append((random.integers(0, 150_000, read, dtype=np.int32), np.zeros(0, np.float32)))
+        routing = None
+        if shape.layers:
+            kind = np.uint8 if shape.experts <= 256 else np.int16
+            routing = random.integers(0, shape.experts, (size - 1, shape.layers, shape.topk), dtype=kind)
+        yield Answer(group * shape.samples + number, prompt, turns, routing)

@@ -1,0 +1,76 @@
+"""The way values travelled before rollouts stayed where they are made, for `bench_flow.py --against`: to fb96440 and
+what is like it. To be dropped with the option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flow_answers import Answer
+
+from megarl.megatron import model as megatron_model
+from megarl.parallel import ranks
+from megarl.types import Prompt, Rollout, Turn  # in whose fields there are tuples
+
+
+class Before:
+    """Every rank has every rollout, pickled, as tuples of numbers; every model's numbers go to all."""
+
+    @staticmethod
+    def rank(place: Any) -> int:
+        return int(place.rank)
+
+    @staticmethod
+    def of_log(place: Any) -> Any:
+        return place
+
+    @staticmethod
+    def names(role: str) -> int:
+        return len(megatron_model.NAMES[role])
+
+    @staticmethod
+    def prepare(model: Any) -> None:
+        return None
+
+    @staticmethod
+    def opened(model: Any, batch: Any, arguments: Any, forward_only: bool) -> tuple[Any, Any, tuple[int, ...]]:
+        def take(make: Callable[..., Any], indices: Sequence[int], *rest: Any) -> Any:
+            return make(batch, indices, *rest)
+
+        return model._plan(batch, forward_only)[model.ranks.dp_rank], take, model.layers
+
+    @staticmethod
+    def rollouts(group: int, made: Sequence[Answer]) -> list[Rollout]:
+        found, prompt_ids = [], tuple(made[0].prompt.tolist())
+        prompt = Prompt(str(group), (), prompt_ids)  # type: ignore[arg-type]
+        for answer in made:
+            turns = [Turn(prompt.token_ids)]
+            for ids, logprobs in answer.turns:
+                turn: Any = tuple(ids.tolist()), tuple(logprobs.tolist()), bool(len(logprobs))
+                turns.append(Turn(*turn))
+            routing = None
+            if answer.routing is not None:
+                last = np.full((1, *answer.routing.shape[1:]), -1, np.int16)
+                routing = torch.from_numpy(np.concatenate([answer.routing.astype(np.int16), last]))
+            found.append(Rollout(prompt, tuple(turns), seed=answer.seed, group=group, routing=routing))
+        return found
+
+    @staticmethod
+    def gathered(mine: Sequence[Rollout]) -> list[Rollout]:
+        return [rollout for share in ranks.all_gather_objects(mine) for rollout in share]
+
+    @staticmethod
+    def machines(size: int) -> None:
+        return None
+
+    @staticmethod
+    def timed(parts: Any) -> None:
+        return None
+
+    @staticmethod
+    def is_own(file: Path, rank: int) -> bool:
+        """Rank 0 writes all."""
+        return rank == 0 and file.suffix == ".jsonl" and file.parent.name == "rollouts"

@@ -1,0 +1,408 @@
+"""One rank of `bench_flow.py`: steps of a real controller on real batches, with answers and models that are played.
+
+Everything between engine, model and optimizer is the code of the repository that this runs in; `Played` is a
+`MegatronModel` whose schedule cuts the micro-batches, reads each column that a loss reads, and says numbers that follow
+from the tokens, so that two revisions can be told to say the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from flow_answers import Answer, Shape, answers, groups
+
+from megarl.config import Config, from_dict
+from megarl.controllers.base import Controller
+from megarl.controllers.registry import make_controller
+from megarl.megatron import model as megatron_model
+from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
+from megarl.megatron.model import MegatronModel
+from megarl.megatron.replay import Share
+from megarl.models.routing import RoutingShape
+from megarl.observe.clock import Clock
+from megarl.observe.metrics import rollout_metrics
+from megarl.parallel import ranks
+from megarl.types import ModelOutput, Prompt, Rollout, TokenLoss, TrainBatch, Turn
+from megarl.workers.actor import ActorWorker
+from megarl.workers.context import Context
+from megarl.workers.critic import CriticWorker
+from megarl.workers.reference import ReferenceWorker
+from megarl.workers.reward import RewardWorker
+from megarl.workers.training import TrainingWorker
+
+QUADRATIC = 1 / (6 * 4096)
+"""Of attention: what a token costs more for each that stands before it, in a model as wide as 4096."""
+NOT_OURS = "model"
+"""The part that is played for model, optimizer and engine, which is no part of a step's host seconds."""
+
+
+class Parts:
+    """Seconds by part, and how many of them the processor worked for it; what is done within another part is counted
+    once, for the inner one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.busy: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = 0.0, 0.0
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        self._lap()
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._lap()
+            self._open.pop()
+
+    def _lap(self) -> None:
+        now = time.perf_counter(), time.thread_time()
+        if self._open:
+            for found, ended, begun in zip((self.seconds, self.busy), now, self._since, strict=True):
+                found[self._open[-1]] = found.get(self._open[-1], 0.0) + ended - begun
+        self._since = now
+
+    def around(self, owner: Any, name: str, part: str) -> None:
+        """Time a function of a module or class, wherever it is called from there."""
+        wrapped = getattr(owner, name)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            with self.of(part):
+                return wrapped(*arguments, **named)
+
+        static = isinstance(owner, type) and isinstance(vars(owner).get(name), staticmethod)
+        setattr(owner, name, staticmethod(timed) if static else timed)
+
+    def around_each(self, owner: Any, name: str, part: str) -> None:
+        """Time what a generator does until it yields."""
+        wrapped = getattr(owner, name)
+
+        def timed(*arguments: Any, **named: Any) -> Iterator[Any]:
+            source = wrapped(*arguments, **named)
+            while True:
+                with self.of(part):
+                    try:
+                        value = next(source)
+                    except StopIteration:
+                        return
+                yield value
+
+        setattr(owner, name, timed)
+
+
+class Played(MegatronModel):
+    """What is asked of a model in a step, without the model."""
+
+    def __init__(self, config: Config, place: ranks.Ranks, role: Any, shape: Shape, parts: Parts, how: Any) -> None:
+        self.config, self.ranks, self.role, self.mtp_layers = config, place, role, 0
+        self.quadratic_cost, self.parts, self.how = QUADRATIC, parts, how
+        chunk = SimpleNamespace(
+            config=SimpleNamespace(num_moe_experts=None),
+            parameters=lambda: [torch.zeros(1, requires_grad=True)],
+            **dict.fromkeys(("eval", "train", "zero_grad_buffer"), lambda: None),
+        )
+        self.chunks = [chunk]  # type: ignore[list-item]
+        nothing = dict.fromkeys(("zero_grad", "prepare_grads", "step"), lambda: None)
+        self.optimizer = SimpleNamespace(get_grad_norm=lambda: 1.0, **nothing)
+        self.scheduler = SimpleNamespace(step=lambda by: None, get_lr=lambda group: 0.0)  # type: ignore[assignment]
+        self.replays, self.layers = None, tuple[int, ...]()
+        if role == "actor" and shape.layers:
+            self.replays = RoutingShape(shape.layers, tuple(range(shape.layers)), shape.topk, shape.experts)
+            self.layers = tuple(range(shape.layers))[place.pp_rank :: place.pp]
+        self._reader = self  # type: ignore[assignment]
+        how.prepare(self)
+
+    @contextmanager
+    def _at_work(self, states: bool = True) -> Iterator[None]:
+        yield
+
+    def read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float) -> ModelOutput:
+        with self.parts.of(NOT_OURS):
+            tokens = micro.batch.tokens.long()
+            entropy = None if self.how.names(self.role) == 1 else torch.zeros(len(tokens))
+            numbers = -1.0 - (tokens % 13).float() / 13
+            return ModelOutput(logprobs=numbers, entropy=entropy, values=-numbers / 2)
+
+    def train_step(self, batch: TrainBatch, loss_fn: Any, temperature: float = 1.0) -> dict[str, float]:
+        def touch(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+            with self.parts.of(NOT_OURS):
+                columns = [getattr(part, name) for name in LOSS_READS if getattr(part, name) is not None]
+                read = torch.stack([column.float() for column in columns]).sum(0)
+                return TokenLoss(read, {f"{self.role}/read": read})
+
+        return super().train_step(batch, touch, temperature)
+
+    def _schedule(self, rows: Any, *arguments: Any, forward_only: bool) -> list[Any]:  # type: ignore[override]
+        """As Megatron's would ask for the micro-batches, one after another; the last stage has something to say."""
+        *plan, consume = arguments
+        place, done = torch.device("cpu"), []
+        mine, take, layers = self.how.opened(self, rows, plan, forward_only)
+        at = self.ranks.tp, self.ranks.cp, self.ranks.cp_rank
+        replayed = Share(layers, self.ranks.tp, self.ranks.tp_rank) if self.replays is not None else None
+        for indices in mine:
+            with self.parts.of("micro-batches"):
+                micro: MicroBatch = take(make_micro_batch, indices, place, *at, 0, replayed)
+            with self.parts.of(NOT_OURS):
+                int(micro.tokens.sum()) + (0 if micro.routing is None else int(micro.routing.sum()))
+            if self.ranks.pp_rank == self.ranks.pp - 1:
+                done.append(consume(micro, torch.zeros(1))[2])
+        return done
+
+
+LOSS_READS = ("loss_mask", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "loss_weights")
+
+
+class PlayedRollout:
+    """Engines of `tp` ranks each, whose answers are there as soon as they are asked for."""
+
+    def __init__(self, config: Config, mine: Sequence[Rollout], parts: Parts, how: Any) -> None:
+        self.mine, self.parts, self.how = mine, parts, how
+        self.share = 1.0
+
+    def generate(self, items: Sequence[Any], samples: int) -> Any:
+        with self.parts.of("figures"):
+            count = int(len(self.mine) * self.share) // samples * samples
+            return self.how.gathered(self.mine[:count])
+
+    def sleep(self) -> None:
+        return None
+
+    def update_weights(self, actor: Any) -> None:
+        return None
+
+
+class Now:
+    """What the tool has to know of how this revision does it."""
+
+    @staticmethod
+    def rank(place: Any) -> int:
+        return int(place.job.rank)
+
+    @staticmethod
+    def of_log(place: Any) -> Any:
+        return place.job
+
+    @staticmethod
+    def names(role: str) -> int:
+        return 1
+
+    @staticmethod
+    def prepare(model: Any) -> None:
+        from megarl.megatron.distribution import Distribution
+
+        model._distribution = Distribution(model.ranks, model.layers, model.replays)
+
+    @staticmethod
+    def opened(model: Any, rows: Any, arguments: Any, forward_only: bool) -> tuple[Any, Any, tuple[int, ...]]:
+        def take(make: Callable[..., Any], indices: Sequence[int], *rest: Any) -> Any:
+            return make(rows.take(indices), indices, *rest)
+
+        layers = tuple(list(rows.layers).index(layer) for layer in model.layers)
+        return arguments[0][model.ranks.dp_rank], take, layers
+
+    @staticmethod
+    def rollouts(group: int, made: Sequence[Answer]) -> list[Rollout]:
+        found, prompt = [], Prompt(str(group), (), made[0].prompt)
+        for answer in made:
+            turns = [Turn(ids, logprobs, bool(len(logprobs))) for ids, logprobs in answer.turns]
+            routing = None if answer.routing is None else torch.from_numpy(answer.routing)
+            found.append(
+                Rollout(prompt, (Turn(prompt.token_ids), *turns), seed=answer.seed, group=group, routing=routing)
+            )
+        return found
+
+    @staticmethod
+    def gathered(mine: Sequence[Rollout]) -> Any:
+        from megarl.parallel import everyone
+        from megarl.types import Rollouts
+
+        return Rollouts.of(mine, [rollout.group for rollout in mine], everyone.AllRanks())
+
+    @staticmethod
+    def machines(size: int) -> None:
+        from megarl.parallel import everyone
+        from megarl.parallel.delivery import Post
+
+        everyone._post = Post(per_machine=size)
+
+    @staticmethod
+    def timed(parts: Parts) -> None:
+        from megarl.megatron.distribution import Distribution
+
+        parts.around(Distribution, "give", "rows to models")
+        parts.around(Distribution, "take_back", "numbers back")
+
+    @staticmethod
+    def is_own(file: Path, rank: int) -> bool:
+        """Whether this rank has written it, of the rollouts on record."""
+        return file.name == f"rank_{rank:05d}.parquet"
+
+
+def config_of(order: Mapping[str, Any], folder: Path) -> Config:
+    samples, sequences = order["shape"]["samples"], order["shape"]["sequences"]
+    return from_dict(
+        {
+            "algorithm": order["controller"],
+            "run": {"dir": str(folder / "run"), "num_update": order["updates"], "num_rollout": 1000},
+            "parallel": {
+                "world_size": order["ranks"],
+                "ranks_per_node": order["per_machine"],
+                "tp": order["tp"],
+                "pp": order["pp"],
+            },
+            "rollout": {"samples_per_prompt": samples, "max_context": 10**6},
+            "data": {"prompts_per_step": sequences // samples},
+            "train": {"token_budget": order["token_budget"], "replay_routing": bool(order["shape"]["layers"])},
+            "track": {"progress": False, "tensorboard": False},
+        }
+    )
+
+
+def trivial(rollout: Rollout) -> float:
+    return rollout.seed % 7 / 7
+
+
+def flow_of(config: Config, place: Any, mine: Sequence[Rollout], shape: Shape, parts: Parts, how: Any) -> Any:
+    """The roles of a flow, each the real worker, with models that are played."""
+    context = Context(config, place, {}, None, Clock(), Path(config.run.dir), {})  # type: ignore[arg-type]
+    actor, critic = ActorWorker(context), CriticWorker(context)
+    actor.model = Played(config, place, "actor", shape, parts, how)
+    critic.model = Played(config, place, "critic", shape, parts, how)
+    reference = ReferenceWorker(context, actor)
+    reference.first = nullcontext
+    reward = RewardWorker(context, trivial)
+    rollout = PlayedRollout(config, mine, parts, how)
+    return SimpleNamespace(
+        config=config, rollout=rollout, actor=actor, critic=critic, reference=reference, reward=reward
+    )
+
+
+def watch_parts(parts: Parts, how: Any, controller: Controller, log: Any) -> None:
+    parts.around(RewardWorker, "score", "rewards")
+    parts.around(TrainBatch, "from_rollouts", "columns")
+    parts.around(megatron_model, "plan_micro_batches", "plans")
+    parts.around(MegatronModel, "forward", "numbers back")
+    parts.around(TrainingWorker, "update", "checks")
+    parts.around(ActorWorker, "require_finite", "checks")
+    parts.around_each(importlib.import_module(type(controller).__module__), "mini_batches", "mini-batches")
+    parts.around(controller, "step", "token functions")
+    parts.around(sys.modules[__name__], "rollout_metrics", "metrics")
+    parts.around(log, "step", "log")
+    how.timed(parts)
+
+
+def written() -> int:
+    """Bytes that this process has written: to sockets, to shared memory and to files."""
+    with open("/proc/self/io") as file:
+        return int(dict(line.split(": ") for line in file.read().splitlines())["wchar"])
+
+
+def measure(order: Mapping[str, Any], how: Any = Now) -> None:
+    """As one of the ranks: warm up, then steps at half of the sequences and at all of them, then one that is watched
+    for the memory that it takes."""
+    torch.set_num_threads(1)
+    shape = Shape(**order["shape"])
+    folder = Path(order["folder"])
+    config = config_of(order, folder)
+    place = ranks.initialize(config.parallel, 1800.0)
+    how.machines(order["per_machine"])
+    rank, world = how.rank(place), order["ranks"]
+    from megarl.observe.run_log import RunLog
+
+    log, parts, controller = RunLog(config, how.of_log(place)), Parts(), make_controller(config)
+
+    def made(shape: Shape) -> list[Rollout]:
+        if rank % order["engine_tp"]:
+            return []
+        engines, engine = world // order["engine_tp"], rank // order["engine_tp"]
+        mine = [group for group in range(groups(shape)) if group * engines // groups(shape) == engine]
+        return [rollout for group in mine for rollout in how.rollouts(group, list(answers(shape, group)))]
+
+    small = shape.only(min(shape.sequences, world * shape.samples))
+    flow = flow_of(config, place, made(small), shape, parts, how)
+    watch_parts(parts, how, controller, log)
+    step = 0
+
+    def one_step(share: float) -> dict[str, Any]:
+        nonlocal step
+        step += 1
+        flow.rollout.share = share
+        parts.seconds.clear()
+        parts.busy.clear()
+        ranks.barrier()
+        wrote = written()
+        with parts.of("log"):
+            log.begin_step(step)
+        for worker in (flow.actor, flow.critic, flow.reward):
+            worker.begin_step(step)
+        result: Any = controller.step(flow, range(config.data.prompts_per_step))
+        metrics = result.metrics | rollout_metrics(result.rollouts)
+        log.step(step, metrics, result.rollouts, result.batch, result.trained)
+        if settle := getattr(log, "settle", None):
+            settle()
+        logged = sum(file.stat().st_size for file in folder.rglob("*") if how.is_own(file, rank))
+        sent = written() - wrote - logged
+        shutil.rmtree(folder / "run" / "rollouts", ignore_errors=True) if rank == 0 else None
+        ranks.barrier()
+        tokens = int(result.batch.lengths.sum())
+        return dict(
+            parts=dict(parts.seconds),
+            busy=sum(parts.busy.values()) - parts.busy.get(NOT_OURS, 0.0),
+            sent=sent,
+            log_bytes=logged,
+            tokens=tokens,
+            sequences=result.batch.num_sequences,
+            metrics=metrics,
+        )
+
+    def mark(label: str, seconds: float = 0.4) -> None:
+        """Tell whoever watches the memory what is going on."""
+        ranks.barrier()
+        if rank == 0:
+            (folder / "label").write_text(label)
+        time.sleep(seconds)
+        ranks.barrier()
+
+    one_step(1.0)
+    flow.rollout.mine = []
+    mark("baseline")
+    flow.rollout.mine = made(shape)
+    mark("rollouts")
+    mark("", 0.0)
+    sizes = {}
+    for name, share in (("half", 0.5), ("full", 1.0)):
+        sizes[name] = [one_step(share) for _ in range(order["repeats"])]
+    mark("step", 0.0)
+    one_step(1.0)
+    mark("", 0.0)
+    everything = ranks.all_gather_objects(sizes)
+    if rank == 0:
+        print("RESULT " + json.dumps(everything), flush=True)
+    ranks.barrier()
+    log.close()
+    ranks.shutdown()
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    if order["before"]:
+        from flow_before import Before
+
+        measure(order, Before)
+    else:
+        measure(order)
+
+
+if __name__ == "__main__":
+    main()
