@@ -1,4 +1,4 @@
-"""Generation: the engines, each fed by its lead rank from one queue. Rollouts stay there, their figures go everywhere."""
+"""Generation: engines, each fed by its lead rank from one queue. Rollouts stay there, their figures go everywhere."""
 
 from __future__ import annotations
 
