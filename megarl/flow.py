@@ -33,6 +33,7 @@ from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, ranks
+from megarl.parallel.placement import placement_of, role_parallel
 from megarl.rollout.chat import Chat
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, Rollout, Rollouts
@@ -109,10 +110,11 @@ class HybridFlow:
         self.controller = make_controller(self.config)
         self.workers: list[Worker] = []
         self._read_chat()
-        self.ranks = ranks.initialize(self.config.parallel, run.timeout_s)
+        self.job = ranks.join(self.config.parallel.world_size, run.timeout_s)
+        self.layouts = self._lay_out()
         with ranks.patient(run.storage_timeout_s):
             self._read_data()
-        self.log = RunLog(self.config, self.ranks.job)
+        self.log = RunLog(self.config, self.job)
         finished = False
         try:
             for warning in report.warnings:
@@ -178,7 +180,7 @@ class HybridFlow:
 
         together: as many at a time stay with each other.
         """
-        units = range(self.ranks.job.rank, -(-len(finished) // together), self.ranks.job.world)
+        units = range(self.job.rank, -(-len(finished) // together), self.job.world)
         own = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
         return Rollouts.of([finished[i] for i in own], own, everyone.AllRanks())
 
@@ -222,7 +224,7 @@ class HybridFlow:
         metrics |= self.clock.lap()
         if result.batch is not None:
             tokens = int(result.batch.lengths.sum())
-            metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.ranks.job.world
+            metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.job.world
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
         self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)
         return metrics
@@ -270,7 +272,8 @@ class HybridFlow:
             self.log.say(note)
         context = Context(
             config=config,
-            ranks=self.ranks,
+            job=self.job,
+            layouts=self.layouts,
             hf_config=self.hf_config,
             chat=self.chat,
             clock=self.clock,
@@ -284,20 +287,41 @@ class HybridFlow:
             worker = make(context, **options)
             setattr(self, role, worker)
             self.workers.append(worker)
-            worker.start()
+            ranks.together(worker.start)
         for worker in self.workers:
             worker.ready()
-        for role, model in self._trained().items():
-            layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
-            held = (*model.local_params().values(), *model.local_adapters().values())
-            self.log.say(f"{role}: {layout}, {sum(map(torch.numel, held)):,} parameters on rank 0")
+        for said in ranks.all_gather_objects(self._models_here()):
+            for line in said:
+                self.log.say(line)
         if newest is not None:
             self._resume(newest)
         self.clock.lap()
 
+    def _lay_out(self) -> dict[str, ranks.Ranks | None]:
+        """This rank's place in the layout of each role with a model."""
+        placement, found = placement_of(self.config), {}
+        for role in self.declared.roles:
+            if role not in ("rollout", "reference") and placement.of(role):
+                parallel = role_parallel(self.config, role)
+                found[role] = ranks.layout(parallel, self.config.run.timeout_s, placement.of(role))
+        return found
+
+    def _models_here(self) -> list[str]:
+        """A line for each trained model whose first rank this is."""
+        lines, placement = [], placement_of(self.config)
+        for role, model in self._trained().items():
+            if model.ranks.role_rank == 0:
+                layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
+                held = (*model.local_params().values(), *model.local_adapters().values())
+                where = "" if placement.colocated else f" on ranks {placement.text(role)}"
+                count = sum(map(torch.numel, held))
+                lines.append(f"{role}{where}: {layout}, {count:,} parameters on rank {self.job.rank}")
+        return lines
+
     def _trained(self) -> dict[str, Any]:
-        """The models that a checkpoint holds, by role."""
-        return {role: getattr(self, role).model for role in self.declared.trains}
+        """The models that a checkpoint holds, by role, as far as they are on this rank."""
+        found = {role: getattr(self, role).model for role in self.declared.trains}
+        return {role: model for role, model in found.items() if model is not None}
 
     def _save(self, must: bool) -> StorageError | None:
         """Write a checkpoint. One that cannot be written is an error if it must be, else an alarm, and returned."""
@@ -330,7 +354,8 @@ class HybridFlow:
             try:
                 with ranks.patient(patience):
                     ranks.together(lambda: room.demand(folder, self.needs.export), lead=True)
-                    return trained.export(folder)
+                    ranks.together(lambda: trained.export(folder) if trained.model is not None else None)
+                    return
             except OSError as error:
                 late = ranks.broadcast_object(time.monotonic() - began > patience)
                 if self._is_asked_to_stop() or late:
@@ -346,7 +371,10 @@ class HybridFlow:
 
     def _find_checkpoint(self) -> Path | None:
         """The one to go on from, before anything is loaded; what is said and recorded of the run goes on after it."""
-        run, layout = self.config.run, (self.ranks.job.world, *self.ranks.sizes)
+        run, parallel, placement = self.config.run, self.config.parallel, placement_of(self.config)
+        sizes = parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
+        apart = () if placement.colocated else (placement.describe(self.declared.roles),)
+        layout = (self.job.world, *sizes, *apart)
         self.store = CheckpointStore(
             self.log.run_dir, run.keep_checkpoints, run.storage_timeout_s, layout, self.log.say
         )
@@ -374,8 +402,12 @@ class HybridFlow:
                 f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "
                 "to go on from an older checkpoint"
             ) from None
-        for role, model in self._trained().items():
-            restore_model(model, folder / role)
+
+        def restore() -> None:
+            for role, model in self._trained().items():
+                restore_model(model, folder / role)
+
+        ranks.together(restore)
         self._begin_step()
         if hasattr(self, "rollout"):
             self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache

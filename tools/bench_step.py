@@ -119,6 +119,7 @@ def measure(lengths: list[int], budget: int) -> None:
 
     import megarl.megatron.model as model_file
     from megarl.config import from_dict
+    from megarl.megatron.distribution import Distribution
     from megarl.megatron.model import MegatronModel
     from megarl.parallel import ranks
     from megarl.types import TokenLoss, TrainBatch
@@ -147,7 +148,7 @@ def measure(lengths: list[int], budget: int) -> None:
     model_file.optimizer.take_step = timed(take)
 
     def batch_of(way: str) -> tuple[TrainBatch, Plan]:
-        chosen = plan(lengths, 2, budget, model.quadratic_cost, way)
+        chosen = plan(lengths, 2, budget, model.distribution.quadratic, way)
         sizes = list(lengths)
         for part in (part for rank in chosen for part in rank):
             for i, size in zip(part, computed(lengths, part, way), strict=True):
@@ -164,11 +165,12 @@ def measure(lengths: list[int], budget: int) -> None:
     work = {way: batch_of(way) for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     outside: dict[str, list[float]] = {way: [] for way in WAYS}
-    own_plan = model._plan
+    own = model.distribution
     for turn in range(ROUNDS + 1):
         for way, (batch, chosen) in work.items():
             # MegaRL's own way is timed with its planning; the others' plans are given.
-            model._plan = own_plan if way == WAYS[0] else lambda *_, given=chosen, **__: given  # type: ignore[method-assign]
+            planned = type("Planned", (Distribution,), {"plan": lambda *_, given=chosen, **__: given})
+            model.distribution = own if way == WAYS[0] else planned(**vars(own))
             inside.clear()
             ranks.barrier()
             start = time.perf_counter()

@@ -50,7 +50,7 @@ class CheckpointStore:
         run_dir: Path,
         keep: int,
         storage_timeout_s: float = 7200.0,
-        layout: Sequence[int] = (),
+        layout: Sequence[int | str] = (),
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.folder = run_dir / "checkpoints"

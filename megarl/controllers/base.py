@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -132,13 +132,15 @@ class MeanOf:
     """Averages metrics that are reported once per update."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        self._all: list[Mapping[str, float]] = []
 
-    def add(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-            self._counts[name] = self._counts.get(name, 0) + 1
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """They are read by `result`, so that those who reported them need not be waited for."""
+        self._all.append(metrics)
 
     def result(self) -> dict[str, float]:
-        return {name: total / self._counts[name] for name, total in self._sums.items()}
+        found: dict[str, list[float]] = {}
+        for metrics in self._all:
+            for name, value in metrics.items():
+                found.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in found.items()}

@@ -51,11 +51,10 @@ class GRPOController(PolicyController):
         taken = trained(rollouts, config)
         batch = TrainBatch.from_rollouts(taken)
         policy = flow.actor.forward(batch)
+        reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
+        batch = batch.with_(old_logprobs=policy.logprobs, ref_logprobs=reference.logprobs)
         assert policy.logprobs is not None
-        batch = batch.with_(old_logprobs=policy.logprobs)
         metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
-        if config.kl.place != "none":
-            batch = batch.with_(ref_logprobs=flow.reference.logprobs(batch))
 
         # 2. Advantages: each sample against the others of its prompt. A KL in the reward counts as the sequence's sum.
         kl_mean = 0.0

@@ -52,13 +52,12 @@ class PPOController(PolicyController):
         flow.rollout.sleep()
         taken = trained(rollouts, config)
         batch = TrainBatch.from_rollouts(taken)
-        policy = flow.actor.forward(batch)
-        assert policy.logprobs is not None
-        values, mask = flow.critic.values(batch), batch.loss_mask
-        batch = batch.with_(old_logprobs=policy.logprobs)
+        critic, policy = flow.critic.forward(batch), flow.actor.forward(batch)
+        reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
+        batch = batch.with_(old_logprobs=policy.logprobs, ref_logprobs=reference.logprobs, values=critic.values)
+        assert policy.logprobs is not None and batch.values is not None
+        values, mask = batch.values, batch.loss_mask
         metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
-        if config.kl.place != "none":
-            batch = batch.with_(ref_logprobs=flow.reference.logprobs(batch))
 
         # 2. Advantages: outcome on the last action, the KL penalty on every one, then GAE over the actions.
         kl_mean = 0.0
@@ -72,7 +71,7 @@ class PPOController(PolicyController):
         advantages, returns = gae(rewards, values, mask, batch.cu_seqlens, discount, lam)
         if config.advantage.whiten:
             advantages = whiten(advantages, mask, batch.total)
-        batch = batch.with_(values=values, rewards=rewards, advantages=advantages, returns=returns)
+        batch = batch.with_(rewards=rewards, advantages=advantages, returns=returns)
 
         # 3. Updates: the critic towards the returns, the policy along the advantages.
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:

@@ -52,7 +52,9 @@ class RewardModelController(Controller):
         at_once = self.config.data.prompts_per_step
         for first in range(0, len(items), at_once):
             batch = pair_batch(flow, [items[i] for i in range(first, min(first + at_once, len(items)))])
-            result = bradley_terry(flow.reward_model.scores(batch), batch.cu_seqlens, batch.group[batch.own])
+            scores = flow.reward_model.forward(batch).scores
+            assert scores is not None
+            result = bradley_terry(scores, batch.cu_seqlens, batch.group[batch.own])
             figures = {"loss": result.loss, **result.metrics}
             for name, values in figures.items():
                 totals[f"eval/{name.removeprefix('reward_model/')}"] += float(batch.total(values.sum())) / len(items)

@@ -7,18 +7,20 @@ routing goes to the stages with experts, each its own layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megarl.data.packing import plan_micro_batches
 from megarl.megatron.replay import check_shape
 from megarl.models.routing import RoutingShape
-from megarl.parallel import everyone
+from megarl.parallel import everyone, ranks
 from megarl.parallel.delivery_plan import Kind
-from megarl.parallel.ranks import Ranks, all_gather_objects
+from megarl.parallel.ranks import Ranks
 from megarl.types import TrainBatch
 
 Plan = Sequence[Sequence[Sequence[int]]]
@@ -77,25 +79,40 @@ class Rows:
         )
 
 
+@dataclass(frozen=True)
 class Distribution:
-    """Of one model; made by all ranks of the job together. shape: of the record that it replays, if it does."""
+    """How the work of one model is shared among its ranks. All ranks of the job have the same, also those that the
+    model is not on: they send it rows, and get back what is about their sequences.
 
-    def __init__(self, ranks: Ranks, layers: tuple[int, ...], shape: RoutingShape | None) -> None:
-        self.ranks, self.shape = ranks, shape
-        ends = ranks.pp_rank == ranks.pp - 1
-        self.here = Place(
-            dp_rank=ranks.dp_rank,
-            reads=ranks.pp_rank == 0 or ends,
-            ends=ends,
-            speaks=ends and ranks.tp_rank == ranks.cp_rank == 0,
-            layers=layers,
-        )
-        self.places: list[Place] = all_gather_objects(self.here)
-        self.speaker = {place.dp_rank: rank for rank, place in enumerate(self.places) if place.speaks}
-        self._post = everyone.post()
+    budget: tokens of a micro-batch, on all context parallel ranks together. quadratic: see `models.cost`. multiple: of
+    which the number of micro-batches is one. together: whether training must not part the sequences of a group. shape:
+    of the record of routing that the model replays, if it does.
+    """
+
+    places: Mapping[int, Place]
+    """By the job's numbers of the ranks that the model is on."""
+    dp: int
+    budget: int
+    quadratic: float
+    multiple: int
+    together: bool
+    shape: RoutingShape | None
+
+    @property
+    def here(self) -> Place | None:
+        return self.places.get(dist.get_rank())
+
+    @property
+    def speaks(self) -> bool:
+        return self.here is not None and self.here.speaks
+
+    def plan(self, batch: TrainBatch, forward_only: bool) -> Plan:
+        together = batch.group if self.together and not forward_only else None
+        return plan_micro_batches(batch.lengths, self.dp, self.budget, self.quadratic, self.multiple, together)
 
     def give(self, batch: TrainBatch, plan: Plan, columns: Iterable[str]) -> Rows:
-        """What this rank needs of the batch for its micro-batches. columns: what a last stage reads."""
+        """What this rank needs of the batch for its micro-batches. columns: what a last stage reads. Of a batch in
+        shares this is done by all ranks of the job."""
         names, replays = tuple(columns), self.shape is not None and batch.routing is not None
         if batch.shares is None:
             whole = {name: _by_number(getattr(batch, name), batch) for name in names}
@@ -105,70 +122,115 @@ class Distribution:
                 assert self.shape is not None
                 check_shape(record, self.shape)
             return Rows(batch, whole, records, layers)
-        shares, needs = batch.shares, [list(chain.from_iterable(plan[place.dp_rank])) for place in self.places]
-        mine = needs[self.ranks.job.rank]
+        shares, needs = batch.shares, self._needs(plan)
+        mine = needs.get(dist.get_rank(), [])
         found: dict[str, dict[int, torch.Tensor]] = {}
         for own, wanting in (
-            ([name for name in names if name == "tokens"], [place.reads for place in self.places]),
-            ([name for name in names if name != "tokens"], [place.ends for place in self.places]),
+            ([name for name in names if name == "tokens"], {rank: place.reads for rank, place in self.places.items()}),
+            ([name for name in names if name != "tokens"], {rank: place.ends for rank, place in self.places.items()}),
         ):
-            wants = [need if wanted else [] for need, wanted in zip(needs, wanting, strict=True)]
+            wants = self._by_rank({rank: need for rank, need in needs.items() if wanting[rank]})
             if not own or not any(wants):
                 continue
             sent = {name: getattr(batch, name) for name in own}
             kinds: dict[str, Kind] = {name: (column.dtype, ()) for name, column in sent.items()}
-            arrived = self._post.deliver(sent, kinds, shares.lengths, shares.home, wants)
-            if wanting[self.ranks.job.rank]:
+            arrived = everyone.post().deliver(sent, kinds, shares.lengths, shares.home, wants)
+            if wanting.get(dist.get_rank()):
                 found |= {name: dict(zip(mine, arrived.rows(name), strict=True)) for name in own}
         records = self._give_records(batch, needs) if replays else None
-        return Rows(batch, found, records, self.here.layers)
+        return Rows(batch, found, records, self.here.layers if self.here else ())
 
-    def _give_records(self, batch: TrainBatch, needs: list[list[int]]) -> dict[int, torch.Tensor]:
+    def _needs(self, plan: Plan) -> dict[int, list[int]]:
+        return {rank: list(chain.from_iterable(plan[place.dp_rank])) for rank, place in self.places.items()}
+
+    @staticmethod
+    def _by_rank(needs: Mapping[int, list[int]]) -> list[list[int]]:
+        return [needs.get(rank, []) for rank in range(dist.get_world_size())]
+
+    def _give_records(self, batch: TrainBatch, needs: Mapping[int, list[int]]) -> dict[int, torch.Tensor]:
         assert batch.shares is not None and batch.routing is not None and self.shape is not None
         kind = self.shape.dtype, (len(self.shape.moe_layers), self.shape.topk)
         own = [record if len(record) else torch.zeros((0, *kind[1]), dtype=kind[0]) for record in batch.routing]
         for record in own:
             check_shape(record, self.shape)
         packed = torch.cat(own) if own else torch.zeros((0, *kind[1]), dtype=kind[0])
-        wants = [need if place.layers else [] for need, place in zip(needs, self.places, strict=True)]
-        arrived = self._post.deliver(
+        mine = needs.get(dist.get_rank(), [])
+        world = range(dist.get_world_size())
+        arrived = everyone.post().deliver(
             {"routing": packed},
             {"routing": kind},
             batch.shares.routed,
             batch.shares.home,
-            wants,
-            {"routing": [place.layers for place in self.places]},
+            self._by_rank({rank: need for rank, need in needs.items() if self.places[rank].layers}),
+            {"routing": [self.places[rank].layers if rank in self.places else () for rank in world]},
         )
-        if not self.here.layers:
-            return {i: packed[:0] for i in needs[self.ranks.job.rank]}
-        return dict(zip(needs[self.ranks.job.rank], arrived.rows("routing"), strict=True))
+        if self.here is None or not self.here.layers:
+            return {i: packed[:0] for i in mine}
+        return dict(zip(mine, arrived.rows("routing"), strict=True))
 
     def take_back(
         self, batch: TrainBatch, plan: Plan, done: Sequence[Spoken], names: Sequence[str]
-    ) -> dict[str, torch.Tensor]:
+    ) -> Callable[[], dict[str, torch.Tensor]]:
         """Numbers per token of this rank's micro-batches, each with its sequences -> by name, [T] of those of the batch
-        that are here. Only what a rank that speaks has done is looked at."""
+        that are here, for which one waits when one asks. Only what a rank that speaks has done is looked at."""
+        if batch.shares is None:
+            everything = assemble(batch, ranks.all_gather_objects(done if self.speaks else [], self._members()))
+            return lambda: everything
         spoken: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
         lengths = batch.lengths
-        if self.here.speaks:
+        if self.speaks:
             for indices, values in done:
                 sizes = [int(lengths[i]) for i in indices]
                 for name in names:
                     spoken[name] |= dict(zip(indices, values[name].split(sizes), strict=True))
         homes = torch.empty(batch.num_sequences, dtype=torch.int64)
+        speaker = {place.dp_rank: rank for rank, place in self.places.items() if place.speaks}
         for dp_rank, parts in enumerate(plan):
-            homes[list(chain.from_iterable(parts))] = self.speaker[dp_rank]
+            homes[list(chain.from_iterable(parts))] = speaker[dp_rank]
         columns = {name: torch.cat([torch.zeros(0), *(rows[i] for i in sorted(rows))]) for name, rows in spoken.items()}
-        everything = list(range(batch.num_sequences))
-        if batch.shares is None:
-            wants = [everything for _ in self.places]
-        else:
-            wants = [[] for _ in self.places]
-            for number, rank in enumerate(batch.shares.home.tolist()):
-                wants[rank].append(number)
+        wanting: dict[int, list[int]] = {}
+        for number, rank in enumerate(batch.shares.home.tolist()):
+            wanting.setdefault(rank, []).append(number)
         kinds: dict[str, Kind] = {name: (torch.float32, ()) for name in names}
-        arrived = self._post.deliver(columns, kinds, lengths, homes, wants)
-        return {name: torch.cat([torch.zeros(0), *arrived.rows(name)]) for name in names}
+        arrived = everyone.post().deliver(columns, kinds, lengths, homes, self._by_rank(wanting))
+        return lambda: {name: torch.cat([torch.zeros(0), *arrived.rows(name)]) for name in names}
+
+    def _members(self) -> dist.ProcessGroup:
+        return ranks.group_of(tuple(sorted(self.places)))
+
+    def forward_elsewhere(self, batch: TrainBatch, names: Sequence[str]) -> Callable[[], dict[str, torch.Tensor]]:
+        """`MegatronModel.forward` on a rank that the model is not on, which goes on at once."""
+        plan = self.plan(batch, forward_only=True)
+        self.give(batch, plan, ("tokens",))
+        return self.take_back(batch, plan, [], names)
+
+    def train_elsewhere(self, batch: TrainBatch) -> None:
+        """`MegatronModel.train_step` on a rank that the model is not on."""
+        self.give(batch, self.plan(batch, forward_only=False), batch.columns())
+
+
+def assemble(batch: TrainBatch, gathered: Sequence[Sequence[Spoken]]) -> dict[str, torch.Tensor]:
+    """Of all replicas' micro-batches -> by name [T] in the order of the batch, which is here."""
+    result: dict[str, torch.Tensor] = {}
+    for indices, found in (item for share in gathered for item in share):
+        spans = [torch.arange(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])) for i in indices]
+        for name, values in found.items():
+            full = result.setdefault(name, torch.zeros(len(batch.tokens)))
+            if spans:
+                full[torch.cat(spans)] = values
+    return result
+
+
+def place_of(here: Ranks, layers: tuple[int, ...]) -> Place:
+    """This rank's. layers: those with experts that replay a record."""
+    ends = here.pp_rank == here.pp - 1
+    return Place(
+        dp_rank=here.dp_rank,
+        reads=here.pp_rank == 0 or ends,
+        ends=ends,
+        speaks=ends and here.tp_rank == here.cp_rank == 0,
+        layers=layers,
+    )
 
 
 def _by_number(column: torch.Tensor, batch: TrainBatch) -> dict[int, torch.Tensor]:

@@ -17,11 +17,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.config import Config, ConfigError
-from megarl.data.packing import plan_micro_batches
 from megarl.megatron import lora, optimizer, replay
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
-from megarl.megatron.distribution import Distribution, Plan, Rows
+from megarl.megatron.distribution import Distribution, Plan, Rows, place_of
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
 from megarl.megatron.parking import Parking
@@ -65,7 +64,6 @@ class MegatronModel:
         self.ranks = ranks
         self.role = role
         self.mtp_layers = trained_mtp(hf_config, config) if role == "actor" and trains else 0
-        self.quadratic_cost = quadratic_cost(hf_config)
         self.optimizer: Any = None
         self.replays: RoutingShape | None = None
         self._weights_away, self._states_away = Parking(), Parking()
@@ -79,7 +77,16 @@ class MegatronModel:
                 self.replays = routing_shape(hf_config, config.model.megatron)
                 replay.install(self.chunks, self.replays)
             layers = replay.layers(self.chunks) if self.replays is not None else ()
-            self._distribution = Distribution(ranks, layers, self.replays)
+            self.distribution = Distribution(
+                places=dict(all_gather_objects((ranks.job.rank, place_of(ranks, layers)), ranks.host)),
+                dp=ranks.dp,
+                budget=config.train.token_budget * ranks.cp,
+                quadratic=quadratic_cost(hf_config),
+                # Megatron's interleaved schedule takes micro-batches by the pipeline's length.
+                multiple=ranks.pp if ranks.vpp > 1 else 1,
+                together=role == "reward_model",  # whose loss compares the scores of a group
+                shape=self.replays,
+            )
             if not trains:
                 return
             self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
@@ -224,11 +231,11 @@ class MegatronModel:
 
         for chunk in self.chunks:
             chunk.eval()
-        plan = self._plan(batch, forward_only=True)
-        rows = self._distribution.give(batch, plan, ("tokens",))
+        plan = self.distribution.plan(batch, forward_only=True)
+        rows = self.distribution.give(batch, plan, ("tokens",))
         with self._at_work(states=False):
             done = self._schedule(rows, plan, consume, forward_only=True)
-        return self._distribution.take_back(batch, plan, done, names)
+        return self.distribution.take_back(batch, plan, done, names)()
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
         """One optimizer step on sum(loss_weights * loss) over `batch`.
@@ -243,8 +250,8 @@ class MegatronModel:
         # Megatron divides gradients by the global number of tokens, its aux losses being scaled up by the local one.
         # Our loss is scaled up by the global one, and is what it says after the division.
         total_tokens = int(batch.lengths.sum())
-        plan = self._plan(batch)
-        rows = self._distribution.give(batch, plan, batch.columns())
+        plan = self.distribution.plan(batch, forward_only=False)
+        rows = self.distribution.give(batch, plan, batch.columns())
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             own = 0 if self.ranks.cp_rank else len(micro.real)  # each token is counted once
@@ -272,7 +279,7 @@ class MegatronModel:
             done = self._schedule(rows, plan, consume, forward_only=False)
             aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(plan[0]))
             norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
-        figures = _to_floats(done) if self._distribution.here.speaks else {}
+        figures = _to_floats(done) if self.distribution.speaks else {}
         everyone = all_gather_objects((figures, optimizer.are_finite(self.chunks)), self.ranks.host)
         if broken := [rank for rank, (_, finite) in enumerate(everyone) if not finite]:
             name = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
@@ -292,14 +299,6 @@ class MegatronModel:
             }
         )
         return metrics
-
-    def _plan(self, batch: TrainBatch, forward_only: bool = False) -> list[list[list[int]]]:
-        parallel, budget = self.config.parallel, self.config.train.token_budget * self.ranks.cp
-        # Megatron's interleaved schedule takes micro-batches by the pipeline's length.
-        multiple = parallel.pp if parallel.vpp > 1 else 1
-        # The loss of a reward model compares the scores of a group.
-        together = batch.group if self.role == "reward_model" and not forward_only else None
-        return plan_micro_batches(batch.lengths, self.ranks.dp, budget, self.quadratic_cost, multiple, together)
 
     def _schedule(self, rows: Rows, plan: Plan, consume: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results.

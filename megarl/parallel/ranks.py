@@ -283,6 +283,12 @@ def host_group() -> dist.ProcessGroup:
     return _host_group
 
 
+def group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
+    """The gloo group of ranks that have a layout together."""
+    group: dist.ProcessGroup = _hosts[members]
+    return group
+
+
 def new_host_group(members: Iterable[int]) -> dist.ProcessGroup:
     """A gloo group of some ranks; collective over all ranks."""
     return dist.new_group(list(members), backend="gloo", timeout=timedelta(seconds=_timeout_s))

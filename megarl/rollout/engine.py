@@ -16,6 +16,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ from typing import Any
 from megarl.config import Config
 from megarl.models.registry import load_hf_config
 from megarl.parallel import device
+from megarl.parallel.placement import engine_ranks
 from megarl.reshard import engine_settings
 from megarl.rollout import engine_cpu, engine_cuda, loader, server_args
 from megarl.rollout.engine_cpu import NamedTensors
@@ -50,14 +52,14 @@ def start_host(config: Config, threads: int = 0) -> Host:
 
 
 def _environment(config: Config, threads: int) -> dict[str, str]:
-    here = min(config.parallel.world_size, config.parallel.ranks_per_node)
+    engines = Counter(members[0] // config.parallel.ranks_per_node for members in engine_ranks(config))
     return {
         "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
         # From when the engine begins to work on a request, so without the time that it waits in its queue.
         "SGLANG_REQ_RUNNING_TIMEOUT": str(config.rollout.request_timeout),
         "PYTHONWARNINGS": "ignore",  # dozens at each start, which would hide a failure's last lines
         **engine_settings.ENVIRONMENT,
-        **_platform().environment(config.rollout.tp, max(1, here // config.rollout.tp), threads),
+        **_platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.config import Config
 from megarl.megatron.model import MegatronModel
 from megarl.observe.clock import Clock
-from megarl.parallel.ranks import Ranks
+from megarl.parallel.ranks import Job, Ranks
 from megarl.rollout.chat import Chat
 
 
@@ -32,13 +32,15 @@ class OnDevice:
 @dataclass(frozen=True)
 class Context:
     config: Config
-    ranks: Ranks
+    job: Job
     hf_config: dict[str, Any]
     chat: Chat
     clock: Clock
     run_dir: Path
     updates: Mapping[str, int]
     """Optimizer steps in the whole run by role, for its learning-rate schedule."""
+    layouts: Mapping[str, Ranks | None] = field(default_factory=dict)
+    """This rank's coordinates in the layout of each role that has a model; None of one that is on other ranks."""
     models: OnDevice = field(default_factory=OnDevice)
 
 
@@ -48,7 +50,7 @@ class Worker:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.config = context.config
-        self.ranks = context.ranks
+        self.job = context.job
         self.clock = context.clock
         self.step = 0
 

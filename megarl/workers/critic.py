@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from megarl.megatron.model import MegatronModel
 from megarl.models.registry import load_hf_config
-from megarl.parallel import ranks
 from megarl.parallel.placement import role_config
-from megarl.types import TrainBatch
+from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.training import TrainingWorker
 
 
@@ -16,16 +12,10 @@ class CriticWorker(TrainingWorker):
     role = "critic"
 
     def start(self) -> None:
-        with self.clock.phase("load"):
-            context, config = self.context, role_config(self.config, self.role)
-            layout = ranks.layout(config.parallel, config.run.timeout_s)
-            path = config.critic.path or config.model.path
-            self.model = MegatronModel(load_hf_config(path), config, layout, self.role, context.updates[self.role])
-            self.model.load_hf(path)
-            context.models.add(self.model)
+        path = self.config.critic.path or self.config.model.path
+        self.build(load_hf_config(path), path, role_config(self.config, self.role))
 
-    def values(self, batch: TrainBatch) -> torch.Tensor:
-        """[T] fp32 on the host; values[t] is of the state before token t."""
+    def forward(self, batch: TrainBatch) -> ModelOutput:
+        """values[t] is of the state before token t."""
         with self.clock.phase("critic_values"):
-            values = self.model.forward(batch)["values"]
-        return self.require_finite("values", values, batch)
+            return self._forward(batch, "values")

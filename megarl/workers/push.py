@@ -13,7 +13,7 @@ from megarl.config import Config, ConfigError
 from megarl.models.cuts import HFConfig, Param
 from megarl.models.registry import family_of, trained_mtp
 from megarl.parallel import device
-from megarl.parallel.ranks import Ranks, host_group, new_host_group
+from megarl.parallel.ranks import Job, host_group, new_host_group
 from megarl.reshard.check import digest, digest_problem, engine_problems, layout_problems, shard_problems
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.reshard.executor import Executor, PushError
@@ -33,13 +33,13 @@ class WeightPush:
         self,
         hf: HFConfig,
         config: Config,
-        ranks: Ranks,
+        job: Job,
         engine: Engine | None,
         collect: Collect,
         train_ranks: Sequence[int] | None = None,
         engine_ranks: Sequence[int] | None = None,
     ) -> None:
-        self.hf, self.config, self.ranks, self.engine = hf, config, ranks, engine
+        self.hf, self.config, self.job, self.engine = hf, config, job, engine
         self.collect = collect
         family = family_of(hf)
         self.num_experts = family.num_experts(hf)
@@ -49,8 +49,8 @@ class WeightPush:
         self.among = self.plan.sides.taking_part
         """The ranks of either side, rising."""
         self.group = host_group() if len(self.among) == dist.get_world_size() else new_host_group(self.among)
-        self.takes_part = ranks.job.rank in self.among
-        self.engine_rank = self.plan.sides.engine_rank(ranks.job.rank)
+        self.takes_part = job.rank in self.among
+        self.engine_rank = self.plan.sides.engine_rank(job.rank)
         self.executor: Executor | None = None
         self.compared = False
         """Whether the engines are known to hold what the plan says."""
@@ -87,7 +87,7 @@ class WeightPush:
         if not self.takes_part:
             return
         where = f"the push of version {version}"
-        problems = shard_problems(local, self.params, self.plan.train, self.ranks.job.rank, self.num_experts)
+        problems = shard_problems(local, self.params, self.plan.train, self.job.rank, self.num_experts)
         self._raise_first(problems, where)
         self._raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
         hand_over = HandOff(self.engine, self.collect)
@@ -95,7 +95,7 @@ class WeightPush:
         if not errors:
             self.compared = True
             if self.executor is None:
-                self.executor = Executor(self.plan, self.ranks.job.rank, self.config.rollout.verify_every, _allocate)
+                self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, _allocate)
             try:
                 self.executor.push(local, hand_over, version)
             except PushError as error:

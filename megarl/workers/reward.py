@@ -11,30 +11,33 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from megarl.config import ConfigError, LoraConfig
-from megarl.megatron.model import MegatronModel
 from megarl.models.registry import load_hf_config
 from megarl.parallel import everyone
+from megarl.parallel.placement import role_config
 from megarl.parallel.ranks import all_gather_objects, patient
 from megarl.rewards.deadline import GRACE_S
 from megarl.rewards.functions import LARGEST, checked, load_functions, score
 from megarl.types import Rollout, Rollouts, TrainBatch
-from megarl.workers.context import Context, Worker
+from megarl.workers.context import Context
+from megarl.workers.model import ModelWorker
 
 _A_DAY_S = 86400.0
 MODEL = "model"
 """Name of the reward model's part among a rollout's `reward_parts`."""
 
 
-class RewardWorker(Worker):
+class RewardWorker(ModelWorker):
+    role = "reward_model"
+    placed = "reward"
+
     def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None) -> None:
         super().__init__(context)
         if reward_fn is not None:
             self.functions = {getattr(reward_fn, "__name__", "reward_fn"): checked(reward_fn, "reward_fn")}
         else:
             self.functions = load_functions(self.config.reward.functions)
-        self.model: MegatronModel | None = None
         self._post = everyone.post()
-        self._here = min(self.ranks.job.world, self.config.parallel.ranks_per_node)
+        self._here = min(self.job.world, self.config.parallel.ranks_per_node)
         if not self.functions and not self.config.reward.model:
             raise ConfigError(
                 "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass reward_fn"
@@ -44,14 +47,15 @@ class RewardWorker(Worker):
 
     def start(self) -> None:
         """Load the reward model in fp32, whatever the policy's type: weights alone, laid out as the policy."""
-        path = self.config.reward.model
-        if path:
-            with self.clock.phase("load"):
-                settings = dataclasses.replace(self.config.model, dtype="float32")
-                config = dataclasses.replace(self.config, model=settings, lora=LoraConfig())
-                self.model = MegatronModel(load_hf_config(path), config, self.ranks, "reward_model", trains=False)
-                self.model.load_hf(path)
-                self.context.models.add(self.model)
+        if path := self.config.reward.model:
+            config = role_config(self.config, self.placed)
+            settings = dataclasses.replace(config.model, dtype="float32")
+            config = dataclasses.replace(config, model=settings, lora=LoraConfig())
+            self.build(load_hf_config(path), path, config, trains=False)
+
+    def ready(self) -> None:
+        if self.config.reward.model:
+            super().ready()
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """The rollouts with `reward` and `reward_parts`; an error of a function on one rank is raised on all.
@@ -60,7 +64,7 @@ class RewardWorker(Worker):
         """
         with self.clock.phase("reward"):
             scored = rollouts.with_(self._by_functions(rollouts)) if self.functions else rollouts
-            return scored if self.model is None else scored.with_(self._with_model(scored, self.model))
+            return scored.with_(self._with_model(scored)) if self.config.reward.model else scored
 
     def _by_functions(self, rollouts: Rollouts) -> list[Rollout]:
         """Those that are here, scored here or by a rank beside."""
@@ -68,13 +72,13 @@ class RewardWorker(Worker):
         whole = [index for index, rollout in enumerate(rollouts.here) if rollout.status != "aborted"]
         mine = iter(whole)
         parcels: dict[int, list[tuple[int, Rollout]]] = {}
-        for rank, count in shares.get(self.ranks.job.rank, {}).items():
+        for rank, count in shares.get(self.job.rank, {}).items():
             parcels[rank] = [
                 (index, dataclasses.replace(rollouts.here[index], routing=None)) for index in islice(mine, count)
             ]
         # The longest that the slowest rank may take, if each of its calls takes as long as one may.
         limit = self.config.reward.timeout
-        most = max((sum(by.get(rank, 0) for by in shares.values()) for rank in range(self.ranks.job.world)), default=0)
+        most = max((sum(by.get(rank, 0) for by in shares.values()) for rank in range(self.job.world)), default=0)
         longest = max(self.config.run.timeout_s, (min(limit, _A_DAY_S) + GRACE_S) * most * len(self.functions))
         with patient(longest):
             arrived = self._post.exchange_objects(parcels)
@@ -97,14 +101,16 @@ class RewardWorker(Worker):
             scored[index] = dataclasses.replace(scored[index], reward=reward, reward_parts=parts)
         return scored
 
-    def _with_model(self, rollouts: Rollouts, model: MegatronModel) -> list[Rollout]:
+    def _with_model(self, rollouts: Rollouts) -> list[Rollout]:
         """The same with the model's score of each conversation, at its last token: the ids that the engine saw. What
         was aborted has none."""
         whole = rollouts.select(~rollouts.are("aborted"))
         if not len(whole):
             return list(rollouts.here)
         batch = TrainBatch.from_rollouts(whole).with_(routing=None)
-        scores = iter(model.forward(batch)["scores"][batch.cu_seqlens[1:] - 1].tolist())
+        found = self._forward(batch, "scores", every=True).scores
+        assert found is not None
+        scores = iter(found[batch.cu_seqlens[1:] - 1].tolist())
         return [rollout if rollout.status == "aborted" else _plus(rollout, next(scores)) for rollout in rollouts.here]
 
 

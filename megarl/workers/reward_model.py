@@ -8,11 +8,11 @@ import torch
 
 from megarl.checkpoint.gather import gather_hf
 from megarl.checkpoint.hf import save_hf
-from megarl.megatron.model import MegatronModel
 from megarl.models.classifier import classifier_config
 from megarl.models.registry import family_of
+from megarl.parallel.placement import role_config
 from megarl.parallel.ranks import together
-from megarl.types import TrainBatch
+from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.training import TrainingWorker
 
 
@@ -22,33 +22,27 @@ class RewardModelWorker(TrainingWorker):
     role = "reward_model"
 
     def start(self) -> None:
-        with self.clock.phase("load"):
-            context = self.context
-            self.model = MegatronModel(
-                context.hf_config, self.config, self.ranks, self.role, total_updates=context.updates[self.role]
-            )
-            self.model.load_hf(self.config.model.path)
+        self.build(self.context.hf_config, self.config.model.path, role_config(self.config, self.role))
 
-    def scores(self, batch: TrainBatch) -> torch.Tensor:
-        """[T] fp32 on the host; scores[t] is of the conversation up to and including token t."""
+    def forward(self, batch: TrainBatch) -> ModelOutput:
+        """scores[t] is of the conversation up to and including token t."""
         with self.clock.phase("reward_model_scores"):
-            scores = self.model.forward(batch)["scores"]
-        return self.require_finite("scores", scores, batch, every=True)
+            return self._forward(batch, "scores", every=True)
 
     def export(self, folder: Path) -> None:
         """Write an HF folder of a sequence classifier with one label; the role's first rank writes, all of its ranks
         take part. Raises OSError on all of them where the disk does not take it."""
         with self.clock.phase("export"):
-            together(lambda: self._export_model(folder), group=self.model.ranks.host)
+            together(lambda: self._export_model(folder), group=self.trained.ranks.host)
 
     def _export_model(self, folder: Path) -> None:
-        table, hf = self.model.params(), self.context.hf_config
+        table, hf = self.trained.params(), self.context.hf_config
         save_hf(
             folder,
-            gather_hf(self.model.merged(), table, self.model.ranks),
+            gather_hf(self.trained.merged(), table, self.trained.ranks),
             self.config.model.path,
             dtype=getattr(torch, self.config.model.dtype),
-            write=self.model.ranks.role_rank == 0,
+            write=self.trained.ranks.role_rank == 0,
             table=table,
             config=classifier_config(hf, family_of(hf).architecture, self._padding()),
         )

@@ -1,7 +1,8 @@
-"""Generation: engines, each fed by its lead rank from one queue. Rollouts stay there, their figures go everywhere."""
+"""Generation: the engines, each fed by its lead rank from one queue. Rollouts stay there, their figures go to all."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -12,6 +13,7 @@ from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import read_rollouts
 from megarl.parallel import device, everyone, ranks
+from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
 from megarl.rollout.aborted import check_aborted
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine
@@ -27,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class RolloutWorker(Worker):
-    """world_size / rollout.tp engines; ranks e * tp ... (e + 1) * tp - 1 belong to engine e, and the first leads it.
+    """Engines of `rollout.tp` ranks each, one behind the other on the role's ranks; the first rank of one leads it.
 
     An engine across machines has processes on each, started by the first of its ranks there. With `rollout.replay`
     there are no engines: `generate` reads the rollouts that another run recorded. The step under way names them, and
@@ -42,31 +44,37 @@ class RolloutWorker(Worker):
                 "checkpoint know nothing of conversations that go on; leave it at 1"
             )
         tp, here = self.config.rollout.tp, self.config.parallel.ranks_per_node
-        self.engines = self.ranks.job.world // tp
-        self.engine_index, self.position = divmod(self.ranks.job.rank, tp)
-        self.lead_rank = self.engine_index * tp
-        self.groups = [ranks.new_host_group(range(e * tp, (e + 1) * tp)) for e in range(self.engines)]
+        self.engines = engine_ranks(self.config)
+        self.groups = [ranks.new_host_group(members) for members in self.engines]
+        mine = [index for index, members in enumerate(self.engines) if self.job.rank in members]
+        self.index = mine[0] if mine else None
+        """Which engine this rank belongs to; None for none."""
+        self.position = self.engines[mine[0]].index(self.job.rank) if mine else -1
         self.engine: Engine | None = None
         self._generations = 0
         self._talks: Conversations | None = None
         if self.config.rollout.replay:
             return
         addresses = ranks.all_gather_objects(f"{ranks.own_address()}:{ranks.free_port()}")
-        if self.position % min(tp, here) == 0:
+        if self.index is not None and self.position % min(tp, here) == 0:
             self.engine = Engine(
                 self.config,
-                self.engine_index,
-                first_device=self.ranks.job.local_rank,
+                self.index,
+                first_device=self.job.local_rank,
                 nnodes=-(-tp // here),
                 node_rank=self.position // here,
-                dist_init_addr=addresses[self.lead_rank] if tp > here else "",
+                dist_init_addr=addresses[self.engines[self.index][0]] if tp > here else "",
             )
         lead = self.engine if self.leads else None
         if lead is not None:
             replays = self.config.train.replay_routing
             routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
             self._talks = Conversations(lead, context.chat, self.config.rollout, routing)
-        self._push = WeightPush(context.hf_config, self.config, self.ranks, lead, self._collect)
+        placement = placement_of(self.config)
+        sets = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
+        parallel = dataclasses.replace(role_parallel(self.config, "actor"), world_size=self.job.world)
+        pushed = dataclasses.replace(self.config, parallel=parallel)
+        self._push = WeightPush(context.hf_config, pushed, self.job, lead, self._collect, *sets)
 
     @property
     def leads(self) -> bool:
@@ -112,7 +120,7 @@ class RolloutWorker(Worker):
             self._wake(Engine.wake)
             self._generations += 1
             name = f"megarl/generation/{self._generations}"
-            tickets = Tickets(len(prompts), self.engines, ranks.count, name)
+            tickets = Tickets(len(prompts), len(self.engines), ranks.count, name)
             # The last part is for an engine to let go of what is aborted.
             with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
                 mine = _on_any(
@@ -143,7 +151,7 @@ class RolloutWorker(Worker):
                 return
             self._wake(Engine.wake_weights)
             with self._patient(self.config.rollout.start_timeout):
-                self._push.push(actor.model.merged(), self.version)
+                self._push.push({} if actor.model is None else actor.model.merged(), self.version)
 
     def _wake(self, how: Callable[[Engine], None]) -> None:
         """Once every rank has given back what it has freed: an engine's lead wakes it on the devices of others, too."""
@@ -164,8 +172,9 @@ class RolloutWorker(Worker):
         Nobody returns before all have come, for the sizes of the payloads go from all to all first.
         """
         payloads: list[str] = [""] * self.config.rollout.tp
-        own = self.groups[self.engine_index]
-        dist.gather_object(payload, payloads if self.position == 0 else None, dst=self.lead_rank, group=own)
+        assert self.index is not None
+        lead, own = self.engines[self.index][0], self.groups[self.index]
+        dist.gather_object(payload, payloads if self.position == 0 else None, dst=lead, group=own)
         return payloads
 
     def sleep(self) -> None:
@@ -191,8 +200,7 @@ class RolloutWorker(Worker):
         """This rank's part of what is recorded of the step, in whole groups."""
         recorded = read_rollouts(self.config.rollout.replay, self.step)
         groups = 1 + max((rollout.group for rollout in recorded), default=0)
-        job = self.ranks.job
-        return [rollout for rollout in recorded if rollout.group * job.world // groups == job.rank]
+        return [rollout for rollout in recorded if rollout.group * self.job.world // groups == self.job.rank]
 
 
 def _gathered(mine: Sequence[Rollout]) -> Rollouts:

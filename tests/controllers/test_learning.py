@@ -92,14 +92,13 @@ class TableFlow:
     def update_weights(self, actor: Any) -> None:
         self.calls.append("push")
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def forward(self, batch: TrainBatch) -> ModelOutput:
+        """Of the reference and of the critic."""
         which = (batch.positions - 1).clamp(0, 1)
-        return self.first_table.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
-
-    def values(self, batch: TrainBatch) -> torch.Tensor:
-        output = self.policy.output(batch).values
-        assert output is not None
-        return output.detach()
+        logprobs = self.first_table.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
+        values = self.policy.output(batch).values
+        assert values is not None
+        return ModelOutput(logprobs=logprobs, values=values.detach())
 
     def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
         return self.policy._descend(batch, loss_fn, self.policy.value_optimizer)

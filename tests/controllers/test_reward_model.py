@@ -26,8 +26,8 @@ class TableFlow:
     def deal(self, finished: list[Rollout], together: int = 1) -> Rollouts:
         return Rollouts.of(finished)
 
-    def scores(self, batch: TrainBatch) -> torch.Tensor:
-        return self.table.detach()[batch.tokens.long()]
+    def forward(self, batch: TrainBatch) -> ModelOutput:
+        return ModelOutput(scores=self.table.detach()[batch.tokens.long()])
 
     def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
         assert batch.loss_weights is not None

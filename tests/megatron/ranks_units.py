@@ -532,7 +532,16 @@ def training() -> dict[str, Any]:
 
     def worker(folder: str, **settings: Any) -> ActorWorker:
         sections = {"actor_optimizer": optimizer | settings, "run": {"max_skipped": 1}, "model": {"path": folder}}
-        made = Context(tiny.config(**sections), RANKS, tiny.HF["qwen2"], chat, Clock(), Path(folder), {"actor": 5})
+        made = Context(
+            tiny.config(**sections),
+            RANKS.job,
+            tiny.HF["qwen2"],
+            chat,
+            Clock(),
+            Path(folder),
+            {"actor": 5},
+            {"actor": RANKS},
+        )
         actor = ActorWorker(made)
         actor.start()
         return actor
@@ -596,7 +605,7 @@ def spared() -> dict[str, Any]:
         return 1.0
 
     chat: Any = None
-    context = Context(tiny.config(), RANKS, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {})
+    context = Context(tiny.config(), RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {})
     worker = RewardWorker(context, reward_fn=reward)
     endings: list[Status] = ["stop", "aborted", "length", "aborted"]
     rollouts = [Rollout(Prompt("p", ()), (Turn((1,)),), status, seed=i) for i, status in enumerate(endings)]

@@ -41,7 +41,14 @@ def context(path: str, folder: str, **sections: Any) -> Any:
     config = tiny.config(tp=2, world=2, critic={"optimizer": ADAM}, **sections)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
     chat: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=199), end_of_turn=198)
-    return Context(config, RANKS, load_hf_config(path), chat, Clock(), Path(folder), updates={"reward_model": 2})
+    layouts = {"reward_model": RANKS, "reward": RANKS}
+    updates = {"reward_model": 2}
+    return Context(config, RANKS.job, load_hf_config(path), chat, Clock(), Path(folder), updates, layouts)
+
+
+def scored(worker: Any, batch: TrainBatch) -> torch.Tensor:
+    found: torch.Tensor = worker.forward(batch).scores
+    return found
 
 
 def train(family: str, folder: str) -> list[float]:
@@ -56,16 +63,18 @@ def train(family: str, folder: str) -> list[float]:
     parallel_ranks.barrier()
     worker = RewardModelWorker(context(policy, folder))
     worker.start()
+    worker.ready()
     batch = tiny.pairs()
-    assert float(worker.scores(batch).abs().max()) == 0.0  # a policy has no head
+    assert float(scored(worker, batch).abs().max()) == 0.0  # a policy has no head
     for _ in range(2):  # the first moves the head alone
         worker.update(batch, loss)
-    scores = worker.scores(batch)
+    scores = scored(worker, batch)
     worker.export(Path(export))
     parallel_ranks.barrier()
     again = RewardModelWorker(context(export, folder))
     again.start()
-    assert torch.equal(again.scores(batch), scores)
+    again.ready()
+    assert torch.equal(scored(again, batch), scores)
     return [float(value) for value in scores[batch.cu_seqlens[1:] - 1]]
 
 
@@ -85,10 +94,12 @@ def serve(family: str, folder: str) -> list[dict[str, Any]]:
         rollouts.append(Rollout(Prompt(str(i), ()), turns, group=0))
     worker = RewardWorker(made, reward_fn=length)
     worker.start()
+    worker.ready()
     assert worker.model is not None and worker.model.optimizer is None
     assert {tensor.dtype for tensor in worker.model.local_params().values()} == {torch.float32}
     alone = RewardWorker(made)
     alone.model = worker.model
+    alone.ready()
     own = range(1 - RANKS.job.rank, len(rollouts), 2)
     dealt = Rollouts.of([rollouts[i] for i in own], own, everyone.AllRanks())
     only, both = alone.score(dealt), worker.score(dealt)

@@ -39,7 +39,7 @@ def calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
     """Of a step and a half, as a controller goes through them."""
     chat: Any = SimpleNamespace(schemas=lambda prompt: [])
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
-    worker = Recorded(Context(config, ranks, hf, chat, Clock(), Path("."), updates={}))
+    worker = Recorded(Context(config, ranks.job, hf, chat, Clock(), Path("."), updates={}))
     actor: Any = SimpleNamespace(model=SimpleNamespace(merged=dict))
     worker.generate([], 1)
     worker.sleep()

@@ -1,0 +1,108 @@
+"""What the roles with a model have in common: it is on their ranks, and all ranks of the job call it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from megarl.config import Config, ConfigError
+from megarl.megatron.build import Role
+from megarl.megatron.distribution import Distribution
+from megarl.megatron.model import NAMES, MegatronModel
+from megarl.parallel import ranks
+from megarl.parallel.placement import placement_of
+from megarl.types import ALONE, ModelOutput, TrainBatch
+from megarl.workers.context import Context, Worker
+from megarl.workers.handles import Awaited
+
+
+class ModelWorker(Worker):
+    """`model` is None on ranks that are not the role's. There a call sends what is here of the batch and returns at
+    once.
+
+    Numbers that are not finite are found where they come from: what the model says, what a loss is given. Where the
+    model is on all ranks they have the same numbers, and raise the same ConfigError; else those that see it raise.
+    """
+
+    role: Role
+    placed: ClassVar[str] = ""
+    """Its key in `placement`, where that is not the role."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.model: MegatronModel | None = None
+        self.members = placement_of(self.config).of(self.placed or self.role)
+        self.apart = len(self.members) < self.job.world
+
+    def build(self, hf: Mapping[str, Any], path: str, config: Config, trains: bool = True) -> None:
+        """The model, from a folder, on the ranks that have it."""
+        with self.clock.phase("load"):
+            layout = self.context.layouts[self.placed or self.role]
+            if layout is None:
+                return
+            updates = self.context.updates[self.role] if trains else 1
+            self.model = MegatronModel(hf, config, layout, self.role, updates, trains)
+            self.model.load_hf(path)
+            self.context.models.add(self.model)
+
+    def ready(self) -> None:
+        known = self.model.distribution if self.model is not None else None
+        self.distribution: Distribution = ranks.broadcast_object(known, self.members[0]) if self.apart else known  # type: ignore[assignment]
+
+    def forward(self, batch: TrainBatch) -> ModelOutput:
+        """What the model says of the tokens that are here, [T] fp32 on the host; a handle where the role is apart."""
+        return self._forward(batch, self.role.replace("_", " "))
+
+    def _forward(
+        self,
+        batch: TrainBatch,
+        what: str,
+        temperature: float = 1.0,
+        within: AbstractContextManager[None] | None = None,
+        every: bool = False,
+    ) -> ModelOutput:
+        """what: the numbers' name. within: entered on the role's ranks meanwhile. every: whether all numbers must be
+        finite, not only those of action tokens."""
+        names = NAMES[self.role]
+        if self.model is None:
+            read = self.distribution.forward_elsewhere(batch, names)
+        else:
+            with within or nullcontext():
+                found = self.model.forward(batch, temperature)
+            read = found.copy
+
+        def checked() -> dict[str, torch.Tensor]:
+            values = read()
+            self.require_finite({what: values[names[0]]}, batch, every)
+            return values
+
+        return Awaited(checked) if self.apart else ModelOutput(**checked())
+
+    def require_finite(self, columns: Mapping[str, torch.Tensor], batch: TrainBatch, every: bool = False) -> None:
+        """Raise ConfigError unless these [T] are numbers for all action tokens, or for every token."""
+        everyone = ALONE if self.apart else batch.everyone
+        where = torch.ones_like(batch.loss_mask) if every else batch.loss_mask
+        wrong = {what: where & ~torch.isfinite(values) for what, values in columns.items()}
+        counts = everyone.total(torch.stack([where.sum(), *(mask.sum() for mask in wrong.values())])).tolist()
+        for what, count in zip(columns, counts[1:], strict=True):
+            if count:
+                seen = everyone.objects([float(value) for value in columns[what][wrong[what]][:1]])
+                self.complain(what, next(value for here in seen for value in here), count, counts[0])
+
+    def complain(self, what: str, value: float, count: int, places: int) -> NoReturn:
+        raise ConfigError(
+            f"step {self.step}: not finite: {what} of the {self._name}, {value} in {count} of {places} places; "
+            f"{self._remedy}"
+        )
+
+    @property
+    def _name(self) -> str:
+        return self.role.replace("_", " ")
+
+    @property
+    def _remedy(self) -> str:
+        optimizer = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
+        return f"look at the rewards and the data, or lower {optimizer}.lr"
