@@ -18,7 +18,7 @@ from megarl.data.first_rows import check_first_rows
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
-from megarl.models.registry import family_of
+from megarl.models.registry import family_of, trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.observe.rollout_log import check_replay
@@ -26,21 +26,31 @@ from megarl.parallel.placement import check_engine_ranks, role_config, role_para
 from megarl.rewards.functions import load_functions
 from megarl.rollout import server_args, tool_calls
 from megarl.rollout.tools import load_tools
+from megarl.types.declared import Declared
 
 COLDEST = 0.001
 
 
-def data_parallel(config: Config) -> int:
-    parallel = role_parallel(config, "reward_model" if config.algorithm == "reward_model" else "actor")
+KINDS = {"prompts": "prompts", "conversations": "finished conversations", "pairs": "preference pairs", "rows": "rows"}
+"""What a file of items holds, in words."""
+
+
+def data_parallel(config: Config, declared: Declared) -> int:
+    parallel = role_parallel(config, declared.main)
     return parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
 
 
-def sequences_per_step(config: Config) -> int:
+def sequences_per_step(config: Config, declared: Declared) -> int:
     """What a step's batch is cut in: rollouts, conversations, or pairs of them for a reward model."""
-    return config.data.prompts_per_step * (config.rollout.samples_per_prompt if config.generates else 1)
+    return config.data.prompts_per_step * (config.rollout.samples_per_prompt if declared.generates else 1)
 
 
-def check_nodes(config: Config) -> None:
+def unit(declared: Declared) -> str:
+    """What a batch is counted in."""
+    return "pairs" if declared.item == "pairs" else "sequences"
+
+
+def check_nodes(config: Config, declared: Declared) -> None:
     """Nodes are whole, and engines parts of them or several."""
     parallel, engine = config.parallel, config.rollout.tp
     world, here = parallel.world_size, min(parallel.world_size, parallel.ranks_per_node)
@@ -49,7 +59,7 @@ def check_nodes(config: Config) -> None:
             f"parallel.world_size={world} is not a multiple of parallel.ranks_per_node={parallel.ranks_per_node}; "
             "every node must run the same number of ranks"
         )
-    if not config.generates:
+    if not declared.generates:
         return
     check_engine_ranks(config)
     if engine % config.rollout.ep:
@@ -168,12 +178,23 @@ def check_drafts(hf: HFConfig, config: Config) -> None:
             )
 
 
-def check_routing(hf: HFConfig, config: Config) -> None:
+def check_mtp(hf: HFConfig, config: Config, declared: Declared) -> None:
+    """Layers of multi-token prediction are trained of a policy that has them."""
+    if config.train.mtp and declared.trains_head:
+        raise ConfigError(
+            f"train.mtp is about a policy's layers, and algorithm={declared.name} trains none; set it to 0"
+        )
+    trained_mtp(hf, config)
+
+
+def check_routing(hf: HFConfig, config: Config, declared: Declared) -> None:
     """Replaying the engine's choice of experts needs experts, an engine that records it, a router that can be told."""
     if not config.train.replay_routing:
         return
-    if config.algorithm == "sft":
-        raise ConfigError("train.replay_routing=true, but sft has no engine whose routing could be replayed")
+    if not declared.generates:
+        raise ConfigError(
+            f"train.replay_routing=true, but {declared.name} has no engine whose routing could be replayed"
+        )
     routing_shape(hf, config.model.megatron)
     if config.rollout.replay:
         raise ConfigError(
@@ -211,9 +232,11 @@ def check_run_dir(config: Config) -> None:
             raise ConfigError(f"run.dir={config.run.dir[:300]}: {what}; set it to another folder") from None
 
 
-def check_room(hf: HFConfig, critic_hf: HFConfig | None, config: Config, warnings: list[str]) -> None:
+def check_room(
+    hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Declared, warnings: list[str]
+) -> None:
     """Room for what the run will write. One that is resumed may have written it already."""
-    run, needs = config.run, room.needs(hf, critic_hf, config)
+    run, needs = config.run, room.needs(hf, critic_hf, config, declared.trains_head)
     try:
         free = room.free(Path(run.dir))
     except OSError:
@@ -249,20 +272,21 @@ def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
         )
 
 
-def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> None:
-    name, kl, samples = config.algorithm, config.kl, config.rollout.samples_per_prompt
-    if not config.generates:
+def check_algorithm(config: Config, declared: Declared, warnings: list[str], own_reward: bool) -> None:
+    """What the algorithm needs of sampling, rewards and the KL to a reference, where it has such."""
+    name, kl, samples = declared.name, config.kl, config.rollout.samples_per_prompt
+    if not declared.generates:
         return
     load_functions(config.reward.functions)
     load_tools(config.rollout.tools)
-    if not config.reward.functions and not config.reward.model and not own_reward:
+    if "reward" in declared.roles and not config.reward.functions and not config.reward.model and not own_reward:
         raise ConfigError(
             f"reward.functions is empty; {name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or reward.model"
         )
-    if name == "grpo" and samples < 2:
+    if declared.compares_samples and samples < 2:
         raise ConfigError(
-            "algorithm=grpo compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 every "
-            "advantage is 0; set it to 2 or more"
+            f"algorithm={name} compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 "
+            "every advantage is 0; set it to 2 or more"
         )
     if 0 < (temperature := config.rollout.temperature) < COLDEST:
         raise ConfigError(
@@ -270,14 +294,22 @@ def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> No
             "of logits divided by it"
         )
     if temperature == 0:
-        if name == "grpo":
+        if declared.compares_samples:
             raise ConfigError(
-                "algorithm=grpo with rollout.temperature=0 gives a prompt the same answer every time, so every "
+                f"algorithm={name} with rollout.temperature=0 gives a prompt the same answer every time, so every "
                 "advantage is 0; set it above 0"
             )
         warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
     if config.rollout.top_p < 1:
         warnings.append("rollout.top_p below 1 samples from another distribution than the one the log-probs are of")
+    if config.rollout.oversample > 1 and config.rollout.max_lag and not declared.corrects_lag:
+        warnings.append(
+            f"rollout.oversample={config.rollout.oversample:g} with rollout.max_lag={config.rollout.max_lag}: rollouts "
+            f"may begin with an older policy, which the loss of algorithm={name} does not correct for; set "
+            "rollout.max_lag=0 to begin them anew"
+        )
+    if "reference" not in declared.roles:
+        return
     if kl.place == "loss" and kl.estimator == "k1":
         raise ConfigError(
             "kl.estimator=k1 with kl.place=loss: the gradient of k1 is that of the log-prob, whose mean is zero, and "
@@ -288,14 +320,14 @@ def check_algorithm(config: Config, warnings: list[str], own_reward: bool) -> No
             "kl.estimator=k3_unbiased with kl.place=reward: it differs from k3 in its gradient as a loss only; set "
             "kl.estimator to null, which is k1 there, or kl.place to loss"
         )
-    if kl.place != "none" and kl.target is not None and kl.coef == 0:
+    if kl.target is not None and kl.coef == 0:
         warnings.append("kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.place to none")
 
 
-def check_schedule(config: Config) -> None:
+def check_schedule(config: Config, declared: Declared) -> None:
     """Something is trained, and no rate falls to one above it."""
     run, warmup = config.run, config.critic.warmup_steps
-    if config.algorithm == "ppo" and warmup >= run.num_rollout:
+    if "critic" in declared.roles and warmup >= run.num_rollout:
         raise ConfigError(
             f"critic.warmup_steps={warmup} leaves none of run.num_rollout={run.num_rollout} steps in which the "
             "policy is updated; lower the first or raise the second"
@@ -308,12 +340,12 @@ def check_schedule(config: Config) -> None:
             )
 
 
-def check_batch(config: Config, warnings: list[str]) -> None:
-    run, dp = config.run, data_parallel(config)
+def check_batch(config: Config, declared: Declared, warnings: list[str]) -> None:
+    run, dp = config.run, data_parallel(config, declared)
     if run.num_update % run.epochs:
         raise ConfigError(f"run.num_update={run.num_update} is not a multiple of run.epochs={run.epochs}")
-    per_epoch, sequences = run.num_update // run.epochs, sequences_per_step(config)
-    what = "pairs" if config.algorithm == "reward_model" else "sequences"
+    per_epoch, sequences = run.num_update // run.epochs, sequences_per_step(config, declared)
+    what = unit(declared)
     if per_epoch > sequences:
         raise ConfigError(
             f"run.num_update={run.num_update} over run.epochs={run.epochs} cuts a batch of {sequences} {what} in "
@@ -330,15 +362,10 @@ def check_batch(config: Config, warnings: list[str]) -> None:
         )
 
 
-def check_data(config: Config, dry_run: bool, warnings: list[str]) -> None:
+def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list[str]) -> None:
     data, run = config.data, config.run
     if not data.train:
-        kinds = {
-            "sft": "finished conversations (.parquet or .jsonl)",
-            "reward_model": "preference pairs (.parquet or .jsonl)",
-        }
-        what = kinds.get(config.algorithm, "prompts (.parquet or .jsonl)")
-        raise ConfigError(f"data.train is not set; it must name a file of {what}")
+        raise ConfigError(f"data.train is not set; it must name a file of {KINDS[declared.item]} (.parquet or .jsonl)")
     needed = (("data.train", data.train), ("data.eval", data.eval if run.eval_every else ""))
     for key, path in needed:
         if path and not os.path.exists(path):
@@ -347,11 +374,10 @@ def check_data(config: Config, dry_run: bool, warnings: list[str]) -> None:
                 raise ConfigError(f"{key}={path[:200]}: there is no such file{several}")
             warnings.append(f"{key}={path} is not here; it must be when the run starts")
         elif path:
-            check_first_rows(config, path)
+            check_first_rows(config, declared.item, path)
     if run.eval_every and not data.eval:
-        what = {"sft": "conversations", "reward_model": "pairs"}.get(config.algorithm, "prompts")
-        raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {what}")
+        raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
     if run.resume == "auto" and not run.save_every:
         warnings.append("run.resume=auto but run.save_every=0: there will be no checkpoint to go on from")
-    if config.generates and config.rollout.replay and not config.train.replay_routing:  # which refuses it anyway
+    if declared.generates and config.rollout.replay and not config.train.replay_routing:  # which refuses it anyway
         check_replay(config)

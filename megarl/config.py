@@ -310,8 +310,9 @@ class TrackConfig:
 
 @dataclass(frozen=True)
 class Config:
-    algorithm: Literal["ppo", "grpo", "sft", "reward_model"] = "ppo"
-    """Which controller runs."""
+    algorithm: str = "ppo"
+    """Which controller runs: ppo, grpo, sft, reward_model, or one of a fork, as `module:name` or by the name of its
+    entry point in the group megarl.controllers."""
     placement: dict[str, Any] = field(default_factory=dict)
     """Ranks of each role: `{actor: 0-3, critic: 4-7, rollout: all, reward: cpu}`, also as `0,2,5-6`; cpu is processes
     beside the ranks. A role that is left out is where the actor is, and actor and rollout on all ranks. Two roles have
@@ -332,11 +333,6 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
-
-    @property
-    def generates(self) -> bool:
-        """Whether the algorithm samples from the policy, and so has engines, rewards and a KL to a reference."""
-        return self.algorithm in ("ppo", "grpo")
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from megarl import checks, named_models, strict
 from megarl.config import Config, ConfigError, ParallelConfig
-from megarl.controllers.registry import make_controller
+from megarl.controllers.registry import declare, make_controller
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, kinds, plan_memory
@@ -26,6 +26,7 @@ from megarl.parallel.placement import check_placement, placement_of, role_config
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.rollout.engine import check_here
 from megarl.rollout.waits import check_waits
+from megarl.types.declared import Declared
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
@@ -76,26 +77,32 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     # Each depends on the ones before it: a layout that is wrong has no data parallel size to speak of.
     if not passes(strict.check, config):  # it may have been made in Python
         return Report(errors, warnings, {}, [])
-    roles = make_controller(config).roles()
-    laid_out = passes(check_placement, config, roles, warnings) and passes(checks.check_nodes, config)
+    found: list[Declared] = []
+    if not passes(lambda: found.append(declare(config))):
+        return Report(errors, warnings, {}, [])
+    (declared,) = found
+    laid_out = passes(check_placement, config, declared.roles, warnings)
+    laid_out = laid_out and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
-    passes(checks.check_algorithm, config, warnings, "reward" in roles_with_options)
-    passes(checks.check_data, config, dry_run, warnings)
-    laid_out = laid_out and passes(checks.check_schedule, config) and passes(checks.check_batch, config, warnings)
+    passes(checks.check_algorithm, config, declared, warnings, "reward" in roles_with_options)
+    passes(checks.check_data, config, declared, dry_run, warnings)
+    laid_out = laid_out and passes(checks.check_schedule, config, declared)
+    laid_out = laid_out and passes(checks.check_batch, config, declared, warnings)
     models: list[HFConfig | None] = []
-    if not passes(lambda: models.extend(named_models.policy_and_critic(config, dry_run, warnings))) or not laid_out:
+    named = passes(lambda: models.extend(named_models.policy_and_critic(config, declared, dry_run, warnings)))
+    if not named or not laid_out:
         return Report(errors, warnings, {}, [])
     hf, critic_hf = models
     assert hf is not None
-    if not passes(lambda: models.append(named_models.reward_model(hf, config, dry_run, warnings))):
+    if not passes(lambda: models.append(named_models.reward_model(hf, config, declared, dry_run, warnings))):
         return Report(errors, warnings, {}, [])
     reward_hf = models[-1]
-    divides = passes(checks.check_training_layout, hf, config) and passes(trained_mtp, hf, config)
+    divides = passes(checks.check_training_layout, hf, config) and passes(checks.check_mtp, hf, config, declared)
     if critic_hf is not None and (critic_hf is not hf or config.critic.parallel or "critic" in config.placement):
         divides = passes(checks.check_critic_layout, critic_hf, config) and divides
     if reward_hf is not None and reward_hf is not hf:
         divides = passes(checks.check_training_layout, reward_hf, config) and divides
-    if config.generates:
+    if declared.generates:
         divides = passes(checks.check_engine, hf, config) and divides
         if not dry_run:
             passes(check_here, config)
@@ -105,22 +112,24 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
         if divides and _pushes_to_itself(config):
             divides = passes(lambda: push_plan(hf, role_config(config, "actor"), engine_layout(config)))
     if divides:
-        passes(checks.check_routing, hf, config)
+        passes(checks.check_routing, hf, config, declared)
     if not divides:
         return Report(errors, warnings, {}, [])
     if not dry_run:
-        passes(checks.check_room, hf, critic_hf, config, warnings)
-    memory = plan_memory(hf, config, critic_hf, reward_hf)
-    return Report(errors, warnings, _facts(hf, critic_hf, config), memory)
+        passes(checks.check_room, hf, critic_hf, config, declared, warnings)
+    memory = plan_memory(hf, config, declared, critic_hf, reward_hf)
+    return Report(errors, warnings, _facts(hf, critic_hf, config, declared), memory)
 
 
-def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str, list[tuple[str, str]]]:
+def _facts(
+    hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Declared
+) -> dict[str, list[tuple[str, str]]]:
     parallel, rollout, run = config.parallel, config.rollout, config.run
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
     counts, experts = param_count(hf), settings.get("num_moe_experts")
     critic_counts = counts if critic_hf is hf or critic_hf is None else param_count(critic_hf)
     here = min(parallel.world_size, parallel.ranks_per_node)
-    placement, roles = placement_of(config), make_controller(config).roles()
+    placement, roles = placement_of(config), declared.roles
     layers = [len(stage) for stage in stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)]
     model = [
         ("architecture", family_of(hf).architecture),
@@ -137,7 +146,7 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
         *([] if placement.colocated else [("roles", placement.describe(roles))]),
-        *_cuts(role_parallel(config, "reward_model" if "reward_model" in roles else "actor"), "", bool(experts)),
+        *_cuts(role_parallel(config, declared.main), "", bool(experts)),
         (
             "layers by stage",
             " ".join(map(str, layers)) + (f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""),
@@ -146,19 +155,19 @@ def _facts(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> dict[str
     if "critic" in roles and placement.of("critic") != placement.of("actor"):
         layout += _cuts(role_parallel(config, "critic"), "critic's ", bool(experts))
         layout.append(("memory", "below is that of the actor's ranks, without the critic's"))
-    sequences, per_epoch = checks.sequences_per_step(config), max(1, run.num_update // run.epochs)
-    what = "pairs" if config.algorithm == "reward_model" else "sequences"
-    samples = f" prompts x {rollout.samples_per_prompt}" if config.generates else ""
+    sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.epochs)
+    what = checks.unit(declared)
+    samples = f" prompts x {rollout.samples_per_prompt}" if declared.generates else ""
     batch = [
         (f"{what} a step", f"{config.data.prompts_per_step}{samples}"),
         ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
-        ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel(config)}"),
+        ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel(config, declared)}"),
         ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
     ]
-    if config.algorithm == "ppo" and (warmup := config.critic.warmup_steps):
-        batch.append(("", f"the policy's begin after {warmup} steps: {make_controller(config).updates('actor')}"))
+    if "critic" in roles and (warmup := config.critic.warmup_steps):
+        batch.append(("", f"the policy's begin after {warmup} steps: {make_controller(config).updates(declared.main)}"))
     facts = {"model": model, "layout": layout, "batch": batch}
-    if config.generates:
+    if declared.generates:
         nodes = -(-rollout.tp // here)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
         plan = push_plan(hf, config, engine_layout(config))

@@ -22,7 +22,7 @@ from megarl.checkpoint.sharded import restore_model, save_model
 from megarl.checkpoint.store import CheckpointStore, StorageError
 from megarl.config import Config, ConfigError, load_config
 from megarl.controllers.base import StepResult
-from megarl.controllers.registry import make_controller
+from megarl.controllers.registry import declare, make_controller
 from megarl.data.preferences import Preferences, read_preferences
 from megarl.data.prompts import PromptLoader, read_prompts, render_prompts
 from megarl.data.sft import Demonstrations, sft_rollouts
@@ -106,6 +106,7 @@ class HybridFlow:
         self.config = dataclasses.replace(self.config, run=run)
         report = validate(self.config, roles_with_options=frozenset(self.registered))
         report.raise_errors()
+        self.declared = declare(self.config)
         self.controller = make_controller(self.config)
         self.workers: list[Worker] = []
         self._read_chat()
@@ -247,7 +248,7 @@ class HybridFlow:
         """Tokenizer, template and tools, before anything is started."""
         config = self.config
         self.hf_config = load_hf_config(config.model.path)
-        self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools) if config.generates else {})
+        self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools) if self.declared.generates else {})
         self.chat.check_vocabulary(self.hf_config["vocab_size"])
         self.chat.check_tools()
 
@@ -263,8 +264,10 @@ class HybridFlow:
         config = self.config
         self.clock = Clock(self.log.phase)
         newest = self._find_checkpoint()
-        critic = config.critic.path or config.model.path if "critic" in self.controller.roles() else None
-        self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config)
+        critic = config.critic.path or config.model.path if "critic" in self.declared.roles else None
+        self.needs = room.needs(
+            self.hf_config, load_hf_config(critic) if critic else None, config, self.declared.trains_head
+        )
         for note in self._notes:
             self.log.say(note)
         context = Context(
@@ -276,9 +279,9 @@ class HybridFlow:
             chat=self.chat,
             clock=self.clock,
             run_dir=self.log.run_dir,
-            updates={role: self.controller.updates(role) for role in self.controller.roles()},
+            updates={role: self.controller.updates(role) for role in self.declared.roles},
         )
-        for role in self.controller.roles():
+        for role in self.declared.roles:
             make, options = self.registered.get(role, (WORKERS[role], {}))
             if role == "reference":
                 options = {"actor": self.actor, **options}
@@ -302,7 +305,7 @@ class HybridFlow:
     def _lay_out(self) -> dict[str, ranks.Ranks | None]:
         """This rank's place in the layout of each role with a model."""
         placement, found = placement_of(self.config), {}
-        for role in self.controller.roles():
+        for role in self.declared.roles:
             if role not in ("rollout", "reference") and placement.of(role):
                 parallel = role_parallel(self.config, role)
                 found[role] = ranks.layout(parallel, self.config.run.timeout_s, placement.of(role))
@@ -322,7 +325,7 @@ class HybridFlow:
 
     def _trained(self) -> dict[str, Any]:
         """The models that a checkpoint holds, by role, as far as they are on this rank."""
-        found = {role: getattr(self, role).model for role in ("actor", "critic", "reward_model") if hasattr(self, role)}
+        found = {role: getattr(self, role).model for role in self.declared.trains}
         return {role: model for role, model in found.items() if model is not None}
 
     def _save(self, must: bool) -> StorageError | None:
@@ -349,7 +352,7 @@ class HybridFlow:
 
     def _export(self) -> None:
         """Write the trained model. Where the disk does not take it, wait for room: it is all that the run was for."""
-        trained = self.reward_model if hasattr(self, "reward_model") else self.actor
+        trained = getattr(self, self.declared.main)
         folder, patience = self.log.run_dir / "export", self.config.run.storage_timeout_s
         began, said = time.monotonic(), False
         while True:
@@ -375,7 +378,7 @@ class HybridFlow:
         """The one to go on from, before anything is loaded; what is said and recorded of the run goes on after it."""
         run, parallel, placement = self.config.run, self.config.parallel, placement_of(self.config)
         sizes = parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
-        apart = () if placement.colocated else (placement.describe(self.controller.roles()),)
+        apart = () if placement.colocated else (placement.describe(self.declared.roles),)
         layout = (self.job.world, *sizes, *apart)
         self.store = CheckpointStore(
             self.log.run_dir, run.keep_checkpoints, run.storage_timeout_s, layout, self.log.say

@@ -15,26 +15,28 @@ from megarl.config import Config, ConfigError
 from megarl.models.classifier import VALUE_HEAD, is_classifier
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, load_hf_config
+from megarl.types.declared import Declared
 
 
-def policy_and_critic(config: Config, dry_run: bool, warnings: list[str]) -> tuple[HFConfig, HFConfig | None]:
-    """config.json of the policy and, for PPO, of the critic."""
+def policy_and_critic(
+    config: Config, declared: Declared, dry_run: bool, warnings: list[str]
+) -> tuple[HFConfig, HFConfig | None]:
+    """config.json of the policy and, where there is one, of the critic."""
     if dry_run and config.model.hf_config:
         hf = _known(load_hf_config(config.model.hf_config))
     elif config.model.path:
-        trains_head = config.algorithm == "reward_model"
-        hf = _whole_folder(config.model.path, "model.path", trains_head, mtp=config.train.mtp > 0)
+        hf = _whole_folder(config.model.path, "model.path", declared.trains_head, mtp=config.train.mtp > 0)
         _check_tokenizer(config.model.path, int(hf["vocab_size"]))
     else:
         raise ConfigError("model.path is not set; it must name the HF folder of the policy")
-    if is_classifier(hf) and config.algorithm != "reward_model":
+    if is_classifier(hf) and not declared.trains_head:
         raise ConfigError(
             f"model.path={config.model.path} is a classifier, {hf['architectures'][0]}, which writes no words; a "
             "reward model serves as reward.model, or starts a critic as critic.path"
         )
-    if config.algorithm != "ppo":
+    if "critic" not in declared.roles:
         if config.critic.path:
-            warnings.append(f"critic.path is set, but {config.algorithm} has no critic")
+            warnings.append(f"critic.path is set, but {declared.name} has no critic")
         return hf, None
     if not config.critic.path:
         return hf, hf
@@ -50,13 +52,15 @@ def policy_and_critic(config: Config, dry_run: bool, warnings: list[str]) -> tup
     return hf, critic
 
 
-def reward_model(hf: HFConfig, config: Config, dry_run: bool, warnings: list[str]) -> HFConfig | None:
+def reward_model(
+    hf: HFConfig, config: Config, declared: Declared, dry_run: bool, warnings: list[str]
+) -> HFConfig | None:
     """config.json of the reward model that serves; None where there is none. It reads the policy's token ids."""
     path = config.reward.model
     if not path:
         return None
-    if not config.generates:
-        warnings.append(f"reward.model is set, but {config.algorithm} has no rollouts to score")
+    if "reward" not in declared.roles:
+        warnings.append(f"reward.model is set, but {declared.name} has no rollouts to score")
         return None
     if dry_run and not Path(path).exists():
         warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")

@@ -17,6 +17,7 @@ from megarl.models.registry import family_of
 from megarl.models.step_time import StepTime
 from megarl.parallel.placement import check_layout
 from megarl.reshard.configured import engine_layout, push_plan
+from megarl.types.declared import Declared
 
 WAYS = ("none", "selective", "full")  # of recomputing activations, the least first
 USABLE = 0.93  # of a GPU's memory; the rest is for CUDA, NCCL and what the allocator cannot use
@@ -52,11 +53,12 @@ class Judged:
 class Search:
     """config: what is the same of all layouts; its world_size and ranks_per_node are meant. ways: of recomputing that
     may be chosen from. engines: choose rollout.tp and rollout.ep too, the smallest engine that fits beside the states.
-    critic_hf: as for `plan_memory`."""
+    critic_hf, declared: as for `plan_memory`."""
 
     hf: HFConfig
     critic_hf: HFConfig | None
     config: Config
+    declared: Declared
     gpu_bytes: float
     time: StepTime
     ways: tuple[str, ...] = WAYS
@@ -65,17 +67,20 @@ class Search:
     def judge(self, parallel: ParallelConfig, way: str) -> Judged:
         """Raises ConfigError where the layout does not divide."""
         config = with_layout(self.hf, self.config, parallel, way)
-        return Judged(config, way, plan_memory(self.hf, config, self.critic_hf), self.time.seconds(config))
+        return Judged(
+            config, way, plan_memory(self.hf, config, self.declared, self.critic_hf), self.time.seconds(config)
+        )
 
     def fits(self, one: Judged) -> bool:
         return one.peak <= USABLE * self.gpu_bytes
 
     def with_engine(self, one: Judged) -> Judged:
         """With the smallest engine that fits beside the states, or as it is."""
-        if self.engines and one.config.generates and not self.fits(one):
-            for tp, ep in engine_sizes(self.hf, self.config):
+        if self.engines and self.declared.generates and not self.fits(one):
+            for tp, ep in engine_sizes(self.hf, self.config, self.declared):
                 config = replace(one.config, rollout=replace(one.config.rollout, tp=tp, ep=ep))
-                other = replace(one, config=config, memory=plan_memory(self.hf, config, self.critic_hf))
+                memory = plan_memory(self.hf, config, self.declared, self.critic_hf)
+                other = replace(one, config=config, memory=memory)
                 if self.fits(other):
                     return other
         return one
@@ -128,7 +133,7 @@ class Search:
     def _contexts(self) -> list[int]:
         """Context parallel sizes, up to where a rank has no more of the longest conversation than of a micro-batch."""
         sizes = [1]
-        longest = self.config.rollout.max_context if self.config.generates else 0
+        longest = self.config.rollout.max_context if self.declared.generates else 0
         while sizes[-1] * self.config.train.token_budget < longest:
             sizes.append(sizes[-1] * 2)
         return sizes
@@ -145,12 +150,12 @@ def best(found: list[Judged]) -> Judged:
     return min((one for one in found if one.total <= ALIKE * least), key=ranks)
 
 
-def check(hf: HFConfig, config: Config) -> None:
+def check(hf: HFConfig, config: Config, declared: Declared) -> None:
     """Raise ConfigError, as a dry run would, for a layout that does not divide, or whose weights cannot be pushed."""
     check_layout(config.parallel)
-    checks.check_nodes(config)
+    checks.check_nodes(config, declared)
     checks.check_training_layout(hf, config)
-    if config.generates:
+    if declared.generates:
         checks.check_engine(hf, config)
         push_plan(hf, config, engine_layout(config))
 
@@ -211,14 +216,14 @@ def recompute_settings(hf: HFConfig, way: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
-def engine_sizes(hf: HFConfig, config: Config) -> Iterator[tuple[int, int]]:
+def engine_sizes(hf: HFConfig, config: Config, declared: Declared) -> Iterator[tuple[int, int]]:
     """Sizes (tp, ep) that an engine can have, the smallest first, its experts dealt out as far as they divide."""
     experts = family_of(hf).num_experts(hf)
     for tp in divisors(config.parallel.world_size):
         for ep in reversed([ep for ep in divisors(tp) if ep == 1 or (experts and experts % ep == 0)]):
             sized = replace(config, rollout=replace(config.rollout, tp=tp, ep=ep))
             try:
-                checks.check_nodes(sized)
+                checks.check_nodes(sized, declared)
                 checks.check_engine(hf, sized)
             except ConfigError:
                 continue

@@ -77,6 +77,7 @@ def _say(text: str) -> None:
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, then run this program as all ranks on this machine; returns their exit status."""
     from megarl import launcher
+    from megarl.controllers.registry import declare
     from megarl.dry_run import validate
     from megarl.observe import run_folder
     from megarl.parallel.meeting import keep_store
@@ -95,7 +96,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     ranks = launcher.Launch((sys.executable, "-m", "megarl.train", *arguments), world, saves=config.run.save_every > 0)
     with launcher.noted(ranks.pending):
         host = None
-        if config.generates and not config.rollout.replay and SHARED not in os.environ:
+        if declare(config).generates and not config.rollout.replay and SHARED not in os.environ:
             with launcher.blocked((signal.SIGINT, signal.SIGUSR1)):
                 host = start_host(config)  # one for all engines, and they load while the ranks do
             os.environ[SHARED] = host.path

@@ -114,8 +114,8 @@ BAD = {
     "int for bool": ({"run": {"export": 1}}, r"run\.export must be true or false, not 1"),
     "int for text": ({"run": {"dir": 1}}, r"run\.dir must be text, not 1"),
     "choice": (
-        {"algorithm": "ppoo"},
-        r"algorithm must be one of ppo, grpo, sft, reward_model, not 'ppoo'; did you mean ppo\?",
+        {"kl": {"place": "rewards"}},
+        r"kl\.place must be one of reward, loss, none, not 'rewards'; did you mean reward\?",
     ),
     "number for list": ({"reward": {"functions": 3}}, r"reward\.functions must be a list of text, not 3"),
     "number in list": ({"reward": {"functions": [3]}}, r"reward\.functions\[0\] must be text, not 3"),

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from megarl.command_line import Parser, amount, count, ends_in_a_line
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict
+from megarl.controllers.registry import declare
 from megarl.dry_run import memory_table, verdict
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
@@ -91,7 +92,7 @@ def judged_table(found: list[Judged], search: Search, chosen: Judged | None) -> 
             layout_text(config.parallel),
             str(config.parallel.world_size),
             one.way,
-            f"TP{config.rollout.tp} EP{config.rollout.ep}" if config.generates else "-",
+            f"TP{config.rollout.tp} EP{config.rollout.ep}" if search.declared.generates else "-",
             *(f"{amount / 1e9:.1f}" for amount in rows),
             "yes" if search.fits(one) else "no",
             f"{one.total:.2f} s",
@@ -133,7 +134,7 @@ def as_json(one: Judged, search: Search) -> dict[str, Any]:
         "layout": {"world": config.parallel.world_size} | {name: getattr(config.parallel, name) for name in LAYOUT},
         "recompute": one.way,
         "megatron": config.model.megatron,
-        "rollout": {"tp": config.rollout.tp, "ep": config.rollout.ep} if config.generates else None,
+        "rollout": {"tp": config.rollout.tp, "ep": config.rollout.ep} if search.declared.generates else None,
         "peak_bytes": one.peak,
         "fits": search.fits(one),
         "modelled_seconds": one.seconds,
@@ -153,14 +154,15 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     worlds = [parallel.world_size for parallel in given] or [options.gpus]
     if not worlds[0]:
         raise ConfigError("--gpus is not given; without --layout it is needed, to search for layouts of so many")
-    critic = hf if options.algorithm == "ppo" else None
     length = (options.context or options.tokens) // 2
     time = StepTime(hf, options.batch_tokens, length, Machine())
     ways = (options.recompute,) if options.recompute else WAYS
 
     def search_of(world: int) -> Search:
         config = base_config(options, world, engine)
-        return Search(hf, critic, config, options.gpu_gb * 1e9, time, ways, engines=not engine)
+        declared = declare(config)
+        critic = hf if "critic" in declared.roles else None
+        return Search(hf, critic, config, declared, options.gpu_gb * 1e9, time, ways, engines=not engine)
 
     search = search_of(worlds[0])
     judged: list[Judged] = []
@@ -168,7 +170,7 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         mine = search_of(parallel.world_size)
         check_layout(parallel)
         one = mine.least_recomputing(parallel)
-        check(hf, one.config)
+        check(hf, one.config, mine.declared)
         judged.append(one)
     most = options.gpus or max(worlds)
     fitting = [one for one in judged if search.fits(one) and one.config.parallel.world_size <= most]
@@ -176,7 +178,7 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         fitting = search.all()
     chosen = best(fitting) if fitting else None
     if chosen is not None and not given:
-        check(hf, chosen.config)
+        check(hf, chosen.config, search.declared)
     gpus = f"{most} GPUs of {options.gpu_gb:g} GB"
     if chosen is None:
         why = f"None of these layouts fits {gpus}." if given else f"No layout of {gpus} was found that fits."
@@ -212,11 +214,12 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     given = given_layouts(options) or [ParallelConfig(options.gpus or 1, options.gpus_per_node)]
     if len(given) != 1:
         raise ConfigError("--measure builds one layout; give one --layout")
-    search = Search(hf, None, base_config(options, given[0].world_size, {}), 0, StepTime(hf, 1, 1, Machine()))
+    base = base_config(options, given[0].world_size, {})
+    search = Search(hf, None, base, declare(base), 0, StepTime(hf, 1, 1, Machine()))
     config = search.judge(given[0], options.recompute or "none").config
-    check(hf, config)
-    critic = hf if options.algorithm == "ppo" else None
-    planned = plan_memory(hf, config, critic)
+    check(hf, config, search.declared)
+    critic = hf if "critic" in search.declared.roles else None
+    planned = plan_memory(hf, config, search.declared, critic)
     world = given[0].world_size
     states = sum(sum(stage.states.values()) for stage in planned) * world // len(planned)
     if states > MOST_MEASURED:

@@ -28,11 +28,11 @@ class Needs(NamedTuple):
     export: int
 
 
-def needs(hf: HFConfig, critic_hf: HFConfig | None, config: Config) -> Needs:
-    """critic_hf: of PPO's critic, None where there is none."""
+def needs(hf: HFConfig, critic_hf: HFConfig | None, config: Config, head: bool = False) -> Needs:
+    """critic_hf: of the critic, None where there is none. head: a classifier is trained, with a head of one value."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     policy = family_of(hf).params(hf, 1, mtp=bool(trained_mtp(hf, config)))
-    if config.algorithm == "reward_model":
+    if head:
         policy = critic_params(policy, int(hf["hidden_size"]))
     tables = [policy]
     if critic_hf is not None:

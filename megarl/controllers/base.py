@@ -6,12 +6,13 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.weights import sequence_mean_weights, token_mean_weights
 from megarl.config import Config
 from megarl.types import Rollouts, TrainBatch
+from megarl.types.declared import Declared, ItemKind
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -29,14 +30,42 @@ class StepResult:
 
 
 class Controller(ABC):
-    """An algorithm. Every rank runs the same controller on the same values."""
+    """An algorithm. Every rank runs the same controller on the same values.
+
+    What it needs is declared by the class, and `declare` puts it together: nothing else is asked to know its name.
+    """
+
+    item: ClassVar[ItemKind]
+    """What `items` are, so that a broken file is found before anything starts."""
+    trains: ClassVar[tuple[str, ...]] = ("actor",)
+    """The roles whose models it updates, which checkpoints hold. The first is what is exported; it starts from
+    `model.path`, and `parallel` is its layout."""
+    trains_head: ClassVar[bool] = False
+    """Whether the first of them has a head of one value in place of the words: a classifier is exported."""
+    compares_samples: ClassVar[bool] = False
+    """Whether samples of a prompt are judged by each other: there must be two of them, and they may not be greedy."""
+    corrects_lag: ClassVar[bool] = False
+    """Whether its loss may be given what an older policy sampled: by a ratio to that policy, and a bound of it."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
+    @classmethod
     @abstractmethod
-    def roles(self) -> tuple[str, ...]:
+    def roles(cls, config: Config) -> tuple[str, ...]:
         """The roles it calls, in the order in which they start."""
+
+    @classmethod
+    def declare(cls, config: Config) -> Declared:
+        return Declared(
+            name=config.algorithm,
+            item=cls.item,
+            roles=tuple(cls.roles(config)),
+            trains=tuple(cls.trains),
+            trains_head=cls.trains_head,
+            compares_samples=cls.compares_samples,
+            corrects_lag=cls.corrects_lag,
+        )
 
     @abstractmethod
     def items(self, flow: HybridFlow) -> Sequence[Any]:

@@ -13,6 +13,7 @@ from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.totals import token_mean
+from megarl.config import Config
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.policy import (
     PolicyController,
@@ -30,13 +31,16 @@ if TYPE_CHECKING:
 
 
 class GRPOController(PolicyController):
-    def __init__(self, config: Any) -> None:
+    compares_samples = True
+
+    def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon)
         self.steps = 0
 
-    def roles(self) -> tuple[str, ...]:
-        reference = ("reference",) if self.config.kl.place != "none" else ()
+    @classmethod
+    def roles(cls, config: Config) -> tuple[str, ...]:
+        reference = ("reference",) if config.kl.place != "none" else ()
         return ("rollout", "actor", *reference, "reward")
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:

@@ -23,7 +23,11 @@ CUT_OFF: tuple[Status, ...] = ("length", "max_turns")
 
 
 class PolicyController(Controller):
-    """One whose items are prompts, and whose policy is evaluated by what it answers to held-out ones."""
+    """One whose items are prompts, and whose policy is evaluated by what it answers to held-out ones. Its loss
+    is `policy_loss`, of the ratio to the policy that sampled, clipped."""
+
+    item = "prompts"
+    corrects_lag = True
 
     def items(self, flow: HybridFlow) -> Sequence[Prompt]:
         """The training prompts, rendered; those that leave no room for an answer are dropped and counted."""

@@ -10,6 +10,7 @@ from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.rewards import token_rewards
 from megarl.algorithms.totals import token_mean
 from megarl.algorithms.value_loss import explained_variance, value_loss
+from megarl.config import Config
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.policy import (
     PolicyController,
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 
 
 class PPOController(PolicyController):
-    def __init__(self, config: Any) -> None:
+    trains = ("actor", "critic")
+
+    def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon)
         self.steps = 0
 
-    def roles(self) -> tuple[str, ...]:
-        reference = ("reference",) if self.config.kl.place != "none" else ()
+    @classmethod
+    def roles(cls, config: Config) -> tuple[str, ...]:
+        reference = ("reference",) if config.kl.place != "none" else ()
         return ("rollout", "actor", *reference, "critic", "reward")
 
     def updates(self, role: str) -> int:

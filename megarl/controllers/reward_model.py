@@ -12,6 +12,7 @@ import torch
 
 from megarl.algorithms.preference_loss import bradley_terry
 from megarl.algorithms.weights import pair_mean_weights
+from megarl.config import Config
 from megarl.controllers.base import Controller, MeanOf, StepResult, parts_of
 from megarl.data.preferences import Pair
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 
 
 class RewardModelController(Controller):
-    def roles(self) -> tuple[str, ...]:
+    item = "pairs"
+    trains = ("reward_model",)
+    trains_head = True
+
+    @classmethod
+    def roles(cls, config: Config) -> tuple[str, ...]:
         return ("reward_model",)
 
     def items(self, flow: HybridFlow) -> Sequence[Pair]:

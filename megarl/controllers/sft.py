@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.config import Config
 from megarl.controllers.base import Controller, MeanOf, StepResult, mini_batches
 from megarl.types import ModelOutput, Rollout, TokenLoss, TrainBatch
 
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class SFTController(Controller):
-    def roles(self) -> tuple[str, ...]:
+    item = "conversations"
+
+    @classmethod
+    def roles(cls, config: Config) -> tuple[str, ...]:
         return ("actor",)
 
     def items(self, flow: HybridFlow) -> Sequence[Rollout]:

@@ -31,6 +31,7 @@ from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.registry import family_of, trained_mtp
 from megarl.models.stages import stage_layers
 from megarl.parallel.placement import placement_of, role_config
+from megarl.types.declared import Declared
 
 BYTES = {"float32": 4, "bfloat16": 2}
 REWARD_WEIGHTS = "reward model weights"
@@ -86,7 +87,11 @@ class Elements(NamedTuple):
 
 
 def plan_memory(
-    hf: HFConfig, config: Config, critic_hf: HFConfig | None = None, reward_hf: HFConfig | None = None
+    hf: HFConfig,
+    config: Config,
+    declared: Declared,
+    critic_hf: HFConfig | None = None,
+    reward_hf: HFConfig | None = None,
 ) -> list[StageMemory]:
     """Memory of a rank of each pipeline stage of the actor, or of the reward model in training. `critic_hf`: of the
     critic's model; None where there is no critic. Of a critic in a layout of its own the fullest of the stages counts
@@ -95,19 +100,20 @@ def plan_memory(
 
     Raises ConfigError where the layout does not divide the model.
     """
-    role, placement = "reward model" if config.algorithm == "reward_model" else "actor", placement_of(config)
-    ranks = set(placement.of(role.replace(" ", "_")))
+    role, placement = "reward model" if declared.trains_head else "actor", placement_of(config)
+    ranks = set(placement.of(declared.main))
     here = {other for other in ("critic", "reward", "rollout") if ranks & set(placement.of(other))}
     critic = role_config(config, "critic") if critic_hf is not None and "critic" in here else None
-    config = role_config(config, role.replace(" ", "_"))
+    config = role_config(config, declared.main)
     parallel, rollout = config.parallel, config.rollout
     size = BYTES[config.model.dtype]
-    trained = {role: _states_and_activations(hf, config, role)}
+    tokens = _tokens(config, declared)
+    trained = {role: _states_and_activations(hf, config, role, tokens)}
     if critic_hf is not None and critic is not None:
-        trained["critic"] = _states_and_activations(critic_hf, critic, "critic")
-    served = [] if reward_hf is None or "reward" not in here else _served(reward_hf, config)
+        trained["critic"] = _states_and_activations(critic_hf, critic, "critic", _tokens(critic, declared))
+    served = [] if reward_hf is None or "reward" not in here else _served(reward_hf, config, tokens)
     engine: dict[str, int] = {}
-    if config.generates and "rollout" in here:
+    if declared.generates and "rollout" in here:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
         cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
         drafts = bool(rollout.draft_tokens)
@@ -129,29 +135,31 @@ def plan_memory(
         if stage == parallel.pp - 1 and role == "actor":
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             at_once = config.train.logits_at_once
-            training["logits"] = logits_bytes(words, hidden, parallel.tp, _tokens(config), at_once, size)
+            training["logits"] = logits_bytes(words, hidden, parallel.tp, tokens, at_once, size)
         generation, push, host = dict(engine), {}, {}
         if served:
             states[REWARD_WEIGHTS], generation["reward model activations"] = served[stage]
-        if config.generates:
+        if declared.generates:
             weights = states["actor weights"]
             taken = engine.get("engine weights", 0)
             push["engine weights"] = taken
             push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, taken)
-            if config.kl.place != "none" and not config.lora.rank:  # else it is the actor without its adapters
+            if "reference" in declared.roles and not config.lora.rank:  # else it is the actor without its adapters
                 host["reference weights"] = weights
             if config.train.replay_routing:
                 host["records of routing"] = routing_bytes(_settings(hf, config), config)
             if config.train.offload:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
-        offloaded = config.generates and config.train.offload
+        offloaded = declared.generates and config.train.offload
         stages.append(StageMemory(stage, layers[stage], states, training, generation, push, host, offloaded))
     return stages
 
 
-def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tuple[dict[str, int], int, int]]:
+def _states_and_activations(
+    hf: HFConfig, config: Config, role: str, tokens: int
+) -> list[tuple[dict[str, int], int, int]]:
     """By pipeline stage of a model in its own layout: bytes of its states by part, of what it keeps for the backward
-    pass, and of the micro-batches at work."""
+    pass, and of the micro-batches at work. tokens: of a micro-batch on a rank."""
     parallel, size = config.parallel, BYTES[config.model.dtype]
     settings = _settings(hf, config)
     layers = _layers(settings, parallel)
@@ -166,19 +174,19 @@ def _states_and_activations(hf: HFConfig, config: Config, role: str) -> list[tup
         ahead = mtp if stage == parallel.pp - 1 else 0  # each is about one more of the last layer
         in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
         if settings.get("fp8"):  # with which it is not recomputed
-            kept = ahead * layer_elements(settings, layers[-1][-1], parallel.etp) * _tokens(config) // parallel.tp
+            kept = ahead * layer_elements(settings, layers[-1][-1], parallel.etp) * tokens // parallel.tp
         else:
             kept, runs[-1] = 0, runs[-1] + layers[-1][-1:] * ahead
-        kept += activation_elements(settings, runs, parallel.tp, _tokens(config), in_flight, parallel.etp)
+        kept += activation_elements(settings, runs, parallel.tp, tokens, in_flight, parallel.etp)
         ends = stage == 0, stage == parallel.pp - 1
         replays = role == "actor" and config.train.replay_routing
-        cut = micro_batch_bytes(settings, mine, _tokens(config), parallel.tp, parallel.cp, *ends, mtp, replays)
+        cut = micro_batch_bytes(settings, mine, tokens, parallel.tp, parallel.cp, *ends, mtp, replays)
         states = {f"{role} {part}": amount for part, amount in states.items()}
         found.append((states, kept * size, ceil(cut * in_flight)))
     return found
 
 
-def _served(hf: HFConfig, config: Config) -> list[tuple[int, int]]:
+def _served(hf: HFConfig, config: Config, tokens: int) -> list[tuple[int, int]]:
     """By pipeline stage: bytes of the weights of a reward model that serves, in fp32 in the policy's layout, and of
     its activations, which it has of one layer at a time."""
     parallel = config.parallel
@@ -187,13 +195,13 @@ def _served(hf: HFConfig, config: Config) -> list[tuple[int, int]]:
     found = []
     for mine, elements in zip(layers, stage_elements(hf, parallel, layers, head=True), strict=True):
         widest = max((layer_elements(settings, layer, parallel.etp) for layer in mine), default=0)
-        found.append((4 * sum(elements), 4 * widest * _tokens(config) // parallel.tp))
+        found.append((4 * sum(elements), 4 * widest * tokens // parallel.tp))
     return found
 
 
-def _tokens(config: Config) -> int:
+def _tokens(config: Config, declared: Declared) -> int:
     """The most tokens that a rank has of a micro-batch: the budget, or its part of a longer sequence."""
-    longest = config.rollout.max_context if config.generates else 0
+    longest = config.rollout.max_context if declared.generates else 0
     return max(config.train.token_budget, -(-longest // config.parallel.cp))
 
 

@@ -65,8 +65,6 @@ def trained_mtp(hf: HFConfig, config: Config) -> int:
             f"train.mtp={weight:g}, but this {family.architecture} has no layers of multi-token prediction that are "
             "implemented; set it to 0"
         )
-    if config.algorithm == "reward_model":
-        raise ConfigError("train.mtp is about a policy's layers, and algorithm=reward_model trains none; set it to 0")
     if tied(hf) and config.parallel.pp > 1:
         raise ConfigError(
             "train.mtp with tie_word_embeddings=true and parallel.pp above 1 is not implemented: Megatron would give "

@@ -44,7 +44,7 @@ class RunLog:
 
         self._on_lead(prepare)
         self._progress = Progress(
-            config.algorithm.upper(),
+            config.algorithm.rpartition(":")[2].upper(),
             config.run.num_rollout,
             enabled=self.writes,
             live=None if config.track.progress else False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import math
 import traceback
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl import forks
 from megarl.config import ConfigError
 from megarl.rewards.deadline import Deadline, TookTooLong
 from megarl.types import Rollout
@@ -38,22 +38,9 @@ def load_functions(names: Sequence[str]) -> dict[str, RewardFunction]:
     """
     functions: dict[str, RewardFunction] = {}
     for name in names:
-        module_name, colon, attribute = name.partition(":")
-        if not (module_name and colon and attribute) or module_name.startswith("."):
-            raise ConfigError(f"reward.functions: {name!r} is not of the form module:name")
         if list(names).count(name) > 1:
             raise ConfigError(f"reward.functions: {name} is listed twice")
-        try:
-            module = importlib.import_module(module_name)
-            function = getattr(module, attribute, None)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: B036  whatever the user's module raises, sys.exit too
-            raise ConfigError(f"reward.functions: cannot import {module_name} of {name!r}: {_worded(error)}") from error
-        if function is None:
-            known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            have = ", ".join(known) or "no function"
-            raise ConfigError(f"reward.functions: {module_name} has no {attribute!r}; it has {have}")
+        function, attribute = forks.load(name, "reward.functions"), name.partition(":")[2]
         functions[attribute if attribute not in functions else name] = checked(function, f"reward.functions: {name}")
     return functions
 
@@ -121,7 +108,7 @@ def _call(name: str, function: RewardFunction, rollout: Rollout, deadline: Deadl
         place = Path(frames[-1].filename)
         if isinstance(error, SystemExit) and place.is_relative_to(_OURS) and place.parent != Path(__file__).parent:
             raise  # of a handler of signals, which came in the middle
-        raise RewardError(f"{about} raised {_worded(error)} ({place}:{frames[-1].lineno})") from error
+        raise RewardError(f"{about} raised {forks.worded(error)} ({place}:{frames[-1].lineno})") from error
     return number
 
 
@@ -165,11 +152,3 @@ def _copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)([_copied(item) for item in value])
     return copy.deepcopy(value)
-
-
-def _worded(error: BaseException) -> str:
-    try:
-        text = " ".join(str(error).split())[:1000]
-    except Exception:  # its __str__ is a user's, too
-        text = ""
-    return f"{type(error).__name__}: {text}"

@@ -1,10 +1,27 @@
 """Settings of losses, schedules and updates that contradict each other, or under which nothing would be trained."""
 
+from pathlib import Path
+
 from case import Case
 
 GRPO = "algorithm=grpo"
 REPLAY = "train.replay_routing=true"
 SFT = ("algorithm=sft", "data.train=FOLDER/sft.jsonl")
+HALF = """
+from megarl.controllers.base import Controller
+
+class Half(Controller):
+    item = "prompts"
+
+    @classmethod
+    def roles(cls, config):
+        return ("actor",)
+"""
+
+
+def half_a_controller(folder: Path) -> None:
+    (folder / "half.py").write_text(HALF)
+
 
 CASES = [
     Case(
@@ -78,6 +95,16 @@ CASES = [
         ("train.replay_routing=true", "rollout.replay=FOLDER"),
     ),
     Case("an unknown algorithm", ("algorithm must be one of ppo, grpo", "did you mean sft?"), ("algorithm=sfft",)),
+    Case("an algorithm of a module that is not there", ("algorithm: cannot import no_lab",), ("algorithm=no_lab:A",)),
+    Case("an algorithm without a name", ("algorithm: 'sum_reward:'", "module:name"), ("algorithm='sum_reward:'",)),
+    Case("an algorithm that a module lacks", ("sum_reward has no 'dapo'",), ("algorithm=sum_reward:dapo",)),
+    Case("an algorithm that is a function", ("no Controller: derive it from",), ("algorithm=sum_reward:even",)),
+    Case(
+        "an algorithm that is half a controller",
+        ("Half lacks items, step",),
+        ("algorithm=half:Half",),
+        half_a_controller,
+    ),
     Case("MTP that the model has not", ("train.mtp=0.1",), ("train.mtp=0.1",)),
     Case(
         "drafts without a layer", ("rollout.draft_tokens=3 needs a model with one layer",), ("rollout.draft_tokens=3",)

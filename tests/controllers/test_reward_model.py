@@ -57,7 +57,7 @@ def test_pairs_are_packed_in_turn() -> None:
 def test_it_learns_the_preferences() -> None:
     config = from_dict({"algorithm": "reward_model", "run": {"num_update": 4, "epochs": 2}, "data": {"eval": "x"}})
     controller = make_controller(config)
-    assert controller.roles() == ("reward_model",)
+    assert controller.roles(config) == ("reward_model",)
     flow: Any = TableFlow()
     first = controller.evaluate(flow, PAIRS)
     assert first == pytest.approx({"eval/loss": 0.6931472, "eval/accuracy": 0.0, "eval/margin": 0.0})

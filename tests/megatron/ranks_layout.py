@@ -28,6 +28,7 @@ import replay  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
+from megarl.controllers.registry import declare  # noqa: E402
 from megarl.models.activations import micro_batches_in_flight  # noqa: E402
 from megarl.models.cuts import shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402
@@ -140,7 +141,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     model = build()
     loss_fn = LOSSES[role]
     algorithm = "reward_model" if role == "reward_model" else "ppo"
-    planned = plan_memory(tiny.HF[family], replace(model.config, algorithm=algorithm), tiny.HF[family])
+    declared = declare(replace(model.config, algorithm=algorithm))
+    planned = plan_memory(tiny.HF[family], model.config, declared, tiny.HF[family])
     states, name = planned[model.ranks.pp_rank].states, role.replace("_", " ")
     result = {f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in held_bytes(model).items()}
     names = ("logprobs", "entropy") if role == "actor" else ()

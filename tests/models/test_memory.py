@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict, load_config
+from megarl.controllers.registry import declare
 from megarl.models.activations import activation_elements, logits_bytes, micro_batch_bytes, micro_batches_in_flight
 from megarl.models.memory import (
     Elements,
+    StageMemory,
     engine_bytes,
     kinds,
     kv_elements,
@@ -49,6 +51,10 @@ MOE = QWEN2 | {
 
 def config_of(**sections: Any) -> Config:
     return from_dict({"model": {"dtype": "bfloat16"}, **sections})
+
+
+def planned(hf: dict[str, Any], config: Config, *others: dict[str, Any] | None) -> list[StageMemory]:
+    return plan_memory(hf, config, declare(config), *others)
 
 
 def held(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[Elements]:
@@ -130,7 +136,7 @@ def test_trained_mtp_layers_are_on_the_last_stage_beside_a_copy_of_the_embedding
     uneven = {"num_layers_in_last_pipeline_stage": 30}
     config = from_dict({"model": {"megatron": uneven}, "parallel": {"world_size": 2, "pp": 2, "ranks_per_node": 2}})
     (_, before), (_, after) = (
-        plan_memory(hf, replace(config, train=replace(config.train, mtp=weight))) for weight in (0.0, 0.1)
+        planned(hf, replace(config, train=replace(config.train, mtp=weight))) for weight in (0.0, 0.1)
     )
     assert after.states["actor weights"] - before.states["actor weights"] == 2 * (layer + vocabulary - 256) + 4 * 256
     assert after.training["activations"] > before.training["activations"]
@@ -165,13 +171,13 @@ def test_the_671b_policy_alone_takes_18_bytes_an_expert_weight() -> None:
     """ep 32 x pp 16 = 512 ranks: no two hold the same expert, so its optimizer states are not shared."""
     config = load_config(ROOT / "configs" / "deepseek_v3_671b.yaml")
     hf = load_hf_config(config.model.hf_config)
-    stages = plan_memory(hf, config)
+    stages = planned(hf, config)
     assert [len(stage.layers) for stage in stages] == [3, *[4] * 14, 2]
     ranks = config.parallel.world_size // config.parallel.pp
     states = sum(sum(stage.states.values()) for stage in stages) * ranks
     experts = param_count(hf)["experts"] * 18
     assert experts < states < experts * 1.1
-    with_critic = plan_memory(hf, config, hf)
+    with_critic = planned(hf, config, hf)
     assert sum(with_critic[1].states.values()) == 2 * sum(stages[1].states.values())  # no embedding, no head: the same
     assert max(stage.peak for stage in with_critic) < 0.93 * 141e9
 
@@ -217,7 +223,7 @@ def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
     hf |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}
     hf |= {"sliding_window": 32, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     budget = {"parallel": {"world_size": 2, "tp": 2}, "train": {"token_budget": 128}, "rollout": {"max_context": 128}}
-    (gemma,) = plan_memory(hf, config_of(algorithm="grpo", **budget))
+    (gemma,) = planned(hf, config_of(algorithm="grpo", **budget))
     # By hand: inputs and outputs of two norms, inputs of two more; q, k, v and attention's output; gate, up, product.
     assert gemma.training["activations"] == 2 * 128 // 2 * 4 * (6 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
     attention, mlp = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 96
@@ -227,7 +233,7 @@ def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
 
 def test_records_of_routing_are_on_the_host() -> None:
     sizes = {"data": {"prompts_per_step": 3}, "rollout": {"samples_per_prompt": 5, "max_context": 100}}
-    plain, replayed = (plan_memory(MOE, config_of(**sizes, train={"replay_routing": on}))[0] for on in (False, True))
+    plain, replayed = (planned(MOE, config_of(**sizes, train={"replay_routing": on}))[0] for on in (False, True))
     # Two bytes for each of 4 layers and 2 experts, in the rollouts and in the batch.
     assert replayed.host == plain.host | {"records of routing": 2 * 1500 * 4 * 2 * 2}
     assert replayed.states == plain.states
@@ -241,7 +247,7 @@ def test_a_device_has_the_micro_batches_at_work_and_its_own_part_of_them() -> No
         "parallel": {"world_size": 8, "tp": 2, "pp": 2, "cp": 2},
         "train": {"replay_routing": True},
     }
-    few, many = (plan_memory(MOE, config_of(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000))
+    few, many = (planned(MOE, config_of(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000))
     assert [stage.training for stage in few] == [stage.training for stage in many]
     assert many[0].host["records of routing"] == 1000 * few[0].host["records of routing"]
     first, last = (stage.training["micro-batches"] for stage in few)
@@ -249,7 +255,7 @@ def test_a_device_has_the_micro_batches_at_work_and_its_own_part_of_them() -> No
     assert first == 2 * (16 * 3072 + routing)  # two in flight
     assert last == 8 * 3072 + (3 * 8 + 1 + 9 * 4) * 2 * 3072 + routing
     trained = config_of(algorithm="reward_model", **{name: sizes[name] for name in ("parallel",)})
-    assert plan_memory(MOE, trained)[1].training["micro-batches"] == last - routing
+    assert planned(MOE, trained)[1].training["micro-batches"] == last - routing
     assert micro_batch_bytes({}, (), 10, last=False) == 160
     assert micro_batch_bytes({}, (), 10, first=False, mtp=2) == 160 + 3 * 80 + 610
 
@@ -314,7 +320,7 @@ def test_micro_batches_in_flight() -> None:
 def test_context_parallelism_shares_a_long_sequence_and_the_optimizer() -> None:
     def plan(**sizes: int) -> Any:
         rollout = {"max_context": 8192}
-        return plan_memory(QWEN2, config_of(algorithm="grpo", parallel=sizes, rollout=rollout, train=budget))[0]
+        return planned(QWEN2, config_of(algorithm="grpo", parallel=sizes, rollout=rollout, train=budget))[0]
 
     budget = {"token_budget": 1024}
     alone, together = plan(world_size=4), plan(world_size=4, cp=4)
@@ -327,7 +333,7 @@ def test_context_parallelism_shares_a_long_sequence_and_the_optimizer() -> None:
 def test_reshard_staging() -> None:
     assert staging_bytes(1 << 30, 10**10, 10**10) == 2 << 30
     assert staging_bytes(1 << 30, 1000, 500) == 3000  # no more than there is
-    grpo = plan_memory(QWEN2, config_of(algorithm="grpo", rollout={"push_bucket_mb": 1}))[0]
+    grpo = planned(QWEN2, config_of(algorithm="grpo", rollout={"push_bucket_mb": 1}))[0]
     assert grpo.push["reshard staging"] == 4 * grpo.states["actor weights"] < 2 << 20
     states, engine, cache = sum(grpo.states.values()), grpo.push["engine weights"], grpo.generation["engine KV cache"]
     assert grpo.generation == {"engine weights": engine, "engine KV cache": cache} and engine > 0 and cache > 0
@@ -336,7 +342,7 @@ def test_reshard_staging() -> None:
 
 
 def test_states_can_leave_the_device_while_engines_generate() -> None:
-    stay, leave = (plan_memory(QWEN2, config_of(train={"offload": offload}), QWEN2)[0] for offload in (False, True))
+    stay, leave = (planned(QWEN2, config_of(train={"offload": offload}), QWEN2)[0] for offload in (False, True))
     assert leave.generation_total == sum(leave.generation.values())
     engine = leave.generation["engine weights"]
     assert leave.push_total == leave.states["actor weights"] + engine + leave.push["reshard staging"]
@@ -349,7 +355,7 @@ def test_states_can_leave_the_device_while_engines_generate() -> None:
 def test_a_critic_in_a_layout_of_its_own() -> None:
     def plan(**critic: int) -> Any:
         parallel = {"world_size": 4, "pp": 2}
-        return plan_memory(QWEN2, config_of(parallel=parallel, critic={"parallel": critic}), QWEN2)
+        return planned(QWEN2, config_of(parallel=parallel, critic={"parallel": critic}), QWEN2)
 
     same, cut = plan(), plan(tp=2)
     assert [stage.states["actor weights"] for stage in cut] == [stage.states["actor weights"] for stage in same]
@@ -362,12 +368,12 @@ def test_a_critic_in_a_layout_of_its_own() -> None:
 
 
 def test_what_a_run_without_rollouts_needs() -> None:
-    sft = plan_memory(QWEN2, config_of(algorithm="sft"))[0]
+    sft = planned(QWEN2, config_of(algorithm="sft"))[0]
     assert sft.generation == {} and sft.push == {} and sft.host == {}
-    grpo = plan_memory(QWEN2, config_of(algorithm="grpo", kl={"place": "none"}))[0]
+    grpo = planned(QWEN2, config_of(algorithm="grpo", kl={"place": "none"}))[0]
     assert grpo.generation["engine weights"] == sum(param_count(QWEN2).values()) * 2
     assert grpo.host == {}
-    trained = plan_memory(QWEN2, config_of(algorithm="reward_model", model={"dtype": "float32"}))[0]
+    trained = planned(QWEN2, config_of(algorithm="reward_model", model={"dtype": "float32"}))[0]
     count = sum(param_count(QWEN2).values()) - 1024 * 64 + 64  # a head of one value for the words
     assert trained.states == {
         "reward model weights": 4 * count,
@@ -375,7 +381,7 @@ def test_what_a_run_without_rollouts_needs() -> None:
         "reward model optimizer": 8 * count,
     }
     assert trained.generation == {} and trained.training["logits"] == 0
-    ppo = plan_memory(QWEN2, config_of(), QWEN2)[0]
+    ppo = planned(QWEN2, config_of(), QWEN2)[0]
     assert ppo.host["reference weights"] == ppo.states["actor weights"]
     assert ppo.training.keys() == {"activations", "logits", "micro-batches"}
     assert ppo.training_total == sum(ppo.states.values()) + sum(ppo.training.values())
@@ -383,7 +389,7 @@ def test_what_a_run_without_rollouts_needs() -> None:
 
 def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
     layout = {"parallel": {"world_size": 4, "tp": 2, "pp": 2}, "rollout": {"max_context": 128}}
-    plain, served = (plan_memory(QWEN2, config_of(**layout), QWEN2, reward) for reward in (None, MOE))
+    plain, served = (planned(QWEN2, config_of(**layout), QWEN2, reward) for reward in (None, MOE))
     elements = held(MOE, head=True, tp=2, pp=2)
     for before, after, weights in zip(plain, served, elements, strict=True):
         assert after.states == before.states | {"reward model weights": 4 * sum(weights)}
@@ -396,8 +402,8 @@ def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
 def test_lora_keeps_gradients_and_states_of_adapters_only() -> None:
     """One layer's factors by hand: qkv 4 (64 + 256), proj 4 (128 + 64), of each of 8 experts 4 (64 + 96 + 48 + 64)."""
     config = {"parallel": {"world_size": 2, "tp": 1, "pp": 1, "ep": 2}, "reward": {"functions": ["a:b"]}}
-    full = plan_memory(MOE, config_of(**config), MOE)[0]
-    lora = plan_memory(MOE, config_of(**config, lora={"rank": 4}), MOE)[0]
+    full = planned(MOE, config_of(**config), MOE)[0]
+    lora = planned(MOE, config_of(**config, lora={"rank": 4}), MOE)[0]
     dense, expert = 4 * 4 * (64 + 256 + 128 + 64), 4 * 4 * 4 * (64 + 96 + 48 + 64)
     assert lora.states["actor weights"] == full.states["actor weights"] + 2 * (dense + expert)
     assert lora.states["actor gradients"] == 4 * (dense + expert)

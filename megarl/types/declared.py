@@ -1,0 +1,36 @@
+"""What an algorithm says of itself, which configuration, checks, plans and the flow read before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+ItemKind = Literal["prompts", "conversations", "pairs", "rows"]
+"""What the loader deals out, a step at a time: prompts to answer, finished conversations, pairs of a preferred answer
+and another, or rows of a form that only the algorithm knows, which is not checked before its `items` reads them."""
+
+ITEM_KINDS: tuple[ItemKind, ...] = get_args(ItemKind)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A controller's declaration for one configuration. `controllers/base.py` says what each of them means."""
+
+    name: str
+    """As messages have it: that of the configuration."""
+    item: ItemKind
+    roles: tuple[str, ...]
+    trains: tuple[str, ...]
+    trains_head: bool = False
+    compares_samples: bool = False
+    corrects_lag: bool = False
+
+    @property
+    def generates(self) -> bool:
+        """Whether it samples from the policy, and so has engines."""
+        return "rollout" in self.roles
+
+    @property
+    def main(self) -> str:
+        """The role whose model is exported, and has `model.path` and `parallel`."""
+        return self.trains[0]

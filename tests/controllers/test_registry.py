@@ -1,0 +1,135 @@
+"""Controllers are found by name, by `module:name` or as an entry point, and what they declare fits together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import forks
+from megarl.config import ConfigError, from_dict
+from megarl.controllers.grpo import GRPOController
+from megarl.controllers.registry import CONTROLLERS, declare, find_controller, make_controller
+from megarl.types.declared import Declared
+
+HEAD = "from megarl.controllers.base import Controller\nfrom megarl.controllers.sft import SFTController\n"
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Writes a fork's module, which is gone afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(text: str, name: str = "lab_controllers") -> None:
+        (tmp_path / f"{name}.py").write_text(HEAD + text)
+
+    yield write
+    sys.modules.pop("lab_controllers", None)
+
+
+def declared(name: str, **sections: Any) -> Declared:
+    return declare(from_dict({"algorithm": name, **sections}))
+
+
+def test_what_ours_declare() -> None:
+    reference = ("rollout", "actor", "reference")
+    assert declared("ppo") == Declared(
+        "ppo", "prompts", (*reference, "critic", "reward"), ("actor", "critic"), corrects_lag=True
+    )
+    grpo = declared("grpo", kl={"place": "none"})
+    assert grpo.roles == ("rollout", "actor", "reward") and grpo.compares_samples and grpo.corrects_lag
+    assert grpo.generates and grpo.main == "actor" and not grpo.trains_head
+    assert declared("sft") == Declared("sft", "conversations", ("actor",), ("actor",))
+    pairs = declared("reward_model")
+    assert pairs == Declared("reward_model", "pairs", ("reward_model",), ("reward_model",), trains_head=True)
+    assert not pairs.generates and pairs.main == "reward_model"
+
+
+def test_a_fork_is_found_by_module_and_name(lab: Any) -> None:
+    lab("class Mine(SFTController):\n    compares_samples = True\n")
+    config = from_dict({"algorithm": "lab_controllers:Mine"})
+    found = declare(config)
+    assert found == Declared("lab_controllers:Mine", "conversations", ("actor",), ("actor",), compares_samples=True)
+    assert type(make_controller(config)).__name__ == "Mine"
+
+
+def test_a_fork_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("dapo", "megarl.controllers.grpo:GRPOController", "megarl.controllers")
+    monkeypatch.setattr(forks, "entries", lambda group: {"dapo": point} if group == point.group else {})
+    assert find_controller("dapo") is GRPOController and declared("dapo").name == "dapo"
+    with pytest.raises(ConfigError, match=r"one of ppo, grpo, sft, reward_model, dapo, or .*did you mean dapo\?"):
+        find_controller("dappo")
+
+
+def test_entries_are_those_of_the_group() -> None:
+    assert "pytest" in forks.entries("console_scripts") and forks.entries("megarl.nothing") == {}
+
+
+def test_names_of_ours_need_no_import() -> None:
+    assert list(CONTROLLERS) == ["ppo", "grpo", "sft", "reward_model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        (
+            "ppoo",
+            "",
+            r"^algorithm must be one of ppo, grpo.*, or module:name of a Controller, not 'ppoo'; did you mean",
+        ),
+        ("", "", r"^algorithm must be one of .*, not ''$"),
+        ("no_such_lab:Mine", "", r"^algorithm: cannot import no_such_lab of .*No module named 'no_such_lab'$"),
+        (":Mine", "", r"^algorithm: ':Mine' is not of the form module:name$"),
+        ("lab_controllers:Mine", "1 / 0", r"cannot import lab_controllers of .*ZeroDivisionError: division by zero$"),
+        ("lab_controllers:Mine", "import sys; sys.exit(3)", r"cannot import lab_controllers of .*SystemExit: 3$"),
+        ("lab_controllers:Mine", "", r"lab_controllers has no 'Mine'; it has Controller, SFTController$"),
+        ("lab_controllers:Mine", "Mine = 3", r"Mine is a int, and no Controller: derive it from megarl\.controllers"),
+        ("lab_controllers:Mine", "class Mine: ...", r"Mine is another class, and no Controller"),
+        ("lab_controllers:Mine", "class Mine(Controller): ...", r"Mine lacks items, roles, step, which every"),
+        (
+            "lab_controllers:Mine",
+            "class Mine(SFTController):\n    item = 'games'",
+            r"item must be one of prompts, conv",
+        ),
+        (
+            "lab_controllers:Mine",
+            "class Mine(SFTController):\n    def roles(self): return ('actor',)\n    trains = ()",
+            r"Mine\.trains names nothing \(they are actor\)$",
+        ),
+        (
+            "lab_controllers:Mine",
+            "class Mine(SFTController):\n    trains = ('critic',)",
+            r"Mine\.trains names critic, which its roles do not list \(they are actor\)$",
+        ),
+        (
+            "lab_controllers:Mine",
+            "class Mine(SFTController):\n    @classmethod\n    def roles(cls, config): return config.nothing",
+            r"Mine\.roles\(config\) raised AttributeError: .*nothing",
+        ),
+        (
+            "lab_controllers:Mine",
+            "class Mine(SFTController):\n    @classmethod\n    def roles(cls, config): return ('actor', 'a b')",
+            r"roles\(config\) gives \('actor', 'a b'\), not a tuple of names of roles$",
+        ),
+        (
+            "lab_controllers:Mine",
+            "class Mine(SFTController):\n    @classmethod\n    def roles(cls, config): return ('actor', 'actor')",
+            r"lists actor twice; once will do$",
+        ),
+        (
+            "lab_controllers:Mine",
+            "class Mine(SFTController):\n    trains = ('rollout',)\n"
+            "    @classmethod\n    def roles(cls, config): return ('rollout',)",
+            r"lists the role rollout, whose weights are the actor's, but no actor$",
+        ),
+    ],
+)
+def test_mistakes_of_a_fork(lab: Any, name: str, text: str, complaint: str) -> None:
+    lab(text)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        declared(name)
+    assert "\n" not in str(caught.value)
