@@ -1,6 +1,6 @@
 """Seconds of generation by engines with long-tailed answers: even slices, a queue, and a queue with over-sampling.
 
-    python tools/bench_generation.py --steps 6 --prompts 32 --samples 4 --concurrency 16
+    .venv/bin/python tools/bench_generation.py --steps 6 --prompts 32 --samples 4 --concurrency 16
 
 The engines are played: an answer has a log-normal number of tokens, each of which takes the same time; an engine works
 on so many answers at once. What feeds, stops and continues them is what a run uses. Every step ends with the same

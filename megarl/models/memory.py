@@ -147,7 +147,8 @@ def plan_memory(
             if "reference" in declared.roles and not config.lora.rank:  # else it is the actor without its adapters
                 host["reference weights"] = weights
             if config.train.replay_routing:
-                host["records of routing"] = routing_bytes(_settings(hf, config), config)
+                homes = len(placement.of("rollout")) // rollout.tp if "rollout" in here else 0
+                host["records of routing"] = routing_bytes(_settings(hf, config), config, layers[stage], homes)
             if config.train.offload:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         offloaded = declared.generates and config.train.offload
@@ -350,13 +351,23 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
     return 2 * layers * heads * size
 
 
-def routing_bytes(settings: Mapping[str, Any], config: Config) -> int:
-    """The most that the engine's choice of experts takes on the host of each rank, which has that of the whole batch:
-    2 bytes for each token, layer with experts and chosen expert, as part of the rollouts and again of the batch that is
-    packed of them."""
-    layers = sum(is_moe(settings, layer) for layer in range(int(settings["num_layers"])))
-    tokens = config.data.prompts_per_step * config.rollout.samples_per_prompt * config.rollout.max_context
-    return 2 * 2 * tokens * layers * int(settings.get("moe_router_topk") or 0)
+def routing_bytes(settings: Mapping[str, Any], config: Config, layers: Sequence[int], homes: int) -> int:
+    """The most that engines' choice of experts takes on the host of a rank: for each token, layer with experts and
+    chosen expert a byte, or two where there are more than 256 experts.
+
+    homes: ranks that lead an engine, of which this is one; 0 where none of a stage's ranks is. Such a rank has what its
+    engine recorded, about as much as any other, and again end to end while it is sent. Beside that a rank has of the
+    micro-batches of its replica what `layers`, those of its stage, replay.
+    """
+    experts = [is_moe(settings, layer) for layer in range(int(settings["num_layers"]))]
+    parallel, prompts = config.parallel, config.data.prompts_per_step
+    replicas = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
+    tokens = config.rollout.samples_per_prompt * config.rollout.max_context  # of a prompt
+    made = -(-prompts // homes) * tokens if homes else 0
+    computed = -(-prompts * tokens // replicas)
+    numbers = 2 * made * sum(experts) + computed * sum(experts[layer] for layer in layers)
+    size = 1 if int(settings.get("num_moe_experts") or 0) <= 256 else 2
+    return size * numbers * int(settings.get("moe_router_topk") or 0)
 
 
 def staging_bytes(bucket: int, weights: int, engine: int) -> int:

@@ -1,18 +1,21 @@
-"""PPO and GRPO as written in `controllers/`, with a table of logits for all roles: the algorithm alone, in a second."""
+"""PPO and GRPO as written in `controllers/`, with a table of logits for all roles: the algorithm alone, in a second; by
+one rank, and by several that each have the sequences that they made."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from thread_ranks import as_ranks
 
 from megarl.config import Config, from_dict
 from megarl.controllers.base import Controller, MeanOf, mini_batches
 from megarl.controllers.registry import make_controller
-from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TokenLoss, TrainBatch, Turn
+from megarl.types import ALONE, Everyone, ModelOutput, Prompt, Rollout, Rollouts, Status, TokenLoss, TrainBatch, Turn
 
 ACTIONS = 6
 
@@ -23,8 +26,9 @@ class TablePolicy:
     def __init__(self) -> None:
         self.table = torch.zeros(2, ACTIONS, requires_grad=True)
         self.values_table = torch.zeros(2, requires_grad=True)
-        self.optimizer = torch.optim.Adam([self.table], lr=0.1)
-        self.value_optimizer = torch.optim.Adam([self.values_table], lr=0.1)
+        # With the eps of every day a gradient that is 0 but for rounding makes steps as large as others.
+        self.optimizer = torch.optim.Adam([self.table], lr=0.1, eps=1e-3)
+        self.value_optimizer = torch.optim.Adam([self.values_table], lr=0.1, eps=1e-3)
         self.pushed = 0
 
     def output(self, batch: TrainBatch) -> ModelOutput:
@@ -47,18 +51,20 @@ class TablePolicy:
         assert batch.loss_weights is not None
         optimizer.zero_grad()
         (result.loss * batch.loss_weights).sum().backward()
+        (table,) = optimizer.param_groups[0]["params"]
+        table.grad = batch.total(table.grad)
         optimizer.step()
-        return {name: float((value * batch.loss_weights).sum()) for name, value in result.metrics.items()}
+        return {name: float(batch.total((value * batch.loss_weights).sum())) for name, value in result.metrics.items()}
 
 
 class TableFlow:
-    """Just enough of HybridFlow for a controller: every role is the table."""
+    """Just enough of HybridFlow for a controller: every role is the table, of which each of `world` ranks has a copy,
+    and makes its own groups of samples."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, everyone: Everyone = ALONE, world: int = 1) -> None:
+        self.config, self.everyone, self.world = config, everyone, world
         self.policy = TablePolicy()
         self.first_table = self.policy.table.detach().clone()
-        self.random = random.Random(0)
         self.calls: list[str] = []
         self.actor = self.policy
         self.rollout = self.reward = self.reference = self
@@ -69,18 +75,18 @@ class TableFlow:
     def generate(self, items: Any, samples: int) -> Rollouts:
         self.calls.append("generate")
         logprobs = self.policy.table.detach().log_softmax(-1)
-        rollouts = []
-        for group, prompt in enumerate(items):
+        here = []
+        for group in range(self.everyone.rank, len(items), self.world):
+            draw = random.Random(f"{len(self.calls)}/{group}")
             for _ in range(samples):
-                answer = [self.random.choices(range(ACTIONS), logprobs[k].exp().tolist())[0] for k in range(2)]
+                answer = [draw.choices(range(ACTIONS), logprobs[k].exp().tolist())[0] for k in range(2)]
                 chosen = tuple(float(logprobs[k, token]) for k, token in enumerate(answer))
                 turns = (Turn((9,)), Turn(tuple(answer), chosen, True, 0))
-                rollouts.append(Rollout(prompt, turns, group=group))
-        return Rollouts.of(rollouts)
+                status: Status = {(5, 5): "aborted", (5, 4): "length"}.get(tuple(answer), "stop")
+                here.append(Rollout(items[group], turns, status, group=group))
+        return Rollouts.of(here, [rollout.group for rollout in here], self.everyone)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
-        import dataclasses
-
         self.calls.append("score")
         right = [int((r.token_ids[1:] == [1, 4]).sum()) for r in rollouts.here]
         here = [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts.here, right, strict=True)]
@@ -125,6 +131,43 @@ def test_controllers_learn_a_table(algorithm: str, kl: dict[str, Any], mean: str
     restored = make_controller(config)
     restored.load_state_dict(controller.state_dict())
     assert restored.state_dict() == controller.state_dict()
+
+
+def taken(config: Config, prompts: int, everyone: Everyone, world: int) -> list[dict[str, Any]]:
+    """Three steps, each with what it says, the batch of all ranks, the table and the state that it leaves."""
+    controller: Controller = make_controller(config)
+    flow: Any = TableFlow(config, everyone, world)
+    steps = []
+    for _ in range(3):
+        result = controller.step(flow, [Prompt(id=str(i), messages=()) for i in range(prompts)])
+        batch = result.batch
+        assert batch is not None and batch.everyone is everyone
+        order = everyone.rows(batch.sequence_ids).sort(stable=True).indices
+        columns = {name: everyone.rows(getattr(batch, name))[order] for name in batch.columns()}
+        columns |= {name: getattr(batch, name) for name in ("lengths", "group", "sequence_reward")}
+        tables = {"policy": flow.policy.table.detach().clone(), "values": flow.policy.values_table.detach().clone()}
+        steps.append({"metrics": result.metrics, "state": controller.state_dict(), **columns, **tables})
+    return steps
+
+
+@pytest.mark.parametrize("prompts", [7, 2])  # of two, a third rank has nothing at all
+@pytest.mark.parametrize("truncated", ["train", "mask", "drop"])
+@pytest.mark.parametrize(
+    ("algorithm", "mean", "kl"), [("ppo", "token", "reward"), ("grpo", "sequence", "reward"), ("grpo", "token", "loss")]
+)
+def test_a_step_is_the_same_however_its_sequences_lie(
+    algorithm: str, mean: str, kl: str, truncated: str, prompts: int
+) -> None:
+    tree = {"algorithm": algorithm, "kl": {"place": kl, "target": 0.01}, "run": {"num_update": 4, "epochs": 2}}
+    tree |= {"rollout": {"samples_per_prompt": 8}, "loss": {"mean": mean, "truncated": truncated}}
+    config = from_dict(tree)
+    alone = taken(config, prompts, ALONE, 1)
+    for world in (1, 2, 3):
+        first, *others = as_ranks(world, lambda everyone, world=world: taken(config, prompts, everyone, world))
+        for steps in others:
+            torch.testing.assert_close(steps, first, rtol=0, atol=0)
+        within = 1e-6 if world > 1 else 0.0
+        torch.testing.assert_close(first, alone, rtol=within, atol=within)
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence"])

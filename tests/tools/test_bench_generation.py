@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from tools import bench_generation
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import bench_generation  # noqa: E402
 
 
 @pytest.mark.parametrize("turns", ["1", "2"])
