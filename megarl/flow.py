@@ -34,6 +34,7 @@ from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, ranks
 from megarl.parallel.placement import placement_of, role_parallel
+from megarl.parallel.roles import with_role
 from megarl.rollout.chat import Chat
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, Rollout, Rollouts
@@ -41,21 +42,17 @@ from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.reference import ReferenceWorker
+from megarl.workers.registry import Registered, find_worker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 from megarl.workers.rollout import RolloutWorker
 
-WORKERS: dict[str, Callable[..., Worker]] = {
-    "rollout": RolloutWorker,
-    "actor": ActorWorker,
-    "reference": ReferenceWorker,
-    "critic": CriticWorker,
-    "reward": RewardWorker,
-    "reward_model": RewardModelWorker,
-}
-
 LOOK_FOR_ROOM_S = 10.0
 """How often an export that found no room looks for it again."""
+
+
+class NotThere(ConfigError, AttributeError):
+    """A role that a controller reads before it has started, or does not list."""
 
 
 class HybridFlow:
@@ -77,14 +74,35 @@ class HybridFlow:
 
     def __init__(self, config: Config | str | Path, overrides: Sequence[str] = ()) -> None:
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
-        self.registered: dict[str, tuple[Callable[..., Worker], dict[str, Any]]] = {}
+        self.registered: dict[str, Registered] = {}
         self.step = 0
 
-    def register_worker(self, role: str, worker: Callable[..., Worker] | None = None, **options: Any) -> None:
-        """Say which worker plays a role, and with which options: `worker(context, **options)`."""
-        if role not in WORKERS:
-            raise ConfigError(f"there is no role {role!r}; roles are {', '.join(WORKERS)}")
-        self.registered[role] = (worker or WORKERS[role], options)
+    def register_worker(
+        self,
+        role: str,
+        worker: Callable[..., Worker] | str | None = None,
+        *,
+        backend: str = "",
+        model: str | None = None,
+        parallel: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Say who plays a role that the controller calls, of whatever name: `worker(context, **options)`, or its
+        `module:name`, or of those that are known to play it the one with this backend.
+
+        model, parallel: HF folder and layout of the role's own model, as the configuration would have them.
+        """
+        self.config = with_role(self.config, role, model, parallel)
+        self.registered[role] = Registered(worker, backend, options)
+
+    def __getattr__(self, name: str) -> Any:
+        """Of a role that is not there: what to do, instead of a name that is missing."""
+        if name.startswith("_") or (declared := vars(self).get("declared")) is None:
+            raise AttributeError(f"a HybridFlow has no {name!r}")
+        if name in declared.roles:
+            raise NotThere(f"flow.{name} is not there yet: the workers start after `items`, which reads the data")
+        listed = ", ".join(declared.roles)
+        raise NotThere(f"flow.{name} is not there: `roles()` of {declared.name} lists {listed}; add it to them")
 
     def set_placement(self, placement: Mapping[str, str | int]) -> None:
         """Say which ranks the roles are on, as the key `placement` does."""
@@ -104,7 +122,7 @@ class HybridFlow:
             num_update=run.num_update if num_update is None else num_update,
         )
         self.config = dataclasses.replace(self.config, run=run)
-        report = validate(self.config, roles_with_options=frozenset(self.registered))
+        report = validate(self.config, registered=self.registered)
         report.raise_errors()
         self.declared = declare(self.config)
         self.controller = make_controller(self.config)
@@ -280,11 +298,11 @@ class HybridFlow:
             run_dir=self.log.run_dir,
             updates={role: self.controller.updates(role) for role in self.declared.roles},
         )
-        for role in self.declared.roles:
-            make, options = self.registered.get(role, (WORKERS[role], {}))
-            if role == "reference":
-                options = {"actor": self.actor, **options}
-            worker = make(context, **options)
+        cast = {role: self.registered.get(role, Registered()) for role in self.declared.roles}
+        makers = {role: find_worker(config, self.declared, role, cast[role]) for role in cast}
+        for role, make in makers.items():
+            given = {"actor": self.actor} if role == "reference" else {}
+            worker = make(dataclasses.replace(context, role=role), **given, **cast[role].options)
             setattr(self, role, worker)
             self.workers.append(worker)
             ranks.together(worker.start)

@@ -41,6 +41,8 @@ class Context:
     """Optimizer steps in the whole run by role, for its learning-rate schedule."""
     layouts: Mapping[str, Ranks | None] = field(default_factory=dict)
     """This rank's coordinates in the layout of each role that has a model; None of one that is on other ranks."""
+    role: str = ""
+    """Which role the worker plays."""
     models: OnDevice = field(default_factory=OnDevice)
 
 
