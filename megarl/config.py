@@ -117,6 +117,10 @@ class RolloutConfig:
     replaces (speculative decoding): the same distribution in fewer steps. 0 is off."""
     concurrency: Batch = 128
     """Conversations at once per engine, not counting those that wait for a tool."""
+    ahead: Annotated[int, Range(0, 1)] = 0
+    """Steps by which generation is ahead of training, on ranks of its own (`placement.rollout`): with 0 each waits for
+    the other; with 1 the next step's prompts are answered while this one's are trained on, by the weights of the step
+    before (one step off-policy). The importance ratio is then that to the engine's own log-probs."""
     oversample: Annotated[float, Range(1, 100)] = 1.0
     """Prompts under way in a step over those that it needs, `data.prompts_per_step`. When as many are done, the others
     are stopped, and gone on with in the next step. 1 is off: a step waits for its longest answer."""

@@ -292,6 +292,7 @@ class HybridFlow:
             config=config,
             job=self.job,
             layouts=self.layouts,
+            upcoming=self._upcoming,
             hf_config=self.hf_config,
             chat=self.chat,
             clock=self.clock,
@@ -314,6 +315,10 @@ class HybridFlow:
         if newest is not None:
             self._resume(newest)
         self.clock.lap()
+
+    def _upcoming(self) -> Sequence[Any]:
+        """What the next step will be given."""
+        return self.loader.peek() if self.step < self.config.run.num_rollout else ()
 
     def _lay_out(self) -> dict[str, ranks.Ranks | None]:
         """This rank's place in the layout of each role with a model."""

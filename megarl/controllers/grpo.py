@@ -17,6 +17,7 @@ from megarl.config import Config
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.policy import (
     PolicyController,
+    drawn_by,
     masked,
     policy_loss,
     sampling_metrics,
@@ -52,7 +53,7 @@ class GRPOController(PolicyController):
         batch = TrainBatch.from_rollouts(taken)
         policy = flow.actor.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
-        batch = batch.with_(old_logprobs=policy.logprobs, ref_logprobs=reference.logprobs)
+        batch = batch.with_(old_logprobs=drawn_by(batch, policy, config), ref_logprobs=reference.logprobs)
         assert policy.logprobs is not None
         metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
 

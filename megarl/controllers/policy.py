@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ppo_policy_loss
 from megarl.algorithms.totals import gap
@@ -87,6 +89,12 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * output.entropy
     return TokenLoss(loss, metrics)
+
+
+def drawn_by(batch: TrainBatch, policy: ModelOutput, config: Config) -> torch.Tensor | None:
+    """[T] log-probs by the policy that an update's ratio is to: the one that drew the tokens. That is the trainer's of
+    now, in its own kernels; with `rollout.ahead` an older one, of which there is what the engine said."""
+    return batch.rollout_logprobs if config.rollout.ahead else policy.logprobs
 
 
 def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -> dict[str, float]:

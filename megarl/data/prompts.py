@@ -107,6 +107,13 @@ class PromptLoader(Generic[Item]):
         self._samples += len(batch)
         return batch
 
+    def peek(self) -> list[Item]:
+        """What `next_batch` will return next."""
+        before = self._epoch, self._offset, self._samples, self._order
+        batch = self.next_batch()
+        self._epoch, self._offset, self._samples, self._order = before
+        return batch
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, as plain values: the next batch of a loader that loads this is the next one of this."""
         return {

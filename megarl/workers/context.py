@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from megarl.megatron.model import MegatronModel
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Job, Ranks
 from megarl.rollout.chat import Chat
+from megarl.types import Prompt
 
 
 class OnDevice:
@@ -43,6 +44,8 @@ class Context:
     """This rank's coordinates in the layout of each role that has a model; None of one that is on other ranks."""
     role: str = ""
     """Which role the worker plays."""
+    upcoming: Callable[[], Sequence[Prompt]] = tuple
+    """The prompts of the step after this one; none after the last."""
     models: OnDevice = field(default_factory=OnDevice)
 
 

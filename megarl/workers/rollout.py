@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
 from megarl.rollout.aborted import check_aborted
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine
+from megarl.rollout.gathering import Gathered
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout, Rollouts
@@ -51,7 +53,10 @@ class RolloutWorker(Worker):
         """Which engine this rank belongs to; None for none."""
         self.position = self.engines[mine[0]].index(self.job.rank) if mine else -1
         self.engine: Engine | None = None
-        self._generations = 0
+        self._generations, self._served = 0, 0
+        self._under_way: _Answers | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="generation")
+        self._closing = False
         self._talks: Conversations | None = None
         if self.config.rollout.replay:
             return
@@ -109,6 +114,9 @@ class RolloutWorker(Worker):
     def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> Rollouts:
         """`samples` conversations of each prompt, next to each other, in the order of the prompts.
 
+        With `rollout.ahead` a step's first call returns what was begun in the step before, and leaves its successor
+        under way.
+
         Those that a failure or a time-out cut off are aborted ones. Raises ConfigError on all ranks where they are more
         than `rollout.max_aborted`, and as soon as an engine is gone.
         """
@@ -118,26 +126,39 @@ class RolloutWorker(Worker):
             if config.rollout.replay:
                 return _gathered(self._replayed())
             self._wake(Engine.wake)
-            self._generations += 1
-            name = f"megarl/generation/{self._generations}"
-            tickets = Tickets(len(prompts), len(self.engines), ranks.count, name)
+            is_first, self._served = self.step > self._served and not greedy, self.step
+            answers, self._under_way = (self._under_way, None) if is_first else (None, self._under_way)
+            answers = answers or self._begin(prompts, samples, greedy, self.step)
             # The last part is for an engine to let go of what is aborted.
             with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
-                mine = _on_any(
-                    self._talks,
-                    lambda talks: talks.generate(
-                        prompts,
-                        tickets=tickets,
-                        samples=samples,
-                        greedy=greedy,
-                        seed=config.run.seed * 1_000_003 + self.step,
-                        look=lambda: _stop_at(name),
-                    ),
-                    name,
-                )
+                mine = _on_any(answers.mine, lambda future: future.result(), answers.name)
             rollouts = _gathered(mine.rollouts if mine else [])
             check_aborted(rollouts, config)
+            if config.rollout.ahead and is_first and (following := self.context.upcoming()):
+                self._under_way = self._begin(following, samples, greedy, self.step + 1)
             return rollouts
+
+    def _begin(self, prompts: Sequence[Prompt], samples: int, greedy: bool, step: int) -> _Answers:
+        """Have the engines answer, each lead in a thread of its own."""
+        self._generations += 1
+        name = f"megarl/generation/{self._generations}"
+        tickets = Tickets(len(prompts), len(self.engines), ranks.count, name)
+        talks, mine = self._talks, None
+        if talks is not None:
+            mine = self._thread.submit(
+                talks.generate,
+                prompts,
+                tickets=tickets,
+                samples=samples,
+                greedy=greedy,
+                seed=self.config.run.seed * 1_000_003 + step,
+                look=lambda: self._look(name),
+            )
+        return _Answers(name, mine)
+
+    def _look(self, alarm: str) -> None:
+        if self._closing or ranks.alarm_raised(alarm):
+            raise _Stopped
 
     def update_weights(self, actor: ActorWorker) -> None:
         """Give every engine the actor's weights under the next version number; all ranks take part.
@@ -149,9 +170,18 @@ class RolloutWorker(Worker):
             self.version = self.step
             if self.config.rollout.replay:
                 return
+            self._settle()
             self._wake(Engine.wake_weights)
             with self._patient(self.config.rollout.start_timeout):
                 self._push.push({} if actor.model is None else actor.model.merged(), self.version)
+
+    def _settle(self) -> None:
+        """Wait until what is under way is answered, by the weights that it was begun with."""
+        if self._under_way is None:
+            return
+        answers, limit = self._under_way, self.config.rollout.step_timeout + self.config.rollout.start_timeout
+        with self.clock.phase("generate_rest"), self._patient(limit):
+            _on_any(answers.mine, lambda future: future.result() and None, answers.name)
 
     def _wake(self, how: Callable[[Engine], None]) -> None:
         """Once every rank has given back what it has freed: an engine's lead wakes it on the devices of others, too."""
@@ -178,11 +208,15 @@ class RolloutWorker(Worker):
         return payloads
 
     def sleep(self) -> None:
-        """Leave the device to training."""
+        """Leave the device to training, unless it is the engines' own."""
+        if self._under_way is not None:
+            return
         with self.clock.phase("sleep"):
             self._on_leads(Engine.sleep)
 
     def close(self) -> None:
+        self._closing = True
+        self._thread.shutdown()
         if self._talks is not None:
             self._talks.close()
         if self.engine is not None:
@@ -203,17 +237,19 @@ class RolloutWorker(Worker):
         return [rollout for rollout in recorded if rollout.group * self.job.world // groups == self.job.rank]
 
 
+class _Answers(NamedTuple):
+    """Rollouts on their way. name: of the alarm that stops them. mine: of a rank that leads an engine."""
+
+    name: str
+    mine: Future[Gathered] | None
+
+
 def _gathered(mine: Sequence[Rollout]) -> Rollouts:
     return Rollouts.of(mine, [rollout.group for rollout in mine], everyone.AllRanks())
 
 
 class _Stopped(RuntimeError):
     """This engine is all right, another has failed."""
-
-
-def _stop_at(alarm: str) -> None:
-    if ranks.alarm_raised(alarm):
-        raise _Stopped
 
 
 def _on_any(party: Party | None, work: Callable[[Party], Result], alarm: str = "") -> Result | None:
