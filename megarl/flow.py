@@ -256,6 +256,7 @@ class HybridFlow:
         return bool(every and len(self.eval_items) and (first or self.step % every == 0))
 
     def _evaluate(self) -> dict[str, float]:
+        self._begin_step()  # so that seeds do not depend on what the step before has sampled
         metrics = self.controller.evaluate(self, self.eval_items)
         self.clock.lap()  # evaluation is not part of a training step's time
         return metrics
