@@ -23,12 +23,11 @@ from megarl.checkpoint.store import CheckpointStore, StorageError
 from megarl.config import Config, ConfigError, load_config
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import declare, make_controller
-from megarl.data.preferences import Preferences, read_preferences
-from megarl.data.prompts import PromptLoader, read_prompts, render_prompts
-from megarl.data.sft import Demonstrations, sft_rollouts
+from megarl.data.prompts import PromptLoader
 from megarl.dry_run import validate
 from megarl.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
-from megarl.models.registry import family_of, load_hf_config
+from megarl.items import Items
+from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
@@ -37,7 +36,6 @@ from megarl.parallel.placement import placement_of, role_parallel
 from megarl.parallel.roles import with_role
 from megarl.rollout.chat import Chat
 from megarl.rollout.tools import load_tools
-from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
@@ -55,7 +53,7 @@ class NotThere(ConfigError, AttributeError):
     """A role that a controller reads before it has started, or does not list."""
 
 
-class HybridFlow:
+class HybridFlow(Items):
     """An algorithm's roles and the loop that runs it.
 
         flow = HybridFlow("configs/quickstart.yaml")
@@ -154,54 +152,6 @@ class HybridFlow:
                 everyone.close_post()
                 ranks.shutdown()
 
-    def load_prompts(self, path: str) -> list[Prompt]:
-        """Read and render prompts; those that leave no room for an answer are dropped, and a line says how many."""
-        data = self.config.data
-        prompts = read_prompts(path, data.prompt_key, data.label_key)
-        kept, dropped = render_prompts(prompts, self.chat.render, self.config.rollout.max_context - 1)
-        if dropped:
-            self._notes.append(
-                f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out"
-            )
-        return kept
-
-    def load_conversations(self, path: str) -> Demonstrations:
-        """Read conversations for SFT; those longer than the model's positions are dropped, and a line says how many."""
-        talks, longest = sft_rollouts(path, self.chat.tokenizer), self._positions()
-        lengths = ranks.shared_out(len(talks), lambda index: talks[index].num_tokens)
-        kept = [index for index, length in enumerate(lengths) if length <= longest]
-        dropped = len(talks) - len(kept)
-        left_out = f"{path}: {dropped} of {len(talks)} conversations are longer than the model's {longest} positions"
-        if not kept:
-            raise ConfigError(f"{left_out}, so none is left; the shortest has {min(lengths)} tokens")
-        if dropped:
-            self._notes.append(f"{left_out}: left out")
-        return talks.only(kept)
-
-    def load_preferences(self, path: str) -> Preferences:
-        """Read pairs; those that do not fit into a micro-batch or the model are dropped, and a line says how many."""
-        budget = self.config.train.token_budget * self.config.parallel.cp
-        longest = self._positions()
-        pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest)
-        if dropped:
-            self._notes.append(
-                f"{path}: {dropped} of {len(pairs) + dropped} pairs are left out: together longer than "
-                f"the {budget} of a micro-batch (train.token_budget), or one beyond the model's {longest} positions"
-            )
-        return pairs
-
-    def _positions(self) -> int:
-        return int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
-
-    def deal(self, finished: Sequence[Rollout], together: int = 1) -> Rollouts:
-        """Conversations that every rank can read, dealt out: each keeps its share, which it alone tokenises.
-
-        together: as many at a time stay with each other.
-        """
-        units = range(self.job.rank, -(-len(finished) // together), self.job.world)
-        own = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
-        return Rollouts.of([finished[i] for i in own], own, everyone.AllRanks())
-
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def _loop(self) -> dict[str, float]:
@@ -274,7 +224,7 @@ class HybridFlow:
     def _read_data(self) -> None:
         """Before a model is loaded and a run folder made: a broken line must not cost either."""
         config, run = self.config, self.config.run
-        self._notes: list[str] = []  # for the log, which is not there yet
+        self._notes = []  # for the log, which is not there yet
         items = self.controller.items(self)
         self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
         self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()

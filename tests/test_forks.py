@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from megarl import forks
 from megarl.config import ConfigError, from_dict
 from megarl.controllers.registry import declare
+from megarl.models import dense
+from megarl.models.registry import family_of
 from megarl.parallel.placement import role_parallel
 from megarl.parallel.roles import role_settings, with_role
 from megarl.workers.registry import Registered, check_roles, find_worker, who_plays
@@ -204,3 +208,24 @@ def test_a_role_of_a_fork_may_have_a_layout_of_its_own() -> None:
     wrong = from_dict({**tree, "roles": {"teacher": {"parallel": {"world_size": 2}}}})
     with pytest.raises(ConfigError, match=r"^roles\.teacher\.parallel\.world_size: the teacher's ranks are those of"):
         role_parallel(wrong, "teacher")
+
+
+def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {
+        "LabForCausalLM": EntryPoint("LabForCausalLM", "megarl.models.dense:QWEN3", "megarl.families"),
+        "OddForCausalLM": EntryPoint("OddForCausalLM", "megarl.models.dense:partial", "megarl.families"),
+    }
+    monkeypatch.setattr(forks, "entries", lambda group: own if group == "megarl.families" else {})
+    assert family_of({"architectures": ["LabForCausalLM"]}) is dense.QWEN3
+    assert family_of({"architectures": ["LabForSequenceClassification"]}) is dense.QWEN3
+    with pytest.raises(ConfigError, match=r"known: Qwen2ForCausalLM, .*, LabForCausalLM, OddForCausalLM$"):
+        family_of({"architectures": ["NobodyForCausalLM"]})
+    with pytest.raises(ConfigError, match=r"^the family of OddForCausalLM: megarl\.models\.dense:partial is no "):
+        family_of({"architectures": ["OddForCausalLM"]})
+
+
+def test_a_worker_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"judge": EntryPoint("judge", "lab.judge:Judge", "megarl.workers")}
+    monkeypatch.setattr(forks, "entries", lambda group: own if group == "megarl.workers" else {})
+    config = from_dict({})
+    assert who_plays(config, declare(config), "judge", Registered()) == "lab.judge:Judge"
