@@ -302,11 +302,13 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str], own
         warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
     if config.rollout.top_p < 1:
         warnings.append("rollout.top_p below 1 samples from another distribution than the one the log-probs are of")
-    if config.rollout.oversample > 1 and config.rollout.max_lag and not declared.corrects_lag:
+    carries_on = config.rollout.oversample > 1 and config.rollout.max_lag
+    if (carries_on or config.rollout.ahead) and not declared.corrects_lag:
+        key = f"rollout.ahead={config.rollout.ahead}"
+        if carries_on:
+            key = f"rollout.oversample={config.rollout.oversample:g} with rollout.max_lag={config.rollout.max_lag}"
         warnings.append(
-            f"rollout.oversample={config.rollout.oversample:g} with rollout.max_lag={config.rollout.max_lag}: rollouts "
-            f"may begin with an older policy, which the loss of algorithm={name} does not correct for; set "
-            "rollout.max_lag=0 to begin them anew"
+            f"{key}: rollouts are in part of an older policy, which the loss of algorithm={name} does not correct for"
         )
     if "reference" not in declared.roles:
         return

@@ -319,6 +319,9 @@ class Config:
     beside the ranks. A role that is left out is where the actor is, and actor and rollout on all ranks. Two roles have
     the same ranks, and take turns, or none in common, and work at once. `parallel` is the actor's layout, and that of
     all that have none of their own."""
+    roles: dict[str, Any] = field(default_factory=dict)
+    """Who plays a role, and with what: `{teacher: {worker: lab.roles:Teacher, model: /models/big, parallel: {tp: 2}}}`,
+    as `flow.register_worker` has it. Models and layouts of our own roles are in their sections."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

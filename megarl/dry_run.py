@@ -6,7 +6,7 @@ report and stops there. It starts no process, device, Megatron or SGLang: a 512-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from megarl.reshard.configured import engine_layout, push_plan
 from megarl.rollout.engine import check_here
 from megarl.rollout.waits import check_waits
 from megarl.types.declared import Declared
+from megarl.workers.registry import Registered, check_roles
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
@@ -56,12 +57,11 @@ class Report:
             raise ConfigError("; and ".join(self.errors))
 
 
-def validate(config: Config, dry_run: bool = False, roles_with_options: Collection[str] = ()) -> Report:
+def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Registered] | None = None) -> Report:
     """Check everything that can be checked without starting anything; every error names the key and the remedy.
 
     In a dry run the model may be a config.json alone (`model.hf_config`), and data files that are not there are
-    warnings. `roles_with_options`: roles that a script registered itself; a reward of its own needs no
-    `reward.functions`.
+    warnings. `registered`: roles that a script registered itself; a reward of its own needs no `reward.functions`.
     """
     errors: list[str] = []
     warnings: list[str] = []
@@ -81,10 +81,12 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     if not passes(lambda: found.append(declare(config))):
         return Report(errors, warnings, {}, [])
     (declared,) = found
+    if not passes(check_roles, config, declared, registered or {}):
+        return Report(errors, warnings, {}, [])
     laid_out = passes(check_placement, config, declared.roles, warnings)
     laid_out = laid_out and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
-    passes(checks.check_algorithm, config, declared, warnings, "reward" in roles_with_options)
+    passes(checks.check_algorithm, config, declared, warnings, "reward" in (registered or {}))
     passes(checks.check_data, config, declared, dry_run, warnings)
     laid_out = laid_out and passes(checks.check_schedule, config, declared)
     laid_out = laid_out and passes(checks.check_batch, config, declared, warnings)

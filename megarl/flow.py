@@ -23,42 +23,37 @@ from megarl.checkpoint.store import CheckpointStore, StorageError
 from megarl.config import Config, ConfigError, load_config
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import declare, make_controller
-from megarl.data.preferences import Preferences, read_preferences
-from megarl.data.prompts import PromptLoader, read_prompts, render_prompts
-from megarl.data.sft import Demonstrations, sft_rollouts
+from megarl.data.prompts import PromptLoader
 from megarl.dry_run import validate
 from megarl.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
-from megarl.models.registry import family_of, load_hf_config
+from megarl.items import Items
+from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, ranks
 from megarl.parallel.placement import placement_of, role_parallel
+from megarl.parallel.roles import with_role
 from megarl.rollout.chat import Chat
 from megarl.rollout.tools import load_tools
-from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.reference import ReferenceWorker
+from megarl.workers.registry import Registered, find_worker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 from megarl.workers.rollout import RolloutWorker
-
-WORKERS: dict[str, Callable[..., Worker]] = {
-    "rollout": RolloutWorker,
-    "actor": ActorWorker,
-    "reference": ReferenceWorker,
-    "critic": CriticWorker,
-    "reward": RewardWorker,
-    "reward_model": RewardModelWorker,
-}
 
 LOOK_FOR_ROOM_S = 10.0
 """How often an export that found no room looks for it again."""
 
 
-class HybridFlow:
+class NotThere(ConfigError, AttributeError):
+    """A role that a controller reads before it has started, or does not list."""
+
+
+class HybridFlow(Items):
     """An algorithm's roles and the loop that runs it.
 
         flow = HybridFlow("configs/quickstart.yaml")
@@ -77,14 +72,35 @@ class HybridFlow:
 
     def __init__(self, config: Config | str | Path, overrides: Sequence[str] = ()) -> None:
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
-        self.registered: dict[str, tuple[Callable[..., Worker], dict[str, Any]]] = {}
+        self.registered: dict[str, Registered] = {}
         self.step = 0
 
-    def register_worker(self, role: str, worker: Callable[..., Worker] | None = None, **options: Any) -> None:
-        """Say which worker plays a role, and with which options: `worker(context, **options)`."""
-        if role not in WORKERS:
-            raise ConfigError(f"there is no role {role!r}; roles are {', '.join(WORKERS)}")
-        self.registered[role] = (worker or WORKERS[role], options)
+    def register_worker(
+        self,
+        role: str,
+        worker: Callable[..., Worker] | str | None = None,
+        *,
+        backend: str = "",
+        model: str | None = None,
+        parallel: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Say who plays a role that the controller calls, of whatever name: `worker(context, **options)`, or its
+        `module:name`, or of those that are known to play it the one with this backend.
+
+        model, parallel: HF folder and layout of the role's own model, as the configuration would have them.
+        """
+        self.config = with_role(self.config, role, model, parallel)
+        self.registered[role] = Registered(worker, backend, options)
+
+    def __getattr__(self, name: str) -> Any:
+        """Of a role that is not there: what to do, instead of a name that is missing."""
+        if name.startswith("_") or (declared := vars(self).get("declared")) is None:
+            raise AttributeError(f"a HybridFlow has no {name!r}")
+        if name in declared.roles:
+            raise NotThere(f"flow.{name} is not there yet: the workers start after `items`, which reads the data")
+        listed = ", ".join(declared.roles)
+        raise NotThere(f"flow.{name} is not there: `roles()` of {declared.name} lists {listed}; add it to them")
 
     def set_placement(self, placement: Mapping[str, str | int]) -> None:
         """Say which ranks the roles are on, as the key `placement` does."""
@@ -104,7 +120,7 @@ class HybridFlow:
             num_update=run.num_update if num_update is None else num_update,
         )
         self.config = dataclasses.replace(self.config, run=run)
-        report = validate(self.config, roles_with_options=frozenset(self.registered))
+        report = validate(self.config, registered=self.registered)
         report.raise_errors()
         self.declared = declare(self.config)
         self.controller = make_controller(self.config)
@@ -135,54 +151,6 @@ class HybridFlow:
             if finished:
                 everyone.close_post()
                 ranks.shutdown()
-
-    def load_prompts(self, path: str) -> list[Prompt]:
-        """Read and render prompts; those that leave no room for an answer are dropped, and a line says how many."""
-        data = self.config.data
-        prompts = read_prompts(path, data.prompt_key, data.label_key)
-        kept, dropped = render_prompts(prompts, self.chat.render, self.config.rollout.max_context - 1)
-        if dropped:
-            self._notes.append(
-                f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out"
-            )
-        return kept
-
-    def load_conversations(self, path: str) -> Demonstrations:
-        """Read conversations for SFT; those longer than the model's positions are dropped, and a line says how many."""
-        talks, longest = sft_rollouts(path, self.chat.tokenizer), self._positions()
-        lengths = ranks.shared_out(len(talks), lambda index: talks[index].num_tokens)
-        kept = [index for index, length in enumerate(lengths) if length <= longest]
-        dropped = len(talks) - len(kept)
-        left_out = f"{path}: {dropped} of {len(talks)} conversations are longer than the model's {longest} positions"
-        if not kept:
-            raise ConfigError(f"{left_out}, so none is left; the shortest has {min(lengths)} tokens")
-        if dropped:
-            self._notes.append(f"{left_out}: left out")
-        return talks.only(kept)
-
-    def load_preferences(self, path: str) -> Preferences:
-        """Read pairs; those that do not fit into a micro-batch or the model are dropped, and a line says how many."""
-        budget = self.config.train.token_budget * self.config.parallel.cp
-        longest = self._positions()
-        pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest)
-        if dropped:
-            self._notes.append(
-                f"{path}: {dropped} of {len(pairs) + dropped} pairs are left out: together longer than "
-                f"the {budget} of a micro-batch (train.token_budget), or one beyond the model's {longest} positions"
-            )
-        return pairs
-
-    def _positions(self) -> int:
-        return int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
-
-    def deal(self, finished: Sequence[Rollout], together: int = 1) -> Rollouts:
-        """Conversations that every rank can read, dealt out: each keeps its share, which it alone tokenises.
-
-        together: as many at a time stay with each other.
-        """
-        units = range(self.job.rank, -(-len(finished) // together), self.job.world)
-        own = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
-        return Rollouts.of([finished[i] for i in own], own, everyone.AllRanks())
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
@@ -238,6 +206,7 @@ class HybridFlow:
         return bool(every and len(self.eval_items) and (first or self.step % every == 0))
 
     def _evaluate(self) -> dict[str, float]:
+        self._begin_step()  # so that seeds do not depend on what the step before has sampled
         metrics = self.controller.evaluate(self, self.eval_items)
         self.clock.lap()  # evaluation is not part of a training step's time
         return metrics
@@ -255,7 +224,7 @@ class HybridFlow:
     def _read_data(self) -> None:
         """Before a model is loaded and a run folder made: a broken line must not cost either."""
         config, run = self.config, self.config.run
-        self._notes: list[str] = []  # for the log, which is not there yet
+        self._notes = []  # for the log, which is not there yet
         items = self.controller.items(self)
         self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
         self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
@@ -281,11 +250,11 @@ class HybridFlow:
             run_dir=self.log.run_dir,
             updates={role: self.controller.updates(role) for role in self.declared.roles},
         )
-        for role in self.declared.roles:
-            make, options = self.registered.get(role, (WORKERS[role], {}))
-            if role == "reference":
-                options = {"actor": self.actor, **options}
-            worker = make(context, **options)
+        cast = {role: self.registered.get(role, Registered()) for role in self.declared.roles}
+        makers = {role: find_worker(config, self.declared, role, cast[role]) for role in cast}
+        for role, make in makers.items():
+            given = {"actor": self.actor} if role == "reference" else {}
+            worker = make(dataclasses.replace(context, role=role), **given, **cast[role].options)
             setattr(self, role, worker)
             self.workers.append(worker)
             ranks.together(worker.start)

@@ -26,9 +26,9 @@ def test_defaults_are_those_of_the_field():
     assert (config.rollout.max_turns, config.rollout.tool_timeout) == (5, 30)
 
 
-def test_under_120_keys():
+def test_at_most_150_keys():
     keys = [name for name, _ in describe_keys()]
-    assert len(keys) == len(set(keys)) < 120
+    assert len(keys) == len(set(keys)) <= 150
 
 
 def test_every_key_is_documented():

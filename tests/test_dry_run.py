@@ -13,6 +13,7 @@ import pytest
 
 from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
 from megarl.dry_run import Report, render, validate
+from megarl.workers.registry import Registered
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -359,7 +360,7 @@ def test_training_a_reward_model_needs_no_engine(plan) -> None:
 
 
 def test_a_script_with_its_own_reward_needs_no_reward_functions(plan) -> None:
-    assert plan("reward.functions=[]", roles_with_options={"reward"}).ok
+    assert plan("reward.functions=[]", registered={"reward": Registered()}).ok
 
 
 def test_sft_ignores_what_only_rollouts_need(plan) -> None:

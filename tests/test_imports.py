@@ -19,7 +19,7 @@ LAYERS = (
     {"megatron", "rollout", "rewards", "reshard", "checkpoint", "observe"},
     {"workers"},
     {"controllers"},
-    {"flow", "train", "ending", "launcher", "torchrun", "dry_run", "checks", "named_models", "suggest"},
+    {"flow", "items", "train", "ending", "launcher", "torchrun", "dry_run", "checks", "named_models", "suggest"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

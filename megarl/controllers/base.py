@@ -46,6 +46,8 @@ class Controller(ABC):
     """Whether samples of a prompt are judged by each other: there must be two of them, and they may not be greedy."""
     corrects_lag: ClassVar[bool] = False
     """Whether its loss may be given what an older policy sampled: by a ratio to that policy, and a bound of it."""
+    workers: ClassVar[Mapping[str, str]] = {}
+    """Who plays a role of a name of its own, as `module:name`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -65,6 +67,7 @@ class Controller(ABC):
             trains_head=cls.trains_head,
             compares_samples=cls.compares_samples,
             corrects_lag=cls.corrects_lag,
+            workers=dict(cls.workers),
         )
 
     @abstractmethod

@@ -1,11 +1,11 @@
-"""The families by name. A new family is a file with a table and one line here."""
+"""The families by name. A new family is a file with a table and one line here, or an entry point of a fork's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from megarl import strict
+from megarl import forks, strict
 from megarl.config import Config, ConfigError
 from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
 from megarl.models.classifier import CLASSIFIER, POLICY
@@ -21,6 +21,9 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+GROUP = "megarl.families"
+"""Entry points of a fork's families, each by the architecture of config.json that it is the table of."""
+
 PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")
 
 
@@ -33,11 +36,16 @@ def family_of(hf: HFConfig) -> Family:
     if name is None:
         name = next((f.architecture for f in FAMILIES.values() if f.model_type == hf.get("model_type")), None)
     policy = str(name).replace(CLASSIFIER, POLICY)
-    if policy not in FAMILIES:
-        raise ConfigError(
-            f"there is no table for the architecture {name or hf.get('model_type')}; known: {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[policy]
+    if policy in FAMILIES:
+        return FAMILIES[policy]
+    declared = forks.entries(GROUP)
+    if policy in declared:
+        found = forks.load(declared[policy].value, f"the family of {policy}")
+        if not isinstance(found, Family):
+            raise ConfigError(f"the family of {policy}: {declared[policy].value} is no megarl.models.family.Family")
+        return found
+    known = ", ".join([*FAMILIES, *declared])
+    raise ConfigError(f"there is no table for the architecture {name or hf.get('model_type')}; known: {known}")
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from megarl import strict
 from megarl.config import Config, ConfigError, ParallelConfig, to_dict
+from megarl.parallel.roles import OURS, role_settings
 
 ALL, HOST = "all", "cpu"
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -100,12 +101,13 @@ def placement_of(config: Config) -> Placement:
 
 def role_parallel(config: Config, role: str) -> ParallelConfig:
     """The layout of a role's model, with the number of its ranks as world_size. Raises ConfigError."""
-    own = config.critic.parallel if role == "critic" else {}
+    own = config.critic.parallel if role == "critic" else role_settings(config, role).parallel
+    key = f"{role}.parallel." if role == "critic" else f"roles.{role}.parallel."
     for name in ("world_size", "ranks_per_node"):
         if name in own:
-            raise ConfigError(f"{role}.parallel.{name}: the {role}'s ranks are those of placement.{role}; leave it out")
+            raise ConfigError(f"{key}{name}: the {role}'s ranks are those of placement.{role}; leave it out")
     tree = {**to_dict(config.parallel), **own, "world_size": len(placement_of(config).of(role))}
-    parallel: ParallelConfig = strict.build(ParallelConfig, tree, f"{role}.parallel.", root=Config)
+    parallel: ParallelConfig = strict.build(ParallelConfig, tree, key, root=Config)
     return parallel
 
 
@@ -140,7 +142,7 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
             )
     placement = placement_of(config)
     for role in roles:
-        if not placement.of(role) and (role != "reward" or config.reward.model):
+        if not placement.of(role) and _has_model(config, role):
             what = "reward.model is computed" if role == "reward" else f"the {role} computes"
             raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name some, or leave the role out")
     if "reference" in roles and placement.of("reference") != placement.of("actor"):
@@ -151,7 +153,7 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
     _check_overlaps(placement, roles)
     check_ahead(config, roles)
     for role in roles:
-        if role not in ("rollout", "reference", "reward") or (role == "reward" and config.reward.model):
+        if role not in ("rollout", "reference") and _has_model(config, role):
             _check_model(config, placement, role)
     used = {rank for role in roles for rank in placement.of(role)}
     if idle := [rank for rank in range(placement.world) if rank not in used]:
@@ -159,6 +161,13 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
             f"placement leaves rank {spans(idle)} of {placement.world} without a role; give it one, or lower "
             "parallel.world_size"
         )
+
+
+def _has_model(config: Config, role: str) -> bool:
+    """Whether it computes on ranks, as all of ours do but a reward by functions alone."""
+    if role == "reward":
+        return bool(config.reward.model)
+    return role in OURS or bool(role_settings(config, role).model)
 
 
 def check_ahead(config: Config, roles: Collection[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 ItemKind = Literal["prompts", "conversations", "pairs", "rows"]
@@ -24,6 +25,7 @@ class Declared:
     trains_head: bool = False
     compares_samples: bool = False
     corrects_lag: bool = False
+    workers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:

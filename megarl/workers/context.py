@@ -42,6 +42,8 @@ class Context:
     """Optimizer steps in the whole run by role, for its learning-rate schedule."""
     layouts: Mapping[str, Ranks | None] = field(default_factory=dict)
     """This rank's coordinates in the layout of each role that has a model; None of one that is on other ranks."""
+    role: str = ""
+    """Which role the worker plays."""
     upcoming: Callable[[], Sequence[Prompt]] = tuple
     """The prompts of the step after this one; none after the last."""
     models: OnDevice = field(default_factory=OnDevice)

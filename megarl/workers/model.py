@@ -34,16 +34,18 @@ class ModelWorker(Worker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.model: MegatronModel | None = None
-        self.members = placement_of(self.config).of(self.placed or self.role)
+        self.name = context.role or self.placed or self.role
+        """Of the role that it plays; what `role` says is what kind of model it has."""
+        self.members = placement_of(self.config).of(self.name)
         self.apart = len(self.members) < self.job.world
 
     def build(self, hf: Mapping[str, Any], path: str, config: Config, trains: bool = True) -> None:
         """The model, from a folder, on the ranks that have it."""
         with self.clock.phase("load"):
-            layout = self.context.layouts[self.placed or self.role]
+            layout = self.context.layouts[self.name]
             if layout is None:
                 return
-            updates = self.context.updates[self.role] if trains else 1
+            updates = self.context.updates[self.name] if trains else 1
             self.model = MegatronModel(hf, config, layout, self.role, updates, trains)
             self.model.load_hf(path)
             self.context.models.add(self.model)
@@ -103,7 +105,7 @@ class ModelWorker(Worker):
 
     @property
     def _name(self) -> str:
-        return self.role.replace("_", " ")
+        return self.name.replace("_", " ")
 
     @property
     def _remedy(self) -> str:

@@ -54,6 +54,7 @@ class RolloutWorker(Worker):
         self.position = self.engines[mine[0]].index(self.job.rank) if mine else -1
         self.engine: Engine | None = None
         self._generations, self._served = 0, 0
+        self._next_group = 0
         self._under_way: _Answers | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generation")
         self._closing = False
@@ -86,6 +87,10 @@ class RolloutWorker(Worker):
         """Whether this rank speaks for its engine."""
         return self.position == 0 and self.engine is not None
 
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self._next_group = 0
+
     def start(self) -> None:
         if self.engine is not None:
             self.engine.start()
@@ -114,6 +119,9 @@ class RolloutWorker(Worker):
     def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> Rollouts:
         """`samples` conversations of each prompt, next to each other, in the order of the prompts.
 
+        A step may call this several times. The groups of its sampling calls are numbered on, and seeds follow from
+        them; greedy answers, which need no seed, have the numbers of their prompts, from 0 on.
+
         With `rollout.ahead` a step's first call returns what was begun in the step before, and leaves its successor
         under way.
 
@@ -124,11 +132,13 @@ class RolloutWorker(Worker):
         self._make_room()
         with self.clock.phase("generate"):
             if config.rollout.replay:
-                return _gathered(self._replayed())
+                return self._replayed(self._groups(len(prompts)), greedy)
             self._wake(Engine.wake)
-            is_first, self._served = self.step > self._served and not greedy, self.step
+            if is_first := self.step > self._served and not greedy:
+                self._served = self.step
             answers, self._under_way = (self._under_way, None) if is_first else (None, self._under_way)
-            answers = answers or self._begin(prompts, samples, greedy, self.step)
+            first = 0 if greedy else self._groups(len(prompts)).start
+            answers = answers or self._begin(prompts, samples, greedy, self.step, first)
             # The last part is for an engine to let go of what is aborted.
             with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
                 mine = _on_any(answers.mine, lambda future: future.result(), answers.name)
@@ -138,7 +148,9 @@ class RolloutWorker(Worker):
                 self._under_way = self._begin(following, samples, greedy, self.step + 1)
             return rollouts
 
-    def _begin(self, prompts: Sequence[Prompt], samples: int, greedy: bool, step: int) -> _Answers:
+    def _begin(
+        self, prompts: Sequence[Prompt], samples: int, greedy: bool, step: int, first_group: int = 0
+    ) -> _Answers:
         """Have the engines answer, each lead in a thread of its own."""
         self._generations += 1
         name = f"megarl/generation/{self._generations}"
@@ -152,6 +164,7 @@ class RolloutWorker(Worker):
                 samples=samples,
                 greedy=greedy,
                 seed=self.config.run.seed * 1_000_003 + step,
+                first_group=first_group,
                 look=lambda: self._look(name),
             )
         return _Answers(name, mine)
@@ -230,10 +243,25 @@ class RolloutWorker(Worker):
         """While some ranks wait for their engine, which may take so long, the others wait for them."""
         return ranks.patient(seconds + self.config.run.timeout_s)
 
-    def _replayed(self) -> list[Rollout]:
-        """What this rank had, where the recorded run had as many: figures that are summed up rank by rank then have the
-        same bits."""
-        return read_rollouts(self.config.rollout.replay, self.step, self.job.rank, self.job.world)
+    def _groups(self, count: int) -> range:
+        """Numbers of so many further groups of the step."""
+        first, self._next_group = self._next_group, self._next_group + count
+        return range(first, self._next_group)
+
+    def _replayed(self, groups: range, greedy: bool) -> Rollouts:
+        """What is recorded of these groups of the step. Each rank has what it had, where the recorded run had as many:
+        figures that are summed up rank by rank then have the same bits."""
+        where = f"rollout.replay={self.config.rollout.replay}, step {self.step}"
+        if greedy:
+            raise ConfigError(f"{where}: only what is sampled is recorded, and this algorithm generates greedily, too")
+        recorded = read_rollouts(self.config.rollout.replay, self.step, self.job.rank, self.job.world)
+        found = _gathered([one for one in recorded if one.group in groups])
+        if groups and not len(found):
+            raise ConfigError(
+                f"{where} has nothing of the groups {groups.start} to {groups.stop - 1}: of a step that generates "
+                "several times only what StepResult.rollouts has is recorded"
+            )
+        return found
 
 
 class _Answers(NamedTuple):

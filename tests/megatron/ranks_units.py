@@ -620,6 +620,12 @@ def waking() -> list[str]:
     return waking.calls(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
 
 
+def numbers() -> list[Any]:
+    import waking
+
+    return waking.numbers(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
+
+
 def comparing() -> dict[str, Any]:
     import comparing
 
@@ -636,7 +642,7 @@ def placing() -> dict[str, Any]:
 
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
-    refusals, folder, half, schedule, critic, aux_losses, training, waking, comparing, nothing, spared,
+    refusals, folder, half, schedule, critic, aux_losses, training, waking, numbers, comparing, nothing, spared,
     placing,
 ]  # fmt: skip
 

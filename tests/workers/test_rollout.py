@@ -21,6 +21,13 @@ def test_the_kv_cache_comes_back_after_the_push_and_before_generating(units: dic
     ]
 
 
+def test_generations_of_a_step_share_no_group_and_no_seed(units: dict[str, Any]) -> None:
+    """Greedy answers, which have no seed, are numbered as their prompts; an evaluation begins anew, as every step."""
+    seeds, firsts, greedy = zip(*units["numbers"], strict=True)
+    assert firsts == (0, 0, 3, 0, 0, 0) and greedy == (True, False, False, True, False, False)
+    assert seeds[0] == seeds[4] == seeds[5] - 1
+
+
 def test_an_engine_that_holds_something_else_is_found_before_anything_is_trained(units: dict[str, Any]) -> None:
     found = units["comparing"]
     w13 = "model.layers.0.mlp.experts.w13_weight"

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Ranks
+from megarl.types import Prompt
 from megarl.workers.context import Context
 from megarl.workers.rollout import RolloutWorker
 
@@ -35,11 +36,38 @@ class Recorded(RolloutWorker):
         self.engine.end_update(version)
 
 
-def calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
-    """Of a step and a half, as a controller goes through them."""
+def made(config: Any, hf: dict[str, Any], ranks: Ranks) -> Recorded:
     chat: Any = SimpleNamespace(schemas=lambda prompt: [])
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
-    worker = Recorded(Context(config, ranks.job, hf, chat, Clock(), Path("."), updates={}))
+    return Recorded(Context(config, ranks.job, hf, chat, Clock(), Path("."), updates={}))
+
+
+def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, int, bool]]:
+    """Seed, first group and greediness of each generation: of two steps, and an evaluation between."""
+    worker = made(config, hf, ranks)
+    found: list[tuple[int, int, bool]] = []
+
+    def generate(prompts: Any, **options: Any) -> None:
+        found.append((options["seed"], options["first_group"], options["greedy"]))
+
+    assert worker._talks is not None
+    worker._talks.generate = generate  # type: ignore[assignment, method-assign]
+    prompt = Prompt("p", ())
+    worker.begin_step(1)
+    worker.generate([prompt] * 3, 1, greedy=True)
+    worker.generate([prompt] * 3, 1)
+    worker.generate([prompt] * 2, 1)
+    worker.begin_step(1)  # as the flow does before it evaluates
+    worker.generate([prompt] * 3, 1, greedy=True)
+    worker.generate([prompt] * 3, 1)
+    worker.begin_step(2)
+    worker.generate([prompt] * 3, 1)
+    return found
+
+
+def calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
+    """Of a step and a half, as a controller goes through them."""
+    worker = made(config, hf, ranks)
     actor: Any = SimpleNamespace(model=SimpleNamespace(merged=dict))
     worker.generate([], 1)
     worker.sleep()

@@ -1,0 +1,82 @@
+"""Who plays a role: what a script registers, the configuration names, the controller says, or is known here.
+
+All by `module:name`, so that a plan on paper need not import Megatron to know that a role is played.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl import forks
+from megarl.config import Config, ConfigError
+from megarl.parallel.roles import role_settings
+from megarl.types.declared import Declared
+
+WORKERS: dict[str, dict[str, str]] = {
+    "rollout": {"sglang": "megarl.workers.rollout:RolloutWorker"},
+    "actor": {"megatron": "megarl.workers.actor:ActorWorker"},
+    "reference": {"megatron": "megarl.workers.reference:ReferenceWorker"},
+    "critic": {"megatron": "megarl.workers.critic:CriticWorker"},
+    "reward": {"megatron": "megarl.workers.reward:RewardWorker"},
+    "reward_model": {"megatron": "megarl.workers.reward_model:RewardModelWorker"},
+}
+"""By role and backend, the first of which is the default."""
+
+GROUP = "megarl.workers"
+"""Entry points of a fork's workers, each by the role that it plays."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What a script has said of a role. worker: a class, or another callable that makes a worker of a `Context` and the
+    options; or its `module:name`."""
+
+    worker: Callable[..., Any] | str | None = None
+    backend: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_roles(config: Config, declared: Declared, registered: Mapping[str, Registered]) -> None:
+    """Raise ConfigError for a role that nobody plays, and for settings of one that neither the algorithm nor anybody
+    here knows. Nothing is imported."""
+    for role in (*registered, *config.roles):
+        if role not in declared.roles and role not in WORKERS:
+            near = difflib.get_close_matches(str(role), declared.roles, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            where = f"register_worker({role!r})" if role in registered else f"roles.{role}"
+            raise ConfigError(f"{where}: {declared.name} has no such role{hint} (it has {', '.join(declared.roles)})")
+    for role in declared.roles:
+        who_plays(config, declared, role, registered.get(role, Registered()))
+
+
+def who_plays(config: Config, declared: Declared, role: str, registered: Registered) -> Callable[..., Any] | str:
+    """A class or `module:name`. Raises ConfigError where there is none."""
+    settings = role_settings(config, role)
+    known = WORKERS.get(role, {})
+    if found := registered.worker or settings.worker or declared.workers.get(role):
+        return found
+    if backend := registered.backend or settings.backend:
+        if backend not in known:
+            have = f"it has {', '.join(known)}" if known else "it has none that are known by name"
+            raise ConfigError(f"roles.{role}.backend={backend}: there is no such backend of the {role}; {have}")
+        return known[backend]
+    if known:
+        return next(iter(known.values()))
+    if entry := forks.entries(GROUP).get(role):
+        return entry.value
+    raise ConfigError(
+        f"nobody plays the role {role} of algorithm={declared.name}: name its worker in the controller's `workers`, "
+        f"set roles.{role}.worker to its module:name, or call flow.register_worker({role!r}, ...)"
+    )
+
+
+def find_worker(config: Config, declared: Declared, role: str, registered: Registered) -> Callable[..., Any]:
+    """What makes the role's worker. Raises ConfigError."""
+    found = who_plays(config, declared, role, registered)
+    made = forks.load(found, f"the worker of the role {role}") if isinstance(found, str) else found
+    if not callable(made):
+        raise ConfigError(f"the worker of the role {role} is a {type(made).__name__}: it must be a class of workers")
+    return made  # type: ignore[no-any-return]

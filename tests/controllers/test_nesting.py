@@ -1,0 +1,141 @@
+"""Controllers made of controllers, and a step that generates twice, with a table for all roles."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.algorithms.advantages import spread_to_tokens
+from megarl.config import Config, from_dict
+from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.controllers.grpo import GRPOController
+from megarl.controllers.policy import policy_loss
+from megarl.controllers.ppo import PPOController
+from megarl.controllers.sft import SFTController
+from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TokenLoss, TrainBatch, Turn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_learning import TableFlow  # noqa: E402
+
+LESSON = Rollout(Prompt("lesson", ()), (Turn((9,)), Turn((1, 4), (0.0, 0.0), True)))
+
+
+class PPOWithLessons(PPOController):
+    """PPO, and after each of its steps one of SFT on as many demonstrations."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.sft = SFTController(config)
+
+    def items(self, flow: Any) -> Sequence[Prompt]:
+        self.lessons = self.sft.items(flow)
+        return super().items(flow)
+
+    def updates(self, role: str) -> int:
+        return super().updates(role) + (self.sft.updates(role) if role == "actor" else 0)
+
+    def step(self, flow: Any, items: Sequence[Prompt]) -> StepResult:
+        result = super().step(flow, items)
+        first = self.steps * len(items)
+        lessons = [self.lessons[(first + i) % len(self.lessons)] for i in range(len(items))]
+        result.metrics.update(self.sft.step(flow, lessons).metrics)
+        flow.rollout.update_weights(flow.actor)
+        return result
+
+
+class ReMax(GRPOController):
+    """The reward of the greedy answer is the baseline (arXiv:2310.10505)."""
+
+    compares_samples = False
+
+    @classmethod
+    def roles(cls, config: Config) -> tuple[str, ...]:
+        return ("rollout", "actor", "reward")
+
+    def step(self, flow: Any, items: Sequence[Prompt]) -> StepResult:
+        greedy = flow.reward.score(flow.rollout.generate(items, 1, greedy=True))
+        rollouts = flow.reward.score(flow.rollout.generate(items, 1))
+        flow.rollout.sleep()
+        batch = TrainBatch.from_rollouts(rollouts)
+        batch = batch.with_(old_logprobs=flow.actor.forward(batch).logprobs)
+        advantages = batch.sequence_reward - greedy.reward.float()[batch.group]
+        batch = batch.with_(advantages=spread_to_tokens(advantages[batch.own], batch.cu_seqlens, batch.loss_mask))
+
+        def loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+            return policy_loss(output, part, self.config, 0.0)
+
+        means = MeanOf()
+        for mini in mini_batches(batch, self.config, seed=self.steps):
+            means.add(flow.actor.update(mini, loss))
+        flow.rollout.update_weights(flow.actor)
+        self.steps += 1
+        return StepResult(means.result() | {"rollout/greedy": float(greedy.reward.mean())}, rollouts, batch)
+
+
+class Flow(TableFlow):
+    """With greedy answers, and demonstrations."""
+
+    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+        if not greedy:
+            return super().generate(items, samples)
+        best = tuple(int(row.argmax()) for row in self.policy.table.detach())
+        turns = (Turn((9,)), Turn(best, (0.0, 0.0), True, 0))
+        return Rollouts.of([Rollout(prompt, turns, group=group) for group, prompt in enumerate(items)])
+
+    def load_conversations(self, path: str) -> list[Rollout]:
+        return [LESSON] * 3
+
+    def load_prompts(self, path: str) -> list[Prompt]:
+        return PROMPTS
+
+    def deal(self, items: Sequence[Rollout]) -> Rollouts:
+        return Rollouts.of(items)
+
+
+PROMPTS = [Prompt(id=str(i), messages=()) for i in range(4)]
+
+
+def nll(flow: Flow) -> float:
+    logprobs = flow.policy.table.detach().log_softmax(-1)
+    return -float(logprobs[0, 1] + logprobs[1, 4]) / 2
+
+
+def test_ppo_with_steps_of_sft_between() -> None:
+    config = from_dict({"kl": {"place": "none"}, "run": {"num_rollout": 3, "num_update": 1}})
+    controller = PPOWithLessons(config)
+    assert PPOWithLessons.declare(config).roles == ("rollout", "actor", "critic", "reward")
+    assert (controller.updates("actor"), controller.updates("critic")) == (6, 3)
+    plain, flow = Flow(config), Flow(config)
+    prompts = controller.items(flow)  # type: ignore[arg-type]
+    alone = PPOController(config)
+    for _ in range(3):
+        result = controller.step(flow, prompts)
+        alone.step(plain, prompts)  # type: ignore[arg-type]
+    assert result.metrics["actor/nll"] > 0 and "actor/pg_loss" in result.metrics
+    assert nll(flow) < nll(plain) - 0.05  # the lessons are what the reward likes, too
+    assert flow.calls == ["generate", "score", "sleep", "push", "push"] * 3
+    restored = PPOWithLessons(config)
+    restored.load_state_dict(controller.state_dict())
+    assert restored.steps == 3
+
+
+def test_a_greedy_baseline() -> None:
+    config = from_dict({"kl": {"place": "none"}, "run": {"num_update": 1}})
+    declared = ReMax.declare(config)
+    assert declared.generates and not declared.compares_samples and declared.corrects_lag
+    flow, controller = Flow(config), ReMax(config)
+    prompts = PROMPTS * 8
+    first = controller.step(flow, prompts)
+    assert first.batch is not None and first.rollouts is not None and first.batch.advantages is not None
+    # All logits are 0 at first: the greedy answer is (0, 0), which has no token right.
+    assert first.metrics["rollout/greedy"] == 0.0
+    expected = first.rollouts.reward.float().repeat_interleave(2)
+    assert torch.equal(first.batch.advantages[first.batch.loss_mask], expected)
+    for _ in range(30):
+        last = controller.step(flow, prompts)
+    assert last.metrics["rollout/greedy"] == 1.0

@@ -1,0 +1,231 @@
+"""What a research group adds in a package of its own: a controller with a role, a worker and a reward, in one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from megarl import forks
+from megarl.config import ConfigError, from_dict
+from megarl.controllers.registry import declare
+from megarl.models import dense
+from megarl.models.registry import family_of
+from megarl.parallel.placement import role_parallel
+from megarl.parallel.roles import role_settings, with_role
+from megarl.workers.registry import Registered, check_roles, find_worker, who_plays
+
+ROOT = Path(__file__).resolve().parent.parent
+MINE = '''
+"""Supervised fine-tuning on the conversations that a judge likes."""
+
+import torch
+
+from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.controllers.sft import SFTController
+from megarl.types import TokenLoss, TrainBatch
+
+
+class Liked(SFTController):
+    workers = {"judge": "lab.judge:Judge"}
+
+    @classmethod
+    def roles(cls, config):
+        return ("actor", "judge")
+
+    def step(self, flow, items):
+        batch = TrainBatch.from_rollouts(flow.judge.liked(flow.deal(items)))
+
+        def loss(output, part):
+            return TokenLoss(-output.logprobs, {"actor/nll": -output.logprobs.detach()})
+
+        means = MeanOf()
+        for mini in mini_batches(batch, self.config, seed=0):
+            means.add(flow.actor.update(mini, loss))
+        return StepResult(means.result() | {"judge/liked": batch.num_sequences / len(items)})
+
+
+class Lonely(Liked):
+    workers = {}
+
+
+class Eager(Liked):
+    def items(self, flow):
+        flow.judge.liked(())
+
+
+class Asking(Liked):
+    def step(self, flow, items):
+        flow.teacher.forward(items)
+
+
+def short(rollout):
+    return float(len(rollout.answer) < 20)
+'''
+JUDGE = '''
+from megarl.workers.context import Worker
+
+
+class Judge(Worker):
+    def __init__(self, context, longest=12):
+        super().__init__(context)
+        assert context.role == "judge"
+        self.longest = longest
+
+    def liked(self, rollouts):
+        """Those that are short."""
+        return rollouts.select(rollouts.length <= rollouts.length.median() + self.longest)
+'''
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package beside ours, with a model and conversations to learn from."""
+    target = tmp_path_factory.mktemp("fork")
+    (target / "lab").mkdir()
+    (target / "lab" / "__init__.py").touch()
+    (target / "lab" / "mine.py").write_text(MINE)
+    (target / "lab" / "judge.py").write_text(JUDGE)
+    command = [sys.executable, "tools/make_quickstart.py", str(target / "q"), "--demonstrations", "50"]
+    subprocess.run([*command, "--train", "20"], cwd=ROOT, check=True, capture_output=True)
+    return target
+
+
+def train(lab: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    given = [f"model.path={lab}/q/model", f"data.train={lab}/q/sft.jsonl", "data.eval=", "run.eval_every=0"]
+    steps = ["run.num_rollout=2", "run.num_update=1", "data.prompts_per_step=8"]
+    steps += [f"parallel.{name}=1" for name in ("world_size", "tp", "ep")]
+    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *given, *steps, *overrides]
+    environment = dict(os.environ, PYTHONPATH=f"{ROOT}:{lab}", OMP_NUM_THREADS="1")
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def test_a_new_algorithm_is_a_file_and_a_line(lab: Path) -> None:
+    planned = train(lab, "algorithm=lab.mine:Liked", "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert "the configuration fits together" in planned.stdout
+    done = train(lab, "algorithm=lab.mine:Liked", f"run.dir={lab}/run")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (lab / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(0 < row["judge/liked"] <= 1 and row["actor/nll"] > 0 for row in rows)
+    assert (lab / "run" / "export" / "model.safetensors").is_file()
+    assert "algorithm: lab.mine:Liked" in (lab / "run" / "config.yaml").read_text().replace('"', "")
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("Lonely", "nobody plays the role judge of algorithm=lab.mine:Lonely: name its worker in the controller's"),
+        ("Eager", "flow.judge is not there yet: the workers start after `items`, which reads the data"),
+        ("Asking", "flow.teacher is not there: `roles()` of lab.mine:Asking lists actor, judge; add it to them"),
+    ],
+)
+def test_mistakes_are_one_line(lab: Path, name: str, complaint: str) -> None:
+    done = train(lab, f"algorithm=lab.mine:{name}", f"run.dir={lab}/{name}")
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert len(lines) == 1 and complaint in lines[0], done.stderr
+
+
+def test_a_rewards_module_is_one_too(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.rewards.functions import load_functions
+
+    monkeypatch.syspath_prepend(lab)
+    assert list(load_functions(["lab.mine:short"])) == ["short"]
+
+
+# --- who plays a role -------------------------------------------------------------------------------------------------
+
+
+def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script before the configuration, that before the controller, that before what is known here."""
+    monkeypatch.syspath_prepend(lab)
+    config = from_dict({"algorithm": "lab.mine:Liked"})
+    declared = declare(config)
+    check_roles(config, declared, {})
+    assert who_plays(config, declared, "judge", Registered()) == "lab.judge:Judge"
+    assert who_plays(config, declared, "actor", Registered()) == "megarl.workers.actor:ActorWorker"
+    assert who_plays(config, declared, "actor", Registered(backend="megatron")) == "megarl.workers.actor:ActorWorker"
+    assert find_worker(config, declared, "judge", Registered("lab.mine:short")).__name__ == "short"
+    named = from_dict({"algorithm": "lab.mine:Liked", "roles": {"judge": {"worker": "lab.mine:short"}}})
+    assert find_worker(named, declared, "judge", Registered()).__name__ == "short"
+    assert find_worker(named, declared, "judge", Registered(print)) is print
+
+
+@pytest.mark.parametrize(
+    ("roles", "registered", "complaint"),
+    [
+        (
+            {"jugde": {}},
+            {},
+            r"^roles\.jugde: lab\.mine:Liked has no such role; did you mean judge\? \(it has actor, judge",
+        ),
+        ({}, {"jugde": Registered()}, r"^register_worker\('jugde'\): .* did you mean judge\?"),
+        ({"judge": {"wroker": "a:b"}}, {}, r"^unknown key roles\.judge\.wroker; did you mean roles\.judge\.worker\?"),
+        ({"actor": {"backend": "mega"}}, {}, r"^roles\.actor\.backend=mega: there is no such backend .* has megatron$"),
+        (
+            {"critic": {"model": "/x"}, "actor": {"model": "/x"}},
+            {},
+            r"^roles\.actor\.model: for the actor this is model\.",
+        ),
+        ({"judge": []}, {}, r"^roles\.judge must be a section of keys, not \[\]$"),
+    ],
+)
+def test_settings_of_roles_that_do_not_fit(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, roles: dict, registered: dict, complaint: str
+) -> None:
+    monkeypatch.syspath_prepend(lab)
+    config = from_dict({"algorithm": "lab.mine:Liked", "roles": roles})
+    with pytest.raises(ConfigError, match=complaint):
+        check_roles(config, declare(config), registered)
+
+
+def test_a_script_says_what_the_configuration_would() -> None:
+    config = with_role(from_dict({}), "teacher", "/big", {"tp": 2})
+    config = with_role(config, "critic", "/critic", {"pp": 2})
+    config = with_role(config, "actor", None, {"tp": 4})
+    config = with_role(config, "reward", "/judge", None)
+    settings = role_settings(config, "teacher")
+    assert (settings.model, settings.parallel) == ("/big", {"tp": 2})
+    assert (config.critic.path, config.critic.parallel) == ("/critic", {"pp": 2})
+    assert (config.parallel.tp, config.reward.model) == (4, "/judge")
+    assert config.model.path == "" and from_dict({}).roles == {}
+    with pytest.raises(ConfigError, match=r"^register_worker\('rollout'\): the rollout has no model of its own"):
+        with_role(config, "rollout", "/x", None)
+
+
+def test_a_role_of_a_fork_may_have_a_layout_of_its_own() -> None:
+    tree = {"parallel": {"world_size": 4, "tp": 4}, "placement": {"teacher": "2-3"}}
+    config = from_dict({**tree, "roles": {"teacher": {"model": "/big", "parallel": {"tp": 2}}}})
+    layout = role_parallel(config, "teacher")
+    assert (layout.world_size, layout.tp) == (2, 2)
+    wrong = from_dict({**tree, "roles": {"teacher": {"parallel": {"world_size": 2}}}})
+    with pytest.raises(ConfigError, match=r"^roles\.teacher\.parallel\.world_size: the teacher's ranks are those of"):
+        role_parallel(wrong, "teacher")
+
+
+def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {
+        "LabForCausalLM": EntryPoint("LabForCausalLM", "megarl.models.dense:QWEN3", "megarl.families"),
+        "OddForCausalLM": EntryPoint("OddForCausalLM", "megarl.models.dense:partial", "megarl.families"),
+    }
+    monkeypatch.setattr(forks, "entries", lambda group: own if group == "megarl.families" else {})
+    assert family_of({"architectures": ["LabForCausalLM"]}) is dense.QWEN3
+    assert family_of({"architectures": ["LabForSequenceClassification"]}) is dense.QWEN3
+    with pytest.raises(ConfigError, match=r"known: Qwen2ForCausalLM, .*, LabForCausalLM, OddForCausalLM$"):
+        family_of({"architectures": ["NobodyForCausalLM"]})
+    with pytest.raises(ConfigError, match=r"^the family of OddForCausalLM: megarl\.models\.dense:partial is no "):
+        family_of({"architectures": ["OddForCausalLM"]})
+
+
+def test_a_worker_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"judge": EntryPoint("judge", "lab.judge:Judge", "megarl.workers")}
+    monkeypatch.setattr(forks, "entries", lambda group: own if group == "megarl.workers" else {})
+    config = from_dict({})
+    assert who_plays(config, declare(config), "judge", Registered()) == "lab.judge:Judge"
