@@ -76,10 +76,12 @@ def validate(config: Config, dry_run: bool = False, roles_with_options: Collecti
     # Each depends on the ones before it: a layout that is wrong has no data parallel size to speak of.
     if not passes(strict.check, config):  # it may have been made in Python
         return Report(errors, warnings, {}, [])
-    roles = make_controller(config).roles()
+    controller = make_controller(config)
+    roles = controller.roles()
     laid_out = passes(check_placement, config, roles, warnings) and passes(checks.check_nodes, config)
     passes(checks.check_run_dir, config)
     passes(checks.check_algorithm, config, warnings, "reward" in roles_with_options)
+    passes(checks.check_oversampling, controller, config, warnings)
     passes(checks.check_data, config, dry_run, warnings)
     laid_out = laid_out and passes(checks.check_schedule, config) and passes(checks.check_batch, config, warnings)
     models: list[HFConfig | None] = []

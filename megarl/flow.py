@@ -20,6 +20,7 @@ from megarl.checkpoint import room
 from megarl.checkpoint.manifest import Entry
 from megarl.checkpoint.sharded import restore_model, save_model
 from megarl.checkpoint.store import CheckpointStore, StorageError
+from megarl.checks import check_enough_prompts
 from megarl.config import Config, ConfigError, load_config
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import make_controller
@@ -218,6 +219,8 @@ class HybridFlow:
         metrics = dict(result.metrics)
         if result.rollouts is not None:
             metrics |= rollout_metrics(result.rollouts)
+        for worker in self.workers:
+            metrics |= worker.figures()
         metrics |= self.clock.lap()
         if result.batch is not None:
             tokens = int(result.batch.lengths.sum())
@@ -254,6 +257,7 @@ class HybridFlow:
         config, run = self.config, self.config.run
         self._notes: list[str] = []  # for the log, which is not there yet
         items = self.controller.items(self)
+        check_enough_prompts(len(items), config)
         self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
         self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
 
@@ -273,6 +277,7 @@ class HybridFlow:
             clock=self.clock,
             run_dir=self.log.run_dir,
             updates={role: self.controller.updates(role) for role in self.controller.roles()},
+            source=self.loader,
         )
         for role in self.controller.roles():
             make, options = self.registered.get(role, (WORKERS[role], {}))
@@ -304,6 +309,8 @@ class HybridFlow:
             written: dict[Path, Entry] = {}
             for role, model in self._trained().items():
                 written |= save_model(model, folder / role)
+            for worker in self.workers:
+                written |= worker.save(folder)
             self.log.settle()  # a run that goes on from here does not take these steps again
             return written
 
@@ -373,6 +380,8 @@ class HybridFlow:
             ) from None
         for role, model in self._trained().items():
             restore_model(model, folder / role)
+        for worker in self.workers:
+            worker.restore(folder)
         self._begin_step()
         if hasattr(self, "rollout"):
             self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache

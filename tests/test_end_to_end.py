@@ -240,6 +240,35 @@ def test_replayed_routing_closes_the_gap_of_bf16(
     assert "without replay" in (tmp_path / "run" / "log.txt").read_text()
 
 
+@pytest.fixture(scope="module")
+def oversampled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of four prompts with six under way, on two engines, each of which has room for six answers."""
+    run_dir = tmp_path_factory.mktemp("runs") / "oversampled"
+    overrides = ["algorithm=grpo", "rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_lag=2"]
+    train(folder, run_dir, *overrides, "train.replay_routing=true", "run.export=false", "kl.place=none")
+    return run_dir
+
+
+def test_what_is_not_done_when_enough_is_goes_on_in_the_next_step(oversampled: Path) -> None:
+    rows = [row for row in metrics_of(oversampled) if "rollout/lag_mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["rollout/carried"] == 0
+    assert all(1 <= row["rollout/carried"] <= 2 and row["rollout/begun_anew"] == 0 for row in rows[1:])
+    seen: dict[str, int] = {}
+    several = 0
+    for step, row in enumerate(rows, 1):
+        rollouts = read_rollouts(oversampled, step)
+        assert [rollout.group for rollout in rollouts] == [group for group in range(4) for _ in range(4)]
+        assert len({rollout.seed for rollout in rollouts}) == 16
+        assert all(seen.setdefault(rollout.prompt.id, step) == step for rollout in rollouts)
+        several += sum(len({version for version, _ in rollout.runs}) > 1 for rollout in rollouts)
+        ages = [step - 1 - version for rollout in rollouts for version, tokens in rollout.runs for _ in range(tokens)]
+        assert row["rollout/lag_max"] == max(ages) and row["rollout/lag_mean"] == pytest.approx(sum(ages) / len(ages))
+        assert ("rollout/logprob_diff_stale" in row) == (max(ages) > 0)
+        assert row["rollout/logprob_diff_p95"] <= 1e-4 and 0 < row["rollout/idle_frac"] < 1
+    assert len(seen) == 12 and several
+    assert "does not correct" in (oversampled / "log.txt").read_text()
+
+
 def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:

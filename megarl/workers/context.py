@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megarl.checkpoint.manifest import Entry
 from megarl.config import Config
 from megarl.megatron.model import MegatronModel
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Ranks
 from megarl.rollout.chat import Chat
+
+if TYPE_CHECKING:
+    from megarl.data.prompts import PromptLoader
 
 
 class OnDevice:
@@ -40,6 +44,8 @@ class Context:
     updates: Mapping[str, int]
     """Optimizer steps in the whole run by role, for its learning-rate schedule."""
     models: OnDevice = field(default_factory=OnDevice)
+    source: PromptLoader[Any] | None = None
+    """Of the prompts that steps are given."""
 
 
 class Worker:
@@ -60,6 +66,18 @@ class Worker:
         return None
 
     def ready(self) -> None:
+        return None
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of the step that only the worker can know."""
+        return {}
+
+    def save(self, folder: Path) -> dict[Path, Entry]:
+        """Write what a checkpoint must keep of it, besides its model; on all ranks. The files that this rank wrote."""
+        return {}
+
+    def restore(self, folder: Path) -> None:
+        """Go on with what was saved, by as many ranks or others."""
         return None
 
     def close(self) -> None:

@@ -1,13 +1,15 @@
-"""Generation: the engines, each fed by its lead rank from one queue. Rollouts stay there, their figures go everywhere."""
+"""Generation: engines, each fed by its lead rank from one queue. Rollouts stay there, their figures go everywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from megarl.checkpoint.manifest import Entry
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import read_rollouts
@@ -20,6 +22,7 @@ from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
+from megarl.workers.oversampling import Oversampling
 from megarl.workers.push import WeightPush
 
 Party = TypeVar("Party")
@@ -36,17 +39,13 @@ class RolloutWorker(Worker):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        if self.config.rollout.oversample > 1:
-            raise ConfigError(
-                f"rollout.oversample={self.config.rollout.oversample:g} is not available yet: a step's prompts and its "
-                "checkpoint know nothing of conversations that go on; leave it at 1"
-            )
         tp, here = self.config.rollout.tp, self.config.parallel.ranks_per_node
         self.engines = self.ranks.job.world // tp
         self.engine_index, self.position = divmod(self.ranks.job.rank, tp)
         self.lead_rank = self.engine_index * tp
         self.groups = [ranks.new_host_group(range(e * tp, (e + 1) * tp)) for e in range(self.engines)]
         self.engine: Engine | None = None
+        self.version = 0
         self._generations = 0
         self._talks: Conversations | None = None
         if self.config.rollout.replay:
@@ -66,6 +65,8 @@ class RolloutWorker(Worker):
             replays = self.config.train.replay_routing
             routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
             self._talks = Conversations(lead, context.chat, self.config.rollout, routing)
+        number = None if lead is None else self.engine_index
+        self._ahead = Oversampling(self.config.rollout, context.source, everyone.AllRanks(), number, self.engines)
         self._push = WeightPush(context.hf_config, self.config, self.ranks, lead, self._collect)
 
     @property
@@ -101,6 +102,9 @@ class RolloutWorker(Worker):
     def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> Rollouts:
         """`samples` conversations of each prompt, next to each other, in the order of the prompts.
 
+        With `rollout.oversample` a step's first training call has as many groups as prompts, but those that are
+        complete first, in that order: others are under way besides, of an earlier step too, and the rest is kept.
+
         Those that a failure or a time-out cut off are aborted ones. Raises ConfigError on all ranks where they are more
         than `rollout.max_aborted`, and as soon as an engine is gone.
         """
@@ -108,26 +112,30 @@ class RolloutWorker(Worker):
         self._make_room()
         with self.clock.phase("generate"):
             if config.rollout.replay:
-                return _gathered(self._replayed())
+                return _gathered(self._replayed(), self.version)
             self._wake(Engine.wake)
             self._generations += 1
             name = f"megarl/generation/{self._generations}"
-            tickets = Tickets(len(prompts), self.engines, ranks.count, name)
+            plan = self._ahead.plan(prompts, self.step, greedy)
+            tickets = Tickets(len(plan.prompts), self.engines, ranks.count, name, plan.held)
             # The last part is for an engine to let go of what is aborted.
             with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
                 mine = _on_any(
                     self._talks,
                     lambda talks: talks.generate(
-                        prompts,
+                        plan.prompts,
                         tickets=tickets,
                         samples=samples,
                         greedy=greedy,
                         seed=config.run.seed * 1_000_003 + self.step,
+                        needed=plan.needed,
+                        carried=plan.carried,
                         look=lambda: _stop_at(name),
                     ),
                     name,
                 )
-            rollouts = _gathered(mine.rollouts if mine else [])
+            rollouts = _gathered(mine.rollouts if mine else [], self.version)
+            self._ahead.keep(plan, mine, tickets.taken(), rollouts)
             check_aborted(rollouts, config)
             return rollouts
 
@@ -173,6 +181,17 @@ class RolloutWorker(Worker):
         with self.clock.phase("sleep"):
             self._on_leads(Engine.sleep)
 
+    def figures(self) -> dict[str, float]:
+        return {} if self.config.rollout.replay else self._ahead.figures
+
+    def save(self, folder: Path) -> dict[Path, Entry]:
+        """Conversations that a later step goes on with."""
+        return {} if self.config.rollout.replay else self._ahead.save(folder)
+
+    def restore(self, folder: Path) -> None:
+        if not self.config.rollout.replay:
+            self._ahead.restore(folder)
+
     def close(self) -> None:
         if self._talks is not None:
             self._talks.close()
@@ -195,8 +214,8 @@ class RolloutWorker(Worker):
         return [rollout for rollout in recorded if rollout.group * job.world // groups == job.rank]
 
 
-def _gathered(mine: Sequence[Rollout]) -> Rollouts:
-    return Rollouts.of(mine, [rollout.group for rollout in mine], everyone.AllRanks())
+def _gathered(mine: Sequence[Rollout], version: int) -> Rollouts:
+    return Rollouts.of(mine, [rollout.group for rollout in mine], everyone.AllRanks(), version)
 
 
 class _Stopped(RuntimeError):
