@@ -202,7 +202,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(
     uninterrupted = [row for row in metrics_of(ppo_run) if "rollout/reward_mean" in row][1:]
     for one, other in zip(uninterrupted, rows, strict=True):
         for name in one:
-            if name.split("/")[0] in ("actor", "critic", "rollout"):
+            if name.split("/")[0] in ("actor", "critic", "rollout") and name != "rollout/idle_frac":  # of engines
                 assert one[name] == other[name], name
 
 
