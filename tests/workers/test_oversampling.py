@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import CHAT, CONFIG, PROMPT, Writer, parse
 from thread_ranks import Thread, as_ranks
 
 from megarl.checkpoint import manifest
@@ -25,6 +25,10 @@ from megarl.rollout.tools import ToolResult
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.types.everyone import ALONE
 from megarl.workers.oversampling import Oversampling
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+
+from scripted import CHAT, CONFIG, PROMPT, Writer, parse  # noqa: E402
 
 PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i}?"},)) for i in range(60)]
 NEEDED, SAMPLES = 4, 2
