@@ -116,7 +116,8 @@ class RolloutConfig:
     """Tokens that the model's own layer of multi-token prediction drafts at a time, and that the policy then accepts or
     replaces (speculative decoding): the same distribution in fewer steps. 0 is off."""
     concurrency: Batch = 128
-    """Conversations at once per engine, not counting those that wait for a tool."""
+    """Conversations at once per engine, not counting those that wait for a tool, which may be as many more. An engine
+    has up to twice as many processes for tools; one is started where a call would wait for another's."""
     ahead: Annotated[int, Range(0, 1)] = 0
     """Steps by which generation is ahead of training, on ranks of its own (`placement.rollout`): with 0 each waits for
     the other; with 1 the next step's prompts are answered while this one's are trained on, by the weights of the step
@@ -125,8 +126,9 @@ class RolloutConfig:
     """Prompts under way in a step over those that it needs, `data.prompts_per_step`. When as many are done, the others
     are stopped, and gone on with in the next step. 1 is off: a step waits for its longest answer."""
     max_lag: Annotated[int, Range(0, 1000)] = 1
-    """With `rollout.oversample`: versions of the weights by which a rollout's first token may be older than its last;
-    what would be older is begun anew."""
+    """With `rollout.oversample`: versions by which a rollout's first token may be older than the weights now; what
+    would be older is begun anew. `rollout/logprob_diff_stale` compares such tokens' log-probs, which are of the weights
+    that chose them; the losses' ratio is to the policy as the step begins, for all tokens."""
     request_timeout: Seconds = 600.0
     """Seconds that one answer of the engine may take, from when it begins to work on it; the conversation is aborted
     then."""

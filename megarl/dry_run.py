@@ -87,6 +87,7 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
     laid_out = laid_out and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
     passes(checks.check_algorithm, config, declared, warnings, "reward" in (registered or {}))
+    passes(checks.check_oversampling, config, declared, warnings)
     passes(checks.check_data, config, declared, dry_run, warnings)
     laid_out = laid_out and passes(checks.check_schedule, config, declared)
     laid_out = laid_out and passes(checks.check_batch, config, declared, warnings)

@@ -20,6 +20,7 @@ from megarl.checkpoint import room
 from megarl.checkpoint.manifest import Entry
 from megarl.checkpoint.sharded import restore_model, save_model
 from megarl.checkpoint.store import CheckpointStore, StorageError
+from megarl.checks import check_enough_prompts
 from megarl.config import Config, ConfigError, load_config
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import declare, make_controller
@@ -189,6 +190,8 @@ class HybridFlow(Items):
         metrics = dict(result.metrics)
         if result.rollouts is not None:
             metrics |= rollout_metrics(result.rollouts)
+        for worker in self.workers:
+            metrics |= worker.figures()
         metrics |= self.clock.lap()
         if result.batch is not None:
             tokens = int(result.batch.lengths.sum())
@@ -226,6 +229,7 @@ class HybridFlow(Items):
         config, run = self.config, self.config.run
         self._notes = []  # for the log, which is not there yet
         items = self.controller.items(self)
+        check_enough_prompts(len(items), config)
         self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
         self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
 
@@ -249,6 +253,7 @@ class HybridFlow(Items):
             clock=self.clock,
             run_dir=self.log.run_dir,
             updates={role: self.controller.updates(role) for role in self.declared.roles},
+            source=self.loader,
         )
         cast = {role: self.registered.get(role, Registered()) for role in self.declared.roles}
         makers = {role: find_worker(config, self.declared, role, cast[role]) for role in cast}
@@ -305,6 +310,8 @@ class HybridFlow(Items):
             written: dict[Path, Entry] = {}
             for role, model in self._trained().items():
                 written |= save_model(model, folder / role)
+            for worker in self.workers:
+                written |= worker.save(folder)
             self.log.settle()  # a run that goes on from here does not take these steps again
             return written
 
@@ -382,6 +389,8 @@ class HybridFlow(Items):
                 restore_model(model, folder / role)
 
         ranks.together(restore)
+        for worker in self.workers:
+            worker.restore(folder)
         self._begin_step()
         if hasattr(self, "rollout"):
             self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache

@@ -26,6 +26,7 @@ from megarl.models.memory import stage_elements
 from megarl.models.registry import load_hf_config
 from megarl.observe.rollout_log import read_rollouts
 from megarl.rollout.hosting import SHARED
+from megarl.rollout.kept import read_groups
 from megarl.rollout.tools import calculator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,7 +203,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(
     uninterrupted = [row for row in metrics_of(ppo_run) if "rollout/reward_mean" in row][1:]
     for one, other in zip(uninterrupted, rows, strict=True):
         for name in one:
-            if name.split("/")[0] in ("actor", "critic", "rollout"):
+            if name.split("/")[0] in ("actor", "critic", "rollout") and name != "rollout/idle_frac":  # of engines
                 assert one[name] == other[name], name
 
 
@@ -238,6 +239,63 @@ def test_replayed_routing_closes_the_gap_of_bf16(
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_p95"):
         assert 0 < row[name] < 0.5 * row[f"{name}_unreplayed"], (name, row)
     assert "without replay" in (tmp_path / "run" / "log.txt").read_text()
+
+
+OVERSAMPLED = [
+    *("algorithm=grpo", "rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_lag=2"),
+    *("train.replay_routing=true", "run.export=false", "kl.place=none"),
+]
+
+
+@pytest.fixture(scope="module")
+def oversampled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of four prompts with six under way, on two engines, each of which has room for six answers."""
+    run_dir = tmp_path_factory.mktemp("runs") / "oversampled"
+    train(folder, run_dir, *OVERSAMPLED)
+    return run_dir
+
+
+def test_what_is_not_done_when_enough_is_goes_on_in_the_next_step(oversampled: Path) -> None:
+    rows = [row for row in metrics_of(oversampled) if "rollout/lag_mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["rollout/carried"] == 0
+    assert all(1 <= row["rollout/carried"] <= 2 and row["rollout/begun_anew"] == 0 for row in rows[1:])
+    seen: dict[str, int] = {}
+    several = 0
+    for step, row in enumerate(rows, 1):
+        rollouts = read_rollouts(oversampled, step)
+        assert [rollout.group for rollout in rollouts] == [group for group in range(4) for _ in range(4)]
+        assert len({rollout.seed for rollout in rollouts}) == 16
+        assert all(seen.setdefault(rollout.prompt.id, step) == step for rollout in rollouts)
+        several += sum(len({version for version, _ in rollout.runs}) > 1 for rollout in rollouts)
+        ages = [step - 1 - version for rollout in rollouts for version, tokens in rollout.runs for _ in range(tokens)]
+        assert row["rollout/lag_max"] == max(ages) and row["rollout/lag_mean"] == pytest.approx(sum(ages) / len(ages))
+        assert ("rollout/logprob_diff_stale" in row) == (max(ages) > 0)
+        assert row["rollout/logprob_diff_p95"] <= 1e-4 and 0 < row["rollout/idle_frac"] < 1
+    assert len(seen) == 12 and several
+    assert "does not correct" in (oversampled / "log.txt").read_text()
+
+
+def test_one_engine_goes_on_with_what_two_have_left(oversampled: Path, folder: Path, tmp_path: Path, host: str) -> None:
+    checkpoint = "checkpoints/step_000002"
+    shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
+    shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
+    files = sorted((tmp_path / checkpoint / "carried").iterdir())
+    held = [group for file in files for group in read_groups(file)]
+    alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"]
+    train(folder, tmp_path, *OVERSAMPLED, *alone, "run.resume=auto", host=host)
+    (row,) = [row for row in metrics_of(tmp_path) if "rollout/lag_mean" in row]
+    assert len(files) == 2 and row["step"] == 3 and row["rollout/carried"] == len(held) > 0
+    before = {rollout.prompt.id for step in (1, 2) for rollout in read_rollouts(oversampled, step)}
+    after = read_rollouts(tmp_path, 3)
+    assert [rollout.group for rollout in after] == [group for group in range(4) for _ in range(4)]
+    assert not before & {rollout.prompt.id for rollout in after}
+    begun = {one.seed: one for group in held for one in group}
+    assert any(rollout.seed in begun for rollout in after)
+    for rollout in after:
+        if rollout.seed in begun:
+            assert (
+                rollout.token_ids[: begun[rollout.seed].num_tokens].tolist() == begun[rollout.seed].token_ids.tolist()
+            )
 
 
 def test_drafts_of_a_policy_that_stays_are_accepted_more_often(

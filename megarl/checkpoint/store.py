@@ -2,6 +2,7 @@
 
     <run>/checkpoints/step_000020/
         actor/ critic/     Megatron's own distributed checkpoint: weights, fp32 masters, optimizer, scheduler
+        carried/           conversations that go on in a later step, a file of each engine (rollout.oversample)
         host.json          loader position, controller state, step and sample counters
         rng_00003.pt       each rank's random states
         manifest.json      every file with its size and SHA-256; written last

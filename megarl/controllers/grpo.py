@@ -53,7 +53,7 @@ class GRPOController(PolicyController):
         batch = TrainBatch.from_rollouts(taken)
         policy = flow.actor.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
-        batch = batch.with_(old_logprobs=drawn_by(batch, policy, config), ref_logprobs=reference.logprobs)
+        batch = batch.with_(old_logprobs=drawn_by(batch, policy), ref_logprobs=reference.logprobs)
         assert policy.logprobs is not None
         metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
 

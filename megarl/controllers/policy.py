@@ -9,6 +9,7 @@ import torch
 
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ppo_policy_loss
+from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.totals import gap
 from megarl.config import Config
 from megarl.controllers.base import Controller
@@ -91,10 +92,12 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
     return TokenLoss(loss, metrics)
 
 
-def drawn_by(batch: TrainBatch, policy: ModelOutput, config: Config) -> torch.Tensor | None:
+def drawn_by(batch: TrainBatch, policy: ModelOutput) -> torch.Tensor | None:
     """[T] log-probs by the policy that an update's ratio is to: the one that drew the tokens. That is the trainer's of
-    now, in its own kernels; with `rollout.ahead` an older one, of which there is what the engine said."""
-    return batch.rollout_logprobs if config.rollout.ahead else policy.logprobs
+    now, in its own kernels; of tokens that older weights chose there is what the engine said then."""
+    if batch.stale is None or policy.logprobs is None:
+        return policy.logprobs
+    return torch.where(batch.stale, batch.rollout_logprobs, policy.logprobs)
 
 
 def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -> dict[str, float]:
@@ -104,18 +107,25 @@ def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -
     layout, or of a kernel, and then all tokens show it. The largest alone can jump without one: where two experts of
     a token tie within rounding, the two sides may choose differently, and that token and a few after it differ. With
     `train.replay_routing` they cannot. suffix: of the names, where `policy` was not computed as in training.
+
+    Of tokens that older weights chose the two sides differ by what the policy has learned since: these are apart,
+    `..._stale`; where routing is replayed, with all that comes after them. The losses measure from the policy
+    that chose them, see `drawn_by`.
     """
     assert policy.logprobs is not None
-    found = gap(batch.rollout_logprobs, policy.logprobs, batch.loss_mask, batch.total)
-    return (
-        {}
-        if found is None
-        else {
-            f"rollout/logprob_diff{suffix}": found.largest,
-            f"rollout/logprob_diff_p95{suffix}": found.p95,
-            f"rollout/logprob_diff_mean{suffix}": found.mean,
-        }
-    )
+    masks = {"": batch.loss_mask}
+    if (stale := batch.stale) is not None:
+        if batch.routing is not None:  # the engine has read these again; they are replayed as older weights read them
+            after = sequence_sums(stale.int(), batch.cu_seqlens) > 0
+            stale = torch.repeat_interleave(after, batch.cu_seqlens.diff())
+        masks = {"": batch.loss_mask & ~stale, "_stale": batch.loss_mask & stale}
+    metrics = {}
+    for kind, mask in masks.items():
+        if (found := gap(batch.rollout_logprobs, policy.logprobs, mask, batch.total)) is not None:
+            metrics[f"rollout/logprob_diff{kind}{suffix}"] = found.largest
+            metrics[f"rollout/logprob_diff_p95{kind}{suffix}"] = found.p95
+            metrics[f"rollout/logprob_diff_mean{kind}{suffix}"] = found.mean
+    return metrics
 
 
 def unreplayed_metrics(flow: HybridFlow, batch: TrainBatch, steps: int) -> dict[str, float]:

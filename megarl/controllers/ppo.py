@@ -55,7 +55,7 @@ class PPOController(PolicyController):
         batch = TrainBatch.from_rollouts(taken)
         policy, critic = flow.actor.forward(batch), flow.critic.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
-        old = drawn_by(batch, policy, config)
+        old = drawn_by(batch, policy)
         batch = batch.with_(old_logprobs=old, ref_logprobs=reference.logprobs, values=critic.values)
         assert policy.logprobs is not None and batch.values is not None
         values, mask = batch.values, batch.loss_mask

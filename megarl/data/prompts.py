@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -92,27 +93,45 @@ class PromptLoader(Generic[Item]):
         self._epoch = 0
         self._offset = 0  # prompts of this epoch that were handed out
         self._samples = 0  # prompts handed out since the beginning
+        self._last: list[Item] = []  # those that were handed out last, together
         self._order = self._order_of(0)
 
     def next_batch(self) -> list[Item]:
         """The next `prompts_per_step` prompts."""
+        return self.further(self._per_step)
+
+    def further(self, count: int) -> list[Item]:
+        """The next so many."""
         batch: list[Item] = []
-        while len(batch) < self._per_step:
+        while len(batch) < count:
             if self._offset == len(self._order):
-                self._epoch += 1
-                self._offset = 0
-                self._order = self._order_of(self._epoch)
+                self._go_to(self._epoch + 1, 0)
             batch.append(self._prompts[self._order[self._offset]])
             self._offset += 1
         self._samples += len(batch)
+        self._last = batch
         return batch
 
     def peek(self) -> list[Item]:
         """What `next_batch` will return next."""
-        before = self._epoch, self._offset, self._samples, self._order
+        before = self._epoch, self._offset, self._samples, self._order, self._last
         batch = self.next_batch()
-        self._epoch, self._offset, self._samples, self._order = before
+        self._epoch, self._offset, self._samples, self._order, self._last = before
         return batch
+
+    def give_back(self, count: int) -> None:
+        """The last so many that were handed out were not used: they come first the next time, in the same order."""
+        if not 0 <= count <= self._samples:
+            raise ValueError(f"{self._samples} prompts were handed out, and {count} come back")
+        if count:
+            self._samples -= count
+            self._last = []
+            self._go_to(*divmod(self._samples, len(self._prompts)))
+
+    def ends_with(self, prompts: Sequence[Item]) -> bool:
+        """Whether these are the ones that were handed out last, so that `further` gives those that come after them."""
+        last = self._last[-len(prompts) :] if prompts else []
+        return bool(last) and len(last) == len(prompts) and all(map(operator.is_, prompts, last))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, as plain values: the next batch of a loader that loads this is the next one of this."""
@@ -130,8 +149,13 @@ class PromptLoader(Generic[Item]):
                 "the checkpoint was written with other training prompts than these; give data.train the file it was "
                 "written with, or start a new run.dir"
             )
-        self._epoch, self._offset, self._samples = int(state["epoch"]), int(state["offset"]), int(state["samples"])
-        self._order = self._order_of(self._epoch)
+        self._samples = int(state["samples"])
+        self._go_to(int(state["epoch"]), int(state["offset"]))
+
+    def _go_to(self, epoch: int, offset: int) -> None:
+        if epoch != self._epoch:
+            self._order = self._order_of(epoch)
+        self._epoch, self._offset = epoch, offset
 
     @cached_property
     def fingerprint(self) -> str:

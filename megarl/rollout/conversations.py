@@ -11,7 +11,7 @@ from megarl.models.routing import RoutingShape
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
 from megarl.rollout.engine import Engine
-from megarl.rollout.gathering import Gathered, Group, gather_rollouts
+from megarl.rollout.gathering import AHEAD, Gathered, Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import parser
@@ -80,7 +80,7 @@ class Conversations:
         async def run() -> Gathered:
             if self._tools is None:
                 log = engine.log.with_name(f"tools_{engine.index}.log")
-                self._tools = ToolPool(chat.tools, config.tool_timeout, log=log)
+                self._tools = ToolPool(chat.tools, config.tool_timeout, AHEAD * config.concurrency, log)
             deadline = asyncio.get_running_loop().time() + config.step_timeout
             limit = config.step_timeout + _LATER_S
             async with Client(engine.url, engine.api_key, limit, self._routing, engine.version) as client:

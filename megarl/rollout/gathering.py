@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from megarl.types import Ids, Prompt, Rollout, ids_of
 
 _LOOK_S = 0.1
 """How often it is asked whether there are enough groups, and how often the policy is told again to stop."""
-_AHEAD = 2
+AHEAD = 2
 """Conversations that are under way at most over those that the engine has room for: tools are at work in the others."""
 
 Group = tuple[Partial, ...]
@@ -26,11 +27,18 @@ Group = tuple[Partial, ...]
 @dataclass(frozen=True)
 class Gathered:
     """rollouts: of groups that are complete, ordered by group, then by sample. partials: groups to go on with in a
-    later step, on this engine. anew: conversations that were begun anew, for their first tokens were too old."""
+    later step, on this engine. anew: conversations that were begun anew, for their first tokens were too old.
+
+    slots: answers that the policy was asked for at once, at most. seconds: that it took. busy: how long it was asked
+    for something, in seconds of one slot.
+    """
 
     rollouts: list[Rollout]
     partials: list[Group]
     anew: int = 0
+    slots: int = 0
+    seconds: float = 0.0
+    busy: float = 0.0
 
 
 async def gather_rollouts(
@@ -64,6 +72,7 @@ async def gather_rollouts(
         raise ValueError("conversations are gone on with only where it is said how many groups are needed")
 
     around.halt.clear()
+    start = time.monotonic()
     room = _Room(policy, max(1, min(around.config.concurrency, samples * tickets.share)), around.halt)
     left = deque(sorted(carried, key=lambda group: not _ended(group)))
     complete: dict[int, Group] = {}
@@ -125,7 +134,7 @@ async def gather_rollouts(
     except BaseExceptionGroup as failed:
         raise _first(failed) from None
     rollouts = [one.rollout(first_group + number) for number in sorted(complete) for one in complete[number]]
-    return Gathered(rollouts, [*partials, *left], anew)
+    return Gathered(rollouts, [*partials, *left], anew, room.size, time.monotonic() - start, room.busy)
 
 
 def _ended(group: Group) -> bool:
@@ -161,12 +170,13 @@ class _Room:
         self.policy, self.size, self.halt = policy, size, halt
         self.free = asyncio.Semaphore(size)
         self.begun = self.away = self.asking = 0
+        self.busy = 0.0
         self.changed = asyncio.Event()
 
     async def is_there(self) -> bool:
         """Wait until there is room for another conversation; False where all are to stop."""
         while not self.halt.is_set():
-            if self.begun - self.away < self.size and self.begun < _AHEAD * self.size:
+            if self.begun - self.away < self.size and self.begun < AHEAD * self.size:
                 return True
             self.changed.clear()
             await self.changed.wait()
@@ -194,10 +204,12 @@ class _Seat:
             if room.halt.is_set():
                 raise Halted
             room.asking += 1
+            asked = time.monotonic()
             try:
                 return await room.policy.generate(ids, params, routed)
             finally:
                 room.asking -= 1
+                room.busy += time.monotonic() - asked
                 self._go(away=True)
 
     def leave(self) -> None:

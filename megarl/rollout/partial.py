@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -13,6 +13,11 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.types import Ids, Message, Prompt, Rollout, Status, Turn
+
+Put = Callable[[npt.NDArray[Any]], int]
+"""Keeps an array; what it is found again by."""
+Get = Callable[[int], npt.NDArray[Any]]
+"""The array that was kept under this number, which can be written to."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Partial:
     @property
     def oldest(self) -> int | None:
         """The first version of the weights that has chosen a token of it; None where none has."""
-        return min((version for turn in self.turns if turn.is_action for version, _ in runs_of(turn)), default=None)
+        return min((version for turn in self.turns if turn.is_action for version, _ in turn.runs), default=None)
 
     def rollout(self, group: int) -> Rollout:
         """What it is where it has ended."""
@@ -82,15 +87,10 @@ class Partial:
         )
 
 
-def runs_of(turn: Turn) -> tuple[tuple[int, int], ...]:
-    """(version, tokens) of one run of tokens after the other that weights of one version chose."""
-    return turn.versions or ((turn.weight_version, len(turn.token_ids)),)
-
-
 def joined(turn: Turn, more: Turn) -> Turn:
     """A turn of the policy with what it has written since."""
     runs: list[tuple[int, int]] = []
-    for version, tokens in (*runs_of(turn), *runs_of(more)):
+    for version, tokens in (*turn.runs, *more.runs):
         before = runs.pop()[1] if runs and runs[-1][0] == version else 0
         runs.append((version, before + tokens))
     return Turn(
@@ -102,58 +102,48 @@ def joined(turn: Turn, more: Turn) -> Turn:
     )
 
 
-def to_record(partial: Partial) -> dict[str, Any]:
-    """As plain values that JSON can hold (`observe.exact_json` where a prompt's own may be odd), for a checkpoint."""
+def to_record(partial: Partial, put: Put) -> dict[str, Any]:
+    """As plain values that JSON can hold (`observe.exact_json` where a prompt's own may be odd), for a checkpoint; its
+    arrays, which routing makes large, go through `put`."""
     record = {item.name: getattr(partial, item.name) for item in dataclasses.fields(Partial)}
     record["prompt"] = {item.name: getattr(partial.prompt, item.name) for item in dataclasses.fields(Prompt)}
-    record["prompt"]["token_ids"] = _packed(partial.prompt.token_ids)
+    record["prompt"]["token_ids"] = put(partial.prompt.token_ids)
     record["turns"] = [
         {
-            "token_ids": _packed(turn.token_ids),
-            "logprobs": _packed(turn.logprobs),
+            "token_ids": put(turn.token_ids),
+            "logprobs": put(turn.logprobs),
             "is_action": turn.is_action,
             "weight_version": turn.weight_version,
             "versions": turn.versions,
         }
         for turn in partial.turns
     ]
-    record["routing"] = [_packed(part.numpy()) for part in partial.routing]
+    record["routing"] = [put(part.numpy()) for part in partial.routing]
     return record
 
 
-def from_record(record: dict[str, Any]) -> Partial:
+def from_record(record: dict[str, Any], get: Get) -> Partial:
     """The conversation that a record was made of. Raises ConfigError where it is no such record."""
     try:
         fields = dict(record)
         prompt = dict(fields["prompt"])
         prompt |= {name: tuple(prompt[name]) for name in ("messages", "tools")}
-        prompt["token_ids"] = _unpacked(prompt["token_ids"])
+        prompt["token_ids"] = get(prompt["token_ids"])
         if fields["status"] not in (None, *get_args(Status)):
             raise ValueError(f"a rollout does not end as {fields['status']!r}")
         fields["prompt"] = Prompt(**prompt)
         fields["messages"] = tuple(fields["messages"])
         fields["turns"] = tuple(
             Turn(
-                _unpacked(turn["token_ids"]),
-                _unpacked(turn["logprobs"]),
+                get(turn["token_ids"]),
+                get(turn["logprobs"]),
                 bool(turn["is_action"]),
                 int(turn["weight_version"]),
                 tuple((int(version), int(tokens)) for version, tokens in turn["versions"]),
             )
             for turn in fields["turns"]
         )
-        fields["routing"] = tuple(torch.from_numpy(_unpacked(part)) for part in fields["routing"])
+        fields["routing"] = tuple(torch.from_numpy(get(part)) for part in fields["routing"])
         return Partial(**fields)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"not a recorded conversation: {error!r}") from None
-
-
-def _packed(array: npt.NDArray[Any]) -> dict[str, Any]:
-    text = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "base64": text}
-
-
-def _unpacked(record: dict[str, Any]) -> npt.NDArray[Any]:
-    """An array of its own, which can be written to."""
-    values = np.frombuffer(base64.b64decode(record["base64"], validate=True), dtype=np.dtype(record["dtype"]))
-    return values.reshape(record["shape"]).copy()

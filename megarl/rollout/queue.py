@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from threading import Lock
@@ -21,6 +22,11 @@ class Counts:
         with self._lock:
             self._counts[name] += more
             return self._counts[name]
+
+
+def under_way(needed: int, oversample: float) -> int:
+    """Groups that a step has under way at most, those of earlier steps among them, where it needs so many."""
+    return math.ceil(round(oversample * needed, 6))  # 1.1 * 10 is a little more than 11
 
 
 class Tickets:

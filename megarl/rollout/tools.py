@@ -27,7 +27,6 @@ from megarl.rollout.tool_worker import ToolWorker, describe
 
 OUTPUT_LIMIT = 4096
 """Characters of a tool's output that the policy gets to see."""
-_MOST_PROCESSES = 16
 _NOTES_OF_A_KIND = 10  # an untrained policy can do the same thing wrong a million times
 _MOST_KINDS = 100
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -215,9 +214,7 @@ class ToolPool:
     policy reads only a line: the call, the traceback and what the tool has printed; a few of each kind.
     """
 
-    def __init__(
-        self, tools: dict[str, Tool], timeout: float, size: int = _MOST_PROCESSES, log: Path | None = None
-    ) -> None:
+    def __init__(self, tools: dict[str, Tool], timeout: float, size: int, log: Path | None = None) -> None:
         self.tools, self.timeout, self.size = tools, timeout, size
         self._idle: asyncio.Queue[ToolWorker | OSError] = asyncio.Queue()
         self._all: set[ToolWorker] = set()

@@ -44,6 +44,7 @@ class TrainBatch:
     rewards: torch.Tensor | None = None  # [T] token rewards: outcome plus, where asked for, the KL penalty
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T]
+    stale: torch.Tensor | None = None  # [T] bool, True where older weights than the policy's chose it; None: nowhere
     loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
     routing: tuple[torch.Tensor, ...] | None = None  # n records as of `Rollout`; the policy's model replays them
     shares: Shares | None = None
@@ -61,6 +62,10 @@ class TrainBatch:
         mask = np.repeat(np.array([turn.is_action for turn in turns], dtype=np.bool_), lengths)
         logprobs = np.zeros(len(mask), dtype=np.float32)
         logprobs[mask] = joined([turn.logprobs for turn in turns], np.float32)
+        stale = None
+        if bool((rollouts.lag > 0).any()):
+            versions = joined([turn.token_versions for turn in turns], np.int32)
+            stale = torch.from_numpy(mask & (versions < rollouts.version))
         shares = Shares(rollouts.length, rollouts.routed, rollouts.home, rollouts.own, rollouts.everyone)
         return TrainBatch(
             tokens=torch.from_numpy(joined([turn.token_ids for turn in turns], np.int32)),
@@ -69,6 +74,7 @@ class TrainBatch:
             group=rollouts.group,
             sequence_reward=rollouts.reward.float(),
             rollout_logprobs=torch.from_numpy(logprobs),
+            stale=stale,
             routing=_records(rollouts),
             shares=None if isinstance(rollouts.everyone, Alone) else shares,
         )

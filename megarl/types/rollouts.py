@@ -81,10 +81,14 @@ class Turn:
         return same(self, other) if isinstance(other, Turn) else NotImplemented
 
     @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(version, tokens) of one run of tokens after the other that weights of one version chose."""
+        return self.versions or ((self.weight_version, len(self.token_ids)),)
+
+    @property
     def token_versions(self) -> Ids:
         """Version of the weights that chose each token."""
-        runs = self.versions or ((self.weight_version, len(self.token_ids)),)
-        return np.repeat(np.array([version for version, _ in runs], np.int32), [tokens for _, tokens in runs])
+        return np.repeat(np.array([run[0] for run in self.runs], np.int32), [tokens for _, tokens in self.runs])
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,11 @@ class Rollout:
         return sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
 
     @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(version, tokens) of the tokens that the policy chose, as of a `Turn`."""
+        return tuple(run for turn in self.turns if turn.is_action for run in turn.runs)
+
+    @property
     def answer(self) -> str:
         """What the policy said last, as text."""
         for message in reversed(self.messages):
@@ -150,6 +159,8 @@ FIGURES: dict[str, Callable[[Rollout], float]] = {
     "drafted": lambda rollout: rollout.drafted,
     "accepted": lambda rollout: rollout.accepted,
     "routed": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
+    "oldest": lambda rollout: min((version for version, _ in rollout.runs), default=-1),
+    "versions": lambda rollout: sum(version * tokens for version, tokens in rollout.runs),
 }
 """What every rank knows of every rollout, beside its reward: whole numbers."""
 
@@ -172,14 +183,20 @@ class Rollouts:
     drafted: torch.Tensor  # [N] int64
     accepted: torch.Tensor  # [N] int64
     routed: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
+    oldest: torch.Tensor  # [N] int64, first version of the weights that chose a token of it; -1 where none did
+    versions: torch.Tensor  # [N] int64, sum of the versions over the tokens that the policy chose
     reward: torch.Tensor  # [N] float64
     reward_parts: dict[str, torch.Tensor]  # [N] float64 each; 0 where a rollout has no such part
     failures: tuple[str, ...] = ()  # of the aborted ones, in no order
+    version: int = -1  # of the policy's weights as they are now; -1 where nobody said
     everyone: Everyone = field(default=ALONE, compare=False, repr=False)
 
     @staticmethod
     def of(
-        here: Sequence[Rollout], order: Sequence[int] | torch.Tensor | None = None, everyone: Everyone = ALONE
+        here: Sequence[Rollout],
+        order: Sequence[int] | torch.Tensor | None = None,
+        everyone: Everyone = ALONE,
+        version: int = -1,
     ) -> Rollouts:
         """Put together what all ranks have. order: a number for each of those here, by which all of them are ordered;
         equal ones by rank, then as they are given, and so are all where it is None. Collective."""
@@ -208,6 +225,7 @@ class Rollouts:
             reward=rated[:, 0].contiguous(),
             reward_parts={name: rated[:, column].contiguous() for column, name in enumerate(parts, 1)},
             failures=tuple(reason for _, reasons in said for reason in reasons),
+            version=version,
             everyone=everyone,
         )
 
@@ -216,7 +234,13 @@ class Rollouts:
 
     def with_(self, here: Sequence[Rollout]) -> Rollouts:
         """The same with others in the place of those that are here, one for each. Collective."""
-        return Rollouts.of(here, self.own, self.everyone)
+        return Rollouts.of(here, self.own, self.everyone, self.version)
+
+    @property
+    def lag(self) -> torch.Tensor:
+        """[N] int64: by how many versions the first of its tokens is older than the weights now; 0 where nobody said
+        which they are."""
+        return torch.where(self.oldest >= 0, (self.version - self.oldest).clamp(min=0), 0)
 
     def are(self, *statuses: Status) -> torch.Tensor:
         """[N] bool: which of them ended so."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megarl.checkpoint.manifest import Entry
 from megarl.config import Config
 from megarl.megatron.model import MegatronModel
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Job, Ranks
 from megarl.rollout.chat import Chat
 from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from megarl.data.prompts import PromptLoader
 
 
 class OnDevice:
@@ -47,6 +51,8 @@ class Context:
     upcoming: Callable[[], Sequence[Prompt]] = tuple
     """The prompts of the step after this one; none after the last."""
     models: OnDevice = field(default_factory=OnDevice)
+    source: PromptLoader[Any] | None = None
+    """Of the prompts that steps are given."""
 
 
 class Worker:
@@ -67,6 +73,18 @@ class Worker:
         return None
 
     def ready(self) -> None:
+        return None
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of the step that only the worker can know."""
+        return {}
+
+    def save(self, folder: Path) -> dict[Path, Entry]:
+        """Write what a checkpoint must keep of it, besides its model; on all ranks. The files that this rank wrote."""
+        return {}
+
+    def restore(self, folder: Path) -> None:
+        """Go on with what was saved, by as many ranks or others."""
         return None
 
     def close(self) -> None:

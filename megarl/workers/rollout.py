@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from megarl.checkpoint.manifest import Entry
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import read_rollouts
@@ -24,6 +26,7 @@ from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
+from megarl.workers.oversampling import Oversampling, Plan
 from megarl.workers.push import WeightPush
 
 Party = TypeVar("Party")
@@ -40,11 +43,6 @@ class RolloutWorker(Worker):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        if self.config.rollout.oversample > 1:
-            raise ConfigError(
-                f"rollout.oversample={self.config.rollout.oversample:g} is not available yet: a step's prompts and its "
-                "checkpoint know nothing of conversations that go on; leave it at 1"
-            )
         tp, here = self.config.rollout.tp, self.config.parallel.ranks_per_node
         self.engines = engine_ranks(self.config)
         self.groups = [ranks.new_host_group(members) for members in self.engines]
@@ -53,6 +51,7 @@ class RolloutWorker(Worker):
         """Which engine this rank belongs to; None for none."""
         self.position = self.engines[mine[0]].index(self.job.rank) if mine else -1
         self.engine: Engine | None = None
+        self.version = 0
         self._generations, self._served = 0, 0
         self._next_group = 0
         self._under_way: _Answers | None = None
@@ -76,6 +75,10 @@ class RolloutWorker(Worker):
             replays = self.config.train.replay_routing
             routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
             self._talks = Conversations(lead, context.chat, self.config.rollout, routing)
+        number = None if lead is None else self.index
+        self._surplus = Oversampling(
+            self.config.rollout, context.source, everyone.AllRanks(), number, len(self.engines)
+        )
         placement = placement_of(self.config)
         sets = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
         parallel = dataclasses.replace(role_parallel(self.config, "actor"), world_size=self.job.world)
@@ -125,6 +128,9 @@ class RolloutWorker(Worker):
         With `rollout.ahead` a step's first call returns what was begun in the step before, and leaves its successor
         under way.
 
+        With `rollout.oversample` a step's first training call has as many groups as prompts, but those that are
+        complete first, in that order: others are under way besides, of an earlier step too, and the rest is kept.
+
         Those that a failure or a time-out cut off are aborted ones. Raises ConfigError on all ranks where they are more
         than `rollout.max_aborted`, and as soon as an engine is gone.
         """
@@ -142,7 +148,8 @@ class RolloutWorker(Worker):
             # The last part is for an engine to let go of what is aborted.
             with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
                 mine = _on_any(answers.mine, lambda future: future.result(), answers.name)
-            rollouts = _gathered(mine.rollouts if mine else [])
+            rollouts = _gathered(mine.rollouts if mine else [], self.version)
+            self._surplus.keep(answers.plan, mine, answers.tickets.taken(), rollouts)
             check_aborted(rollouts, config)
             if config.rollout.ahead and is_first and (following := self.context.upcoming()):
                 self._under_way = self._begin(following, samples, greedy, self.step + 1)
@@ -154,20 +161,23 @@ class RolloutWorker(Worker):
         """Have the engines answer, each lead in a thread of its own."""
         self._generations += 1
         name = f"megarl/generation/{self._generations}"
-        tickets = Tickets(len(prompts), len(self.engines), ranks.count, name)
+        plan = self._surplus.plan(prompts, step, greedy)
+        tickets = Tickets(len(plan.prompts), len(self.engines), ranks.count, name, plan.held)
         talks, mine = self._talks, None
         if talks is not None:
             mine = self._thread.submit(
                 talks.generate,
-                prompts,
+                plan.prompts,
                 tickets=tickets,
                 samples=samples,
                 greedy=greedy,
                 seed=self.config.run.seed * 1_000_003 + step,
                 first_group=first_group,
+                needed=plan.needed,
+                carried=plan.carried,
                 look=lambda: self._look(name),
             )
-        return _Answers(name, mine)
+        return _Answers(name, plan, tickets, mine)
 
     def _look(self, alarm: str) -> None:
         if self._closing or ranks.alarm_raised(alarm):
@@ -227,6 +237,17 @@ class RolloutWorker(Worker):
         with self.clock.phase("sleep"):
             self._on_leads(Engine.sleep)
 
+    def figures(self) -> dict[str, float]:
+        return {} if self.config.rollout.replay else self._surplus.figures
+
+    def save(self, folder: Path) -> dict[Path, Entry]:
+        """Conversations that a later step goes on with."""
+        return {} if self.config.rollout.replay else self._surplus.save(folder)
+
+    def restore(self, folder: Path) -> None:
+        if not self.config.rollout.replay:
+            self._surplus.restore(folder)
+
     def close(self) -> None:
         self._closing = True
         self._thread.shutdown()
@@ -255,7 +276,7 @@ class RolloutWorker(Worker):
         if greedy:
             raise ConfigError(f"{where}: only what is sampled is recorded, and this algorithm generates greedily, too")
         recorded = read_rollouts(self.config.rollout.replay, self.step, self.job.rank, self.job.world)
-        found = _gathered([one for one in recorded if one.group in groups])
+        found = _gathered([one for one in recorded if one.group in groups], self.version)
         if groups and not len(found):
             raise ConfigError(
                 f"{where} has nothing of the groups {groups.start} to {groups.stop - 1}: of a step that generates "
@@ -268,11 +289,13 @@ class _Answers(NamedTuple):
     """Rollouts on their way. name: of the alarm that stops them. mine: of a rank that leads an engine."""
 
     name: str
+    plan: Plan
+    tickets: Tickets
     mine: Future[Gathered] | None
 
 
-def _gathered(mine: Sequence[Rollout]) -> Rollouts:
-    return Rollouts.of(mine, [rollout.group for rollout in mine], everyone.AllRanks())
+def _gathered(mine: Sequence[Rollout], version: int) -> Rollouts:
+    return Rollouts.of(mine, [rollout.group for rollout in mine], everyone.AllRanks(), version)
 
 
 class _Stopped(RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch
 
 from megarl.config import Config, from_dict
 from megarl.controllers.base import StepResult, mini_batches
-from megarl.controllers.policy import masked, trained
+from megarl.controllers.policy import masked, sampling_metrics, trained
 from megarl.controllers.registry import make_controller
-from megarl.types import Prompt, Rollout, Rollouts, Status, TrainBatch, Turn
+from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -151,3 +152,26 @@ def test_evaluation_is_of_what_was_not_aborted() -> None:
     found = make_controller(config).evaluate(flow, [])
     assert found["eval/reward_greedy"] == found["eval/reward_sampled"] == 0.5
     assert found["eval/aborted_frac_greedy"] == pytest.approx(1 / 3)
+
+
+def test_log_probs_of_older_weights_are_apart_by_hand() -> None:
+    """Version 3 wrote the first two tokens of one rollout, version 4 the rest; the trainer is tenths off."""
+    aged = Turn((1, 2, 3), (-1.0,) * 3, True, 4, ((3, 2), (4, 1)))
+    fresh = Turn((1, 2), (-1.0,) * 2, True, 4)
+    prompt = Prompt("p", ())
+    rollouts = Rollouts.of([Rollout(prompt, (Turn((9,)), turn)) for turn in (aged, fresh)], version=4)
+    batch = TrainBatch.from_rollouts(rollouts)
+    off = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.0, 0.4, 0.5])
+    policy = ModelOutput(logprobs=batch.rollout_logprobs + off)
+    found = sampling_metrics(batch, policy)
+    assert found["rollout/logprob_diff_mean"] == pytest.approx(0.4) and found["rollout/logprob_diff"] == pytest.approx(
+        0.5
+    )
+    assert found["rollout/logprob_diff_mean_stale"] == pytest.approx(0.15)
+    replayed = dataclasses.replace(batch, routing=(torch.zeros(0, 0, 0),) * 2)  # what comes after counts with them
+    found = sampling_metrics(replayed, policy)
+    assert found["rollout/logprob_diff_mean"] == pytest.approx(0.45)
+    assert found["rollout/logprob_diff_mean_stale"] == pytest.approx(0.2)
+    assert found.keys() == sampling_metrics(batch, policy).keys() and len(found) == 6
+    plain = TrainBatch.from_rollouts(rollouts.select(torch.tensor([False, True])))
+    assert len(sampling_metrics(plain, ModelOutput(logprobs=plain.rollout_logprobs))) == 3

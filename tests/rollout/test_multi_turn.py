@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import templates
 import torch
@@ -46,7 +47,7 @@ def converse(
     script = script or Script(*lines)
 
     async def run() -> Rollout:
-        async with aclosing(ToolPool(CHAT.tools, CONFIG.tool_timeout)) as pool:
+        async with aclosing(ToolPool(CHAT.tools, CONFIG.tool_timeout, 4)) as pool:
             around = Surroundings(CHAT, pool, parse, replace(CONFIG, **config))
             ended = await run_conversation(begun(prompt, 9), script, around, {"temperature": 1.0})
             return ended.rollout(group=5)
@@ -136,7 +137,7 @@ def talk_of(family: str, *lines: str, name: str = "calculator") -> tuple[Rollout
         return Reply("", (Call(name, {"expression": "1+2"}),)) if "call" in text else Reply(text)
 
     async def run() -> Rollout:
-        async with aclosing(ToolPool(chat.tools, 60.0)) as pool:
+        async with aclosing(ToolPool(chat.tools, 60.0, 4)) as pool:
             around = Surroundings(chat, pool, reads, CONFIG)
             return (await run_conversation(begun(chat=chat), script, around, {})).rollout(0)
 
@@ -236,7 +237,7 @@ def test_a_prompt_without_tools_has_no_calls() -> None:
     bare = Chat(TOKENIZER)
 
     async def run() -> Rollout:
-        async with aclosing(ToolPool({}, 1.0)) as pool:
+        async with aclosing(ToolPool({}, 1.0, 4)) as pool:
             around = Surroundings(bare, pool, parse, CONFIG)
             return (await run_conversation(begun(chat=bare), Script(call("1+2")), around, {})).rollout(0)
 
@@ -258,7 +259,7 @@ def test_a_slow_tool_does_not_outlast_the_deadline() -> None:
     line = '<tool_call>\n{"name": "slow", "arguments": {"seconds": 600}}\n</tool_call>'
 
     async def run() -> Rollout:
-        async with aclosing(ToolPool(chat.tools, 600.0)) as pool:
+        async with aclosing(ToolPool(chat.tools, 600.0, 4)) as pool:
             around = Surroundings(chat, pool, parse, CONFIG)
             deadline = asyncio.get_running_loop().time() + 0.5
             return (await run_conversation(begun(chat=chat), Script(line), around, {}, deadline)).rollout(0)
@@ -278,19 +279,25 @@ def test_sampling_params() -> None:
     assert (warm["temperature"], warm["top_p"], warm["sampling_seed"], warm["stop_token_ids"]) == (0.7, 0.9, 3, [END])
 
 
+def read_back(partial: Partial) -> Partial:
+    arrays: list[np.ndarray] = []
+    record = to_record(partial, lambda array: (arrays.append(array.copy()), len(arrays) - 1)[1])
+    return from_record(exact_json.loads(exact_json.dumps(record)), arrays.__getitem__)
+
+
 def written(start: Partial, around: Surroundings, halts: Sequence[int] = ()) -> tuple[Partial, list[Partial]]:
     """The conversation by a writer, stopped after so many tokens, each time written down and read back, and gone on
     with by the next version of the weights; and what there was at each stop."""
 
     async def run() -> tuple[Partial, list[Partial]]:
         now, stops = start, []
-        async with aclosing(ToolPool(CHAT.tools, 60.0)) as pool:
+        async with aclosing(ToolPool(CHAT.tools, 60.0, 4)) as pool:
             for version, tokens in enumerate([*halts, -1]):
                 writer = Writer(version, halts=tokens)
                 now = await run_conversation(now, writer, replace(around, tools=pool, halt=writer.halt), {})
                 if now.status is not None:
                     break
-                now = from_record(exact_json.loads(exact_json.dumps(to_record(now))))
+                now = read_back(now)
                 stops.append(now)
         return now, stops
 
@@ -302,7 +309,7 @@ TALKS = [replace(PROMPT, messages=({"role": "user", "content": f"What is {i}?"},
 
 @pytest.mark.parametrize("limit", [12, 100])
 def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(limit: int) -> None:
-    around = Surroundings(CHAT, ToolPool({}, 1.0), parse, replace(CONFIG, max_turns=4, max_new_tokens=limit))
+    around = Surroundings(CHAT, ToolPool({}, 1.0, 4), parse, replace(CONFIG, max_turns=4, max_new_tokens=limit))
     dice, stopped, calls = random.Random(limit), 0, 0
     for prompt in TALKS:
         start = begun(prompt, seed=3)
@@ -324,7 +331,7 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(limit: in
 
 
 def test_a_turn_that_is_stopped_in_the_middle_has_runs_of_versions() -> None:
-    around = Surroundings(CHAT, ToolPool({}, 1.0), parse, CONFIG)
+    around = Surroundings(CHAT, ToolPool({}, 1.0, 4), parse, CONFIG)
     text = said("12", finish="abort", version=1), said("3", finish="abort", version=1), said("45", version=2)
 
     async def run() -> Partial:
@@ -344,7 +351,7 @@ def test_a_turn_that_is_stopped_in_the_middle_has_runs_of_versions() -> None:
 
 def test_what_is_written_and_what_may_be_follow_from_the_stops_before() -> None:
     script = Script(said("12", finish="abort"), said("3"))
-    around = Surroundings(CHAT, ToolPool({}, 1.0), parse, replace(CONFIG, max_new_tokens=9))
+    around = Surroundings(CHAT, ToolPool({}, 1.0, 4), parse, replace(CONFIG, max_new_tokens=9))
 
     async def run() -> None:
         halted = replace(around, halt=asyncio.Event())
@@ -359,7 +366,7 @@ def test_what_is_written_and_what_may_be_follow_from_the_stops_before() -> None:
 
 
 def test_an_end_at_the_moment_of_the_stop_is_an_end() -> None:
-    around = Surroundings(CHAT, ToolPool({}, 1.0), parse, CONFIG)
+    around = Surroundings(CHAT, ToolPool({}, 1.0, 4), parse, CONFIG)
     around.halt.set()
     out = said("3")
     ended = asyncio.run(run_conversation(begun(), Script(replace(out, finish="abort")), around, {}))
@@ -400,7 +407,8 @@ def test_a_call_whose_tool_was_at_work_is_made_anew() -> None:
 
 @pytest.mark.parametrize("field", ["turns", "prompt", "routing", "status"])
 def test_a_damaged_record_is_one_error(field: str) -> None:
-    record = to_record(begun())
-    record[field] = {"turns": [{"token_ids": []}], "prompt": {}, "routing": ["x"], "status": "odd"}[field]
+    arrays: list[np.ndarray] = []
+    record = to_record(begun(), lambda array: (arrays.append(array), len(arrays) - 1)[1])
+    record[field] = {"turns": [{"token_ids": 0}], "prompt": {}, "routing": [7], "status": "odd"}[field]
     with pytest.raises(ConfigError, match="not a recorded conversation"):
-        from_record(record)
+        from_record(record, arrays.__getitem__)

@@ -1,0 +1,120 @@
+"""More groups under way than a step needs: which are begun, gone on with and kept, and what is said of it.
+
+The same on all ranks, but for the groups themselves, which stay with the lead of the engine that began them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.checkpoint import manifest
+from megarl.checkpoint.manifest import Entry
+from megarl.config import ConfigError, RolloutConfig
+from megarl.rollout.gathering import Gathered, Group
+from megarl.rollout.kept import dealt, write_groups
+from megarl.rollout.queue import under_way
+from megarl.types import Everyone, Prompt, Rollouts
+
+if TYPE_CHECKING:
+    from megarl.data.prompts import PromptLoader
+
+FOLDER = "carried"
+"""In a checkpoint: a file of each engine."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """prompts: to be begun, in their order, by whichever engine has room. needed: groups that are wanted of all
+    engines, None for all of them. carried: groups that this engine goes on with; held: that all do. handed: prompts
+    that came from the source, more or fewer than are to be begun. trains: whether it is the step's own generation."""
+
+    prompts: Sequence[Prompt]
+    needed: int | None = None
+    carried: Sequence[Group] = ()
+    held: int = 0
+    handed: int = 0
+    trains: bool = False
+
+
+class Oversampling:
+    """source: of the prompts that steps are given. engine, engines: the number of this lead's, and how many there are;
+    engine is None on a rank that leads none."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        source: PromptLoader[Prompt] | None,
+        everyone: Everyone,
+        engine: int | None,
+        engines: int,
+    ) -> None:
+        self._config, self._source, self._everyone = config, source, everyone
+        self._engine, self._engines = engine, engines
+        self._groups: list[Group] = []
+        self._held = 0
+        self._step = -1
+        self.figures: dict[str, float] = {}
+
+    def plan(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> Plan:
+        """Of a generation that is asked for. A step's first one of all prompts that the source handed out for it is
+        over-sampled, and goes on with what was kept; any other has exactly the prompts that it is given."""
+        trains, source = not greedy and step != self._step, self._source
+        if trains:
+            self._step = step
+        wanted = self._held > 0 or self._config.oversample > 1
+        if not trains or not wanted or source is None or not source.ends_with(prompts):
+            return Plan(prompts, trains=trains)
+        needed = len(prompts)
+        begin = max(0, under_way(needed, self._config.oversample) - self._held)
+        offered = [*prompts, *source.further(max(0, begin - needed))]
+        return Plan(offered[:begin], needed, self._groups, self._held, len(offered), trains)
+
+    def keep(self, plan: Plan, mine: Gathered | None, taken: int, rollouts: Rollouts) -> None:
+        """What is left of it. mine: of this engine, None without one; taken: prompts that were begun. Collective."""
+        numbers = [] if mine is None else [[mine.slots, mine.seconds, mine.busy, len(mine.partials), mine.anew]]
+        table = self._everyone.rows(torch.tensor(numbers, dtype=torch.float64).reshape(-1, 5))
+        slots, seconds, busy, partials, anew = table.T
+        if plan.trains:
+            self.figures = {}
+            if offered := float(slots.sum()) * max(seconds.tolist(), default=0.0):
+                self.figures["rollout/idle_frac"] = 1 - float(busy.sum()) / offered
+        if plan.needed is None:
+            return
+        assert self._source is not None
+        self._source.give_back(plan.handed - taken)
+        self._groups, self._held = mine.partials if mine else [], int(partials.sum())
+        actions = max(1, int(rollouts.actions.sum()))
+        chosen = rollouts.oldest >= 0
+        ages = (rollouts.version * rollouts.actions - rollouts.versions)[chosen]
+        self.figures |= {
+            "rollout/carried": float(plan.held),
+            "rollout/begun_anew": float(anew.sum()),
+            "rollout/lag_mean": int(ages.sum()) / actions,
+            "rollout/lag_max": float(max(rollouts.lag.tolist(), default=0)),
+        }
+
+    def save(self, folder: Path) -> dict[Path, Entry]:
+        """Raises OSError."""
+        if self._engine is None or not (self._held or self._config.oversample > 1):
+            return {}
+        file = folder / FOLDER / f"engine_{self._engine:05d}.bin"
+        return {file: write_groups(file, self._groups)}
+
+    def restore(self, folder: Path) -> None:
+        """Raises ConfigError on all ranks where a file is not of this program. Collective."""
+        error = ""
+        try:
+            found = manifest.read(folder)
+            names = [] if isinstance(found, str) else sorted(name for name in found[1] if name.startswith(f"{FOLDER}/"))
+            files = [folder / name for name in names]
+            self._groups = dealt(files, self._engine, self._engines) if files and self._engine is not None else []
+        except ConfigError as failure:
+            error = str(failure)
+        if errors := [text for text in self._everyone.objects(error) if text]:
+            raise ConfigError(errors[0])
+        self._held = int(self._everyone.total(torch.tensor([len(self._groups)])))

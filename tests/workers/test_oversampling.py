@@ -1,0 +1,235 @@
+"""Steps with more groups under way than they need, on played engines: none is lost or comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from thread_ranks import Thread, as_ranks
+
+from megarl.checkpoint import manifest
+from megarl.config import ConfigError
+from megarl.data.prompts import PromptLoader
+from megarl.rollout import gathering
+from megarl.rollout.gathering import gather_rollouts
+from megarl.rollout.multi_turn import Surroundings
+from megarl.rollout.queue import Counts, Tickets, under_way
+from megarl.rollout.tools import ToolResult
+from megarl.types import Prompt, Rollout, Rollouts
+from megarl.types.everyone import ALONE
+from megarl.workers.oversampling import Oversampling
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+
+from scripted import CHAT, CONFIG, PROMPT, Writer, parse  # noqa: E402
+
+PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i}?"},)) for i in range(60)]
+NEEDED, SAMPLES = 4, 2
+
+
+class Calculator:
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        await asyncio.sleep(0)
+        return ToolResult(str(len(arguments["expression"])), True)
+
+
+@dataclass
+class Run:
+    """On one rank, which leads an engine: steps as the loop takes them."""
+
+    rank: Any
+    world: int
+    counts: Counts
+    oversample: float = 1.5
+    max_lag: int = 100
+    pause: float = 0.002
+    figures: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.loader = PromptLoader(PROMPTS, NEEDED, seed=3)
+        self.config = replace(CONFIG, oversample=self.oversample, max_lag=self.max_lag, max_turns=4)
+        self.ahead = Oversampling(self.config, self.loader, self.rank, self.rank.rank, self.world)
+
+    def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> Rollouts:
+        plan = self.ahead.plan(prompts, step, greedy)
+        name = f"{step} {greedy}"
+        tickets = Tickets(len(plan.prompts), self.world, self.counts.add, name, plan.held)
+        tools: Any = Calculator()
+        mine = asyncio.run(
+            gather_rollouts(
+                plan.prompts,
+                tickets,
+                Writer(step, self.pause),
+                Surroundings(CHAT, tools, parse, self.config),
+                samples=SAMPLES,
+                greedy=greedy,
+                seed=step,
+                needed=plan.needed,
+                carried=plan.carried,
+                version=step,
+            )
+        )
+        rollouts = Rollouts.of(mine.rollouts, [one.group for one in mine.rollouts], self.rank, step)
+        self.ahead.keep(plan, mine, tickets.taken(), rollouts)
+        self.figures.append(self.ahead.figures)
+        return rollouts
+
+    def steps(self, first: int, last: int) -> list[tuple[Rollout, ...]]:
+        """What is here of each."""
+        found = []
+        for step in range(first, last):
+            rollouts = self.generate(self.loader.next_batch(), step)
+            assert len(rollouts) == NEEDED * SAMPLES and set(rollouts.group.tolist()) == set(range(NEEDED))
+            assert rollouts.group.tolist() == sorted(rollouts.group.tolist())
+            found.append(rollouts.here)
+        return found
+
+    def save(self, folder: Path) -> str:
+        entries = self.rank.objects({path.name: entry for path, entry in self.ahead.save(folder).items()})
+        if self.rank.rank == 0:
+            files = {f"carried/{name}": entry._asdict() for part in entries for name, entry in part.items()}
+            host = {"host.json": {"bytes": 0, "sha256": ""}}
+            (folder / manifest.NAME).write_text(json.dumps({"files": files | host}))
+        self.rank.objects(None)
+        return json.dumps(self.loader.state_dict())
+
+    def resume(self, folder: Path, state: str) -> None:
+        self.loader.load_state_dict(json.loads(state))
+        self.ahead.restore(folder)
+
+
+def prompts_of(found: list[list[tuple[Rollout, ...]]]) -> Counter[str]:
+    return Counter(one.prompt.id for run in found for step in run for one in step)
+
+
+def in_order(count: int) -> list[str]:
+    return [prompt.id for prompt in PromptLoader(PROMPTS, NEEDED, seed=3).further(count)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 3), (3, 1)])
+def test_no_group_is_lost_or_comes_twice_also_on_other_engines(tmp_path: Path, before: int, after: int) -> None:
+    counts = Counts()
+
+    def first(rank: Thread) -> tuple[Any, str]:
+        run = Run(rank, before, counts)
+        return run.steps(1, 5), run.save(tmp_path)
+
+    begun = as_ranks(before, first)
+
+    def second(rank: Thread) -> tuple[Any, Any, list[str]]:
+        run = Run(rank, after, counts)
+        run.resume(tmp_path, begun[0][1])
+        later = run.steps(5, 9)
+        held = [one.prompt.id for group in run.ahead._groups for one in group]
+        assert run.ahead._held == sum(map(len, rank.objects(held))) // SAMPLES
+        return later, run.figures, held
+
+    ended = as_ranks(after, second)
+    done = prompts_of([found for found, _ in begun]) + prompts_of([found for found, *_ in ended])
+    held = Counter(name for *_, names in ended for name in names)
+    assert done.total() == 8 * NEEDED * SAMPLES and not done.keys() & held.keys()
+    everything = done + held
+    assert set(everything.values()) == {SAMPLES}
+    assert set(everything) == set(in_order(len(everything)))  # the first of the loader's, without a gap
+    figures = ended[0][1]
+    assert all(one == figures for _, one, _ in ended)  # on all ranks
+    assert all(0 <= one["rollout/carried"] <= under_way(NEEDED, 1.5) - NEEDED for one in figures)
+    assert any(one["rollout/lag_max"] > 0 for one in figures)
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing depends on the clock: all that happens follows from the order in which tasks wait."""
+
+    async def directly(work: Any, *arguments: Any) -> Any:
+        return work(*arguments)
+
+    monkeypatch.setattr(gathering.asyncio, "to_thread", directly)
+    monkeypatch.setattr(gathering, "_LOOK_S", 3600.0)
+    yield
+
+
+@pytest.mark.usefixtures("exact")
+def test_a_run_that_was_stopped_goes_on_as_one_that_was_not(tmp_path: Path) -> None:
+    """Token by token, with their log-probs, versions and routing, and in the same order."""
+    whole = Run(ALONE, 1, Counts(), pause=0.0, max_lag=2)
+    expected = whole.steps(1, 9)
+    assert any(turn.versions for step in expected for one in step for turn in one.turns)
+    for stop in (2, 5):
+        folder = tmp_path / str(stop)
+        folder.mkdir()
+        before = Run(ALONE, 1, Counts(), pause=0.0, max_lag=2)
+        found = before.steps(1, stop)
+        state = before.save(folder)
+        after = Run(ALONE, 1, Counts(), pause=0.0, max_lag=2)
+        after.resume(folder, state)
+        found += after.steps(stop, 9)
+        assert found == expected
+        routing = [[one.routing.tolist() for step in run for one in step] for run in (found, expected)]  # type: ignore
+        assert routing[0] == routing[1]
+
+
+def test_figures_by_hand() -> None:
+    run = Run(ALONE, 1, Counts(), max_lag=1)
+    for step in range(1, 6):
+        rollouts = run.generate(run.loader.next_batch(), step)
+        lags = [step - version for one in rollouts.here for version, tokens in one.runs for _ in range(tokens)]
+        figures = run.figures[-1]
+        assert figures["rollout/lag_max"] == max(lags) <= 1
+        assert figures["rollout/lag_mean"] == pytest.approx(sum(lags) / len(lags))
+        assert 0 <= figures["rollout/idle_frac"] < 1
+
+
+def test_only_the_steps_own_generation_of_all_its_prompts_is_over_sampled() -> None:
+    run = Run(ALONE, 1, Counts())
+    given = run.loader.next_batch()
+    state = run.loader.state_dict()
+    for prompts, greedy in ((given, True), (PROMPTS[:3], False), (given, False)):  # the last is the second of the step
+        plan = run.ahead.plan(prompts, 1, greedy)
+        assert (plan.prompts, plan.needed, plan.held) == (prompts, None, 0)
+    assert run.loader.state_dict() == state
+    plan = run.ahead.plan(given, 2, False)
+    assert (len(plan.prompts), plan.needed, plan.trains) == (6, NEEDED, True)
+
+
+def test_without_it_nothing_is_kept_written_or_asked_for(tmp_path: Path) -> None:
+    run = Run(ALONE, 1, Counts(), oversample=1.0)
+    given = run.loader.next_batch()
+    state = run.loader.state_dict()
+    rollouts = run.generate(given, 1)
+    assert [one.prompt.id for one in rollouts.here] == [prompt.id for prompt in given for _ in range(SAMPLES)]
+    assert run.loader.state_dict() == state and run.figures[-1].keys() == {"rollout/idle_frac"}
+    assert run.ahead.save(tmp_path) == {} and not list(tmp_path.iterdir())
+
+
+def test_what_was_kept_is_gone_on_with_where_over_sampling_is_turned_off(tmp_path: Path) -> None:
+    before = Run(ALONE, 1, Counts(), oversample=2.0)
+    found = before.steps(1, 3)
+    state = before.save(tmp_path)
+    after = Run(ALONE, 1, Counts(), oversample=1.0)
+    after.resume(tmp_path, state)
+    held = after.ahead._held
+    found += after.steps(3, 5)
+    assert held > 0 == after.ahead._held and after.ahead.save(tmp_path / "none") == {}
+    assert prompts_of([found]) == Counter({name: SAMPLES for name in in_order(4 * NEEDED)})
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    run = Run(ALONE, 1, Counts(), oversample=2.0)
+    run.steps(1, 2)
+    state = run.save(tmp_path)
+    (tmp_path / "carried/engine_00000.bin").write_text("{}\n")
+    with pytest.raises(ConfigError, match="does not hold conversations of this program"):
+        Run(ALONE, 1, Counts()).resume(tmp_path, state)
+
+
+@pytest.mark.parametrize(("needed", "oversample", "count"), [(10, 1.1, 11), (4, 1.5, 6), (3, 1.5, 5), (64, 1.0, 64)])
+def test_groups_under_way(needed: int, oversample: float, count: int) -> None:
+    assert under_way(needed, oversample) == count
