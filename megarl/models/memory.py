@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from megarl.config import Config, LoraConfig, ParallelConfig
 from megarl.models.activations import (
     activation_elements,
-    is_moe,
     layer_elements,
     logits_bytes,
     micro_batch_bytes,
@@ -140,8 +139,6 @@ def plan_memory(
             push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, taken)
             if config.kl.place != "none" and not config.lora.rank:  # else it is the actor without its adapters
                 host["reference weights"] = weights
-            if config.train.replay_routing:
-                host["records of routing"] = routing_bytes(_settings(hf, config), config)
             if config.train.offload:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         offloaded = config.generates and config.train.offload
@@ -340,15 +337,6 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
     heads = max(1, int(settings["num_query_groups"]) // tp)
     size = int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])
     return 2 * layers * heads * size
-
-
-def routing_bytes(settings: Mapping[str, Any], config: Config) -> int:
-    """The most that the engine's choice of experts takes on the host of each rank, which has that of the whole batch:
-    2 bytes for each token, layer with experts and chosen expert, as part of the rollouts and again of the batch that is
-    packed of them."""
-    layers = sum(is_moe(settings, layer) for layer in range(int(settings["num_layers"])))
-    tokens = config.data.prompts_per_step * config.rollout.samples_per_prompt * config.rollout.max_context
-    return 2 * 2 * tokens * layers * int(settings.get("moe_router_topk") or 0)
 
 
 def staging_bytes(bucket: int, weights: int, engine: int) -> int:

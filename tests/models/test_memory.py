@@ -225,13 +225,10 @@ def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
     assert gemma.states["actor weights"] == 2 * weights and gemma.states["actor gradients"] == 4 * weights
 
 
-def test_records_of_routing_are_on_the_host() -> None:
+def test_a_device_has_the_records_of_routing_of_the_micro_batch_at_work() -> None:
     sizes = {"data": {"prompts_per_step": 3}, "rollout": {"samples_per_prompt": 5, "max_context": 100}}
     plain, replayed = (plan_memory(MOE, config_of(**sizes, train={"replay_routing": on}))[0] for on in (False, True))
-    # Two bytes for each of 4 layers and 2 experts, in the rollouts and in the batch.
-    assert replayed.host == plain.host | {"records of routing": 2 * 1500 * 4 * 2 * 2}
-    assert replayed.states == plain.states
-    # The device has those of the micro-batch at work.
+    assert replayed.states == plain.states and replayed.host == plain.host
     assert replayed.training["micro-batches"] - plain.training["micro-batches"] == 3072 * 4 * 2 * 2
 
 
@@ -243,7 +240,7 @@ def test_a_device_has_the_micro_batches_at_work_and_its_own_part_of_them() -> No
     }
     few, many = (plan_memory(MOE, config_of(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000))
     assert [stage.training for stage in few] == [stage.training for stage in many]
-    assert many[0].host["records of routing"] == 1000 * few[0].host["records of routing"]
+    assert few[0].host == many[0].host
     first, last = (stage.training["micro-batches"] for stage in few)
     routing = 2 * 2 * 2 * 3072 // 2  # two layers, two experts, half of the rank's tokens
     assert first == 2 * (16 * 3072 + routing)  # two in flight
