@@ -19,8 +19,10 @@ from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.controllers.registry import declare, make_controller
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
+from megarl.models.host_memory import step_bytes
 from megarl.models.memory import StageMemory, kinds, plan_memory
 from megarl.models.registry import family_of, param_count, trained_mtp
+from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.parallel.placement import check_placement, placement_of, role_config, role_parallel
 from megarl.reshard.configured import engine_layout, push_plan
@@ -31,7 +33,7 @@ from megarl.workers.registry import Registered, check_roles
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
-ESTIMATES |= dict.fromkeys(("micro-batches", "reshard staging", "records of routing"), "at most ")
+ESTIMATES |= dict.fromkeys(("micro-batches", "reshard staging"), "at most ")
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
 
 
@@ -191,7 +193,27 @@ def _facts(
         if rollout.draft_tokens:
             pushed = "pushed with the policy" if engine_layout(config).draft else "as it is in the checkpoint"
             facts["engines"].append(("drafts", f"{rollout.draft_tokens} tokens at a time; the draft layer is {pushed}"))
+        facts["host"] = _host(hf, config, declared, bool(experts))
     return facts
+
+
+def _host(hf: HFConfig, config: Config, declared: Declared, experts: bool) -> list[tuple[str, str]]:
+    """Of a step's values, in the memory of a machine and of its ranks: by part, for answers as long as they may be."""
+    tokens = checks.sequences_per_step(config, declared) * config.rollout.max_context
+    routing = routing_shape(hf, config.model.megatron) if config.train.replay_routing and experts else None
+    parts = step_bytes(config, declared, tokens, routing)
+    here, whole = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
+    leads = max(1, here // config.rollout.tp)
+    rows = [
+        ("a step on a machine", f"at most {_bytes(whole)}, where each answer has {config.rollout.max_context} tokens")
+    ]
+    rows.append(
+        (
+            "a rank of it",
+            f"{_bytes(whole // leads)} where it leads an engine" if leads < here else _bytes(whole // here),
+        )
+    )
+    return rows + [(f"- {name}", _bytes(amount)) for name, amount in parts.items() if amount]
 
 
 def _cuts(parallel: ParallelConfig, whose: str, experts: bool) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@
 
 Real controllers, batches, workers, packing, deliveries and rollout log, on processes of this machine; the engines'
 answers are random arrays and the models are played (`flow_ranks.py`). For each number of ranks the same batch, in steps
-at half of it and at all of it: seconds are medians over the repeats, the mean of the ranks, waits for others among
+at half of it and at all of it: seconds are medians over the repeats, of the slowest rank, waits for others among
 them; what a processor worked in them does not depend on how many processors there are. `sent` is what a rank writes to
 sockets and to memory shared with others in a step, without the log; `memory` what all ranks together hold at most (sum
 of PSS) above what they had before there were rollouts.
@@ -59,10 +59,12 @@ class Watch:
                 self.found.setdefault(label, []).append(held)
 
     def result(self) -> dict[str, int]:
-        """Bytes of the rollouts, and at most in a step, above what there was before."""
+        """Bytes of the rollouts, at most in a step, and while they are recorded with the batch still there, above what
+        there was before."""
         self._over.set()
         before = min(self.found["baseline"])
-        return {"rollouts": self.found["rollouts"][-1] - before, "step": max(self.found["step"]) - before}
+        most = {label: max(held) - before for label, held in self.found.items()}
+        return {label: most[label] for label in ("rollouts", "step", "log")}
 
 
 def pss(pid: int) -> int:
@@ -85,18 +87,15 @@ def measured(order: dict[str, Any], root: Path) -> dict[str, Any]:
 
 
 def figures(by_rank: Sequence[dict[str, Any]], memory: dict[str, int]) -> dict[str, Any]:
-    """Of what each rank found: by size, medians of the repeats, of seconds the mean of the ranks, of bytes the most."""
+    """Of what each rank found: by size, medians of the repeats, those of the slowest rank, and of bytes the most."""
     found: dict[str, Any] = {"memory": memory}
     for size in ("half", "full"):
         steps = [rank[size] for rank in by_rank]
-        names = sorted({name for rank in steps for step in rank for name in step["parts"]} - {PLAYED})
-        parts = {
-            name: statistics.fmean(statistics.median(step["parts"].get(name, 0.0) for step in rank) for rank in steps)
-            for name in names
-        }
+        parts = [medians([step["parts"] for step in rank]) for rank in steps]
+        slowest = max(parts, key=lambda found: sum(found.values()))
         found[size] = {
-            "parts": parts,
-            "seconds": sum(parts.values()),
+            "parts": slowest,
+            "seconds": sum(slowest.values()),
             "busy": max(statistics.median(step["busy"] for step in rank) for rank in steps),
             "sent": max(statistics.median(step["sent"] for step in rank) for rank in steps),
             "sent_by_all": sum(statistics.median(step["sent"] for step in rank) for rank in steps),
@@ -104,6 +103,12 @@ def figures(by_rank: Sequence[dict[str, Any]], memory: dict[str, int]) -> dict[s
             "metrics": steps[0][-1]["metrics"],
         }
     return found
+
+
+def medians(repeats: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Seconds by part, without what is played."""
+    names = sorted({name for step in repeats for name in step} - {PLAYED})
+    return {name: statistics.median(step.get(name, 0.0) for step in repeats) for name in names}
 
 
 @contextmanager
@@ -140,6 +145,7 @@ def table_of(found: dict[str, dict[int, Any]]) -> Table:
     table.add_row("sent by all ranks, MB", *(f"{one['sent_by_all'] / 1e6:.1f}" for one in whole))
     table.add_row("memory: rollouts, MB", *(f"{one['memory']['rollouts'] / 1e6:.0f}" for _, _, one in columns))
     table.add_row("memory: most in a step, MB", *(f"{one['memory']['step'] / 1e6:.0f}" for _, _, one in columns))
+    table.add_row("memory: recording it, MB", *(f"{one['memory']['log'] / 1e6:.0f}" for _, _, one in columns))
     return table
 
 

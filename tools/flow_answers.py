@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,9 +25,6 @@ class Shape:
     layers: int = 0
     topk: int = 0
     experts: int = 256
-
-    def only(self, sequences: int) -> Shape:
-        return replace(self, sequences=sequences)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,9 +200,12 @@ class Now:
 
     @staticmethod
     def prepare(model: Any) -> None:
-        from megarl.megatron.distribution import Distribution
+        from megarl.megatron.distribution import Distribution, place_of
 
-        model._distribution = Distribution(model.ranks, model.layers, model.replays)
+        own = model.ranks.job.rank, place_of(model.ranks, model.layers)
+        budget = model.config.train.token_budget * model.ranks.cp
+        places = dict(ranks.all_gather_objects(own))
+        model.distribution = Distribution(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replays)
 
     @staticmethod
     def opened(model: Any, rows: Any, arguments: Any, forward_only: bool) -> tuple[Any, Any, tuple[int, ...]]:
@@ -329,12 +333,12 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         mine = [group for group in range(groups(shape)) if group * engines // groups(shape) == engine]
         return [rollout for group in mine for rollout in how.rollouts(group, list(answers(shape, group)))]
 
-    small = shape.only(min(shape.sequences, world * shape.samples))
+    small = replace(shape, sequences=min(shape.sequences, world * shape.samples), lengths="64")
     flow = flow_of(config, place, made(small), shape, parts, how)
     watch_parts(parts, how, controller, log)
     step = 0
 
-    def one_step(share: float) -> dict[str, Any]:
+    def one_step(share: float, watched: bool = False) -> dict[str, Any]:
         nonlocal step
         step += 1
         flow.rollout.share = share
@@ -348,6 +352,8 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
             worker.begin_step(step)
         result: Any = controller.step(flow, range(config.data.prompts_per_step))
         metrics = result.metrics | rollout_metrics(result.rollouts)
+        if watched:
+            mark("log", 0.0)
         log.step(step, metrics, result.rollouts, result.batch, result.trained)
         if settle := getattr(log, "settle", None):
             settle()
@@ -384,7 +390,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
     for name, share in (("half", 0.5), ("full", 1.0)):
         sizes[name] = [one_step(share) for _ in range(order["repeats"])]
     mark("step", 0.0)
-    one_step(1.0)
+    one_step(1.0, watched=True)
     mark("", 0.0)
     everything = ranks.all_gather_objects(sizes)
     if rank == 0:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from megarl.config import Config, LoraConfig, ParallelConfig
 from megarl.models.activations import (
     activation_elements,
-    is_moe,
     layer_elements,
     logits_bytes,
     micro_batch_bytes,
@@ -146,9 +145,6 @@ def plan_memory(
             push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, taken)
             if "reference" in declared.roles and not config.lora.rank:  # else it is the actor without its adapters
                 host["reference weights"] = weights
-            if config.train.replay_routing:
-                homes = len(placement.of("rollout")) // rollout.tp if "rollout" in here else 0
-                host["records of routing"] = routing_bytes(_settings(hf, config), config, layers[stage], homes)
             if config.train.offload:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         offloaded = declared.generates and config.train.offload
@@ -349,25 +345,6 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
     heads = max(1, int(settings["num_query_groups"]) // tp)
     size = int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])
     return 2 * layers * heads * size
-
-
-def routing_bytes(settings: Mapping[str, Any], config: Config, layers: Sequence[int], homes: int) -> int:
-    """The most that engines' choice of experts takes on the host of a rank: for each token, layer with experts and
-    chosen expert a byte, or two where there are more than 256 experts.
-
-    homes: ranks that lead an engine, of which this is one; 0 where none of a stage's ranks is. Such a rank has what its
-    engine recorded, about as much as any other, and again end to end while it is sent. Beside that a rank has of the
-    micro-batches of its replica what `layers`, those of its stage, replay.
-    """
-    experts = [is_moe(settings, layer) for layer in range(int(settings["num_layers"]))]
-    parallel, prompts = config.parallel, config.data.prompts_per_step
-    replicas = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
-    tokens = config.rollout.samples_per_prompt * config.rollout.max_context  # of a prompt
-    made = -(-prompts // homes) * tokens if homes else 0
-    computed = -(-prompts * tokens // replicas)
-    numbers = 2 * made * sum(experts) + computed * sum(experts[layer] for layer in layers)
-    size = 1 if int(settings.get("num_moe_experts") or 0) <= 256 else 2
-    return size * numbers * int(settings.get("moe_router_topk") or 0)
 
 
 def staging_bytes(bucket: int, weights: int, engine: int) -> int:
