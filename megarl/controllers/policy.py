@@ -88,8 +88,8 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
 
 
 def drawn_by(batch: TrainBatch, policy: ModelOutput, config: Config) -> torch.Tensor | None:
-    """[T] log-probs by the policy that the ratio of an update is to: the one that drew the tokens. That is the
-    trainer's of now, in its own kernels; with `rollout.ahead` an older one, of which there is what the engine said."""
+    """[T] log-probs by the policy that an update's ratio is to: the one that drew the tokens. That is the trainer's of
+    now, in its own kernels; with `rollout.ahead` an older one, of which there is what the engine said."""
     return batch.rollout_logprobs if config.rollout.ahead else policy.logprobs
 
 

@@ -49,11 +49,10 @@ class PPOController(PolicyController):
         flow.rollout.sleep()
         taken = trained(rollouts, config)
         batch = TrainBatch.from_rollouts(taken)
-        critic, policy = flow.critic.forward(batch), flow.actor.forward(batch)
+        policy, critic = flow.actor.forward(batch), flow.critic.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
-        batch = batch.with_(
-            old_logprobs=drawn_by(batch, policy, config), ref_logprobs=reference.logprobs, values=critic.values
-        )
+        old = drawn_by(batch, policy, config)
+        batch = batch.with_(old_logprobs=old, ref_logprobs=reference.logprobs, values=critic.values)
         assert policy.logprobs is not None and batch.values is not None
         values, mask = batch.values, batch.loss_mask
         metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
