@@ -34,13 +34,14 @@ def leaves(rollout: Rollout) -> float:
 
 
 def main() -> None:
-    here = ranks.initialize(ParallelConfig(world_size=2), timeout_s=2.0)
+    parallel = ParallelConfig(world_size=2)
+    job = ranks.initialize(parallel, timeout_s=2.0).job
     run, found = RunConfig(timeout_s=2.0), {}
-    own = range(here.job.rank, 4, 2)
+    own = range(job.rank, 4, 2)
     mine = Rollouts.of([ROLLOUTS[i] for i in own], own, everyone.AllRanks())
     for function, limit in ((slow, 30.0), (hangs, 0.3), (leaves, 30.0)):
-        config = Config(run=run, reward=RewardConfig(timeout=limit))
-        context: Any = SimpleNamespace(config=config, ranks=here, clock=Clock())
+        config = Config(run=run, parallel=parallel, reward=RewardConfig(timeout=limit))
+        context: Any = SimpleNamespace(config=config, job=job, clock=Clock())
         try:
             scored = RewardWorker(context, reward_fn=function).score(mine)
             found[function.__name__] = scored.reward.tolist()
