@@ -16,6 +16,7 @@ of PSS) above what they had before there were rollouts.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -27,13 +28,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flow_answers import Shape, total_tokens
+from flow_answers import Shape, config_of, routing_of, total_tokens
 from local_ranks import ROOT, run
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from megarl.command_line import Parser, count, ends_in_a_line, file_to_write
+from megarl.models.host_memory import step_bytes
 from megarl.strict import ConfigError
 
 PLAYED = "model"
@@ -156,6 +158,11 @@ def growth(figures: dict[str, Any]) -> float:
     return float(full["busy"] / full["tokens"] / (half["busy"] / half["tokens"]))
 
 
+def most(figures: dict[str, Any]) -> int:
+    """Bytes that all ranks held together at most."""
+    return max(figures["memory"].values())
+
+
 def different(one: dict[str, float], other: dict[str, float]) -> list[str]:
     """Metrics that two revisions have in common and say differently, beyond rounding; none of time."""
     common = sorted(name for name in one.keys() & other.keys() if not name.startswith(("time/", "perf/")))
@@ -178,6 +185,7 @@ def main() -> int:
     parser.add_argument("--per-machine", type=count(), default=0, help="ranks of a machine, to play several; 0 for all")
     parser.add_argument("--token-budget", type=count(), default=32768)
     parser.add_argument("--repeats", type=count(), default=3)
+    parser.add_argument("--planned", action="store_true", help="what the dry run says of the memory, beside it")
     parser.add_argument("--against", default="", metavar="REVISION", help="does the same at the last number of ranks")
     parser.add_argument("--json", type=Path, help="a file to write the figures to")
     chosen = parser.parse_args()
@@ -203,6 +211,8 @@ def main() -> int:
         )
 
     orders = {world: order(world, False) for world in chosen.ranks}
+    if chosen.planned:  # what is freed goes back at once, so that it is not counted with what is held
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
     file_to_write(chosen.json, "--json")
     if chosen.against and git("rev-parse", "--verify", f"{chosen.against}^{{commit}}").returncode:
         raise ConfigError(f"--against {chosen.against}: this repository has no such revision")
@@ -211,6 +221,11 @@ def main() -> int:
         with checked_out(chosen.against) as folder:
             found[chosen.against] = {chosen.ranks[-1]: measured(order(chosen.ranks[-1], True), folder)}
     console.print(table_of(found))
+    if chosen.planned:
+        for world, one in found["now"].items():
+            parts = step_bytes(config_of(orders[world], Path()), tokens, routing_of(shape))
+            console.print(f"{world} ranks, planned: {sum(parts.values()) / 1e6:.0f} MB, {most(one) / 1e6:.0f} measured")
+            console.print("  " + ", ".join(f"{name} {amount / 1e6:.1f}" for name, amount in parts.items()))
     if chosen.against:
         now, before = (by_world[chosen.ranks[-1]] for by_world in found.values())
         console.print(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from megarl.config import Config, from_dict
+from megarl.models.routing import RoutingShape
 
 PROMPT = 256
 """Tokens of a prompt at most; a quarter of a sequence that is shorter than four prompts."""
@@ -74,3 +79,32 @@ def answers(shape: Shape, group: int) -> Iterator[Answer]:
             kind = np.uint8 if shape.experts <= 256 else np.int16
             routing = random.integers(0, shape.experts, (size - 1, shape.layers, shape.topk), dtype=kind)
         yield Answer(group * shape.samples + number, prompt, turns, routing)
+
+
+def config_of(order: Mapping[str, Any], folder: Path) -> Config:
+    """What the ranks are told, as a configuration."""
+    shape = Shape(**order["shape"])
+    samples, sequences = shape.samples, shape.sequences
+    longest = max(int(lengths(shape, group).max()) for group in range(groups(shape)))
+    return from_dict(
+        {
+            "algorithm": order["controller"],
+            "run": {"dir": str(folder / "run"), "num_update": order["updates"], "num_rollout": 1000},
+            "parallel": {
+                "world_size": order["ranks"],
+                "ranks_per_node": order["per_machine"],
+                "tp": order["tp"],
+                "pp": order["pp"],
+            },
+            "rollout": {"samples_per_prompt": samples, "max_context": longest},
+            "data": {"prompts_per_step": sequences // samples},
+            "train": {"token_budget": order["token_budget"], "replay_routing": bool(order["shape"]["layers"])},
+            "track": {"progress": False, "tensorboard": False},
+        }
+    )
+
+
+def routing_of(shape: Shape) -> RoutingShape | None:
+    """Of a model all of whose layers have experts."""
+    every = tuple(range(shape.layers))
+    return RoutingShape(shape.layers, every, shape.topk, shape.experts) if shape.layers else None

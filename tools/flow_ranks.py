@@ -20,16 +20,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from flow_answers import Answer, Shape, answers, groups
+from flow_answers import Answer, Shape, answers, config_of, groups, routing_of
 
-from megarl.config import Config, from_dict
+from megarl.config import Config
 from megarl.controllers.base import Controller
 from megarl.controllers.registry import make_controller
 from megarl.megatron import model as megatron_model
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.model import MegatronModel
 from megarl.megatron.replay import Share
-from megarl.models.routing import RoutingShape
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.parallel import ranks
@@ -119,7 +118,7 @@ class Played(MegatronModel):
         self.scheduler = SimpleNamespace(step=lambda by: None, get_lr=lambda group: 0.0)  # type: ignore[assignment]
         self.replays, self.layers = None, tuple[int, ...]()
         if role == "actor" and shape.layers:
-            self.replays = RoutingShape(shape.layers, tuple(range(shape.layers)), shape.topk, shape.experts)
+            self.replays = routing_of(shape)
             self.layers = tuple(range(shape.layers))[place.pp_rank :: place.pp]
         self._reader = self  # type: ignore[assignment]
         how.prepare(self)
@@ -251,26 +250,6 @@ class Now:
     def is_own(file: Path, rank: int) -> bool:
         """Whether this rank has written it, of the rollouts on record."""
         return file.name == f"rank_{rank:05d}.parquet"
-
-
-def config_of(order: Mapping[str, Any], folder: Path) -> Config:
-    samples, sequences = order["shape"]["samples"], order["shape"]["sequences"]
-    return from_dict(
-        {
-            "algorithm": order["controller"],
-            "run": {"dir": str(folder / "run"), "num_update": order["updates"], "num_rollout": 1000},
-            "parallel": {
-                "world_size": order["ranks"],
-                "ranks_per_node": order["per_machine"],
-                "tp": order["tp"],
-                "pp": order["pp"],
-            },
-            "rollout": {"samples_per_prompt": samples, "max_context": 10**6},
-            "data": {"prompts_per_step": sequences // samples},
-            "train": {"token_budget": order["token_budget"], "replay_routing": bool(order["shape"]["layers"])},
-            "track": {"progress": False, "tensorboard": False},
-        }
-    )
 
 
 def trivial(rollout: Rollout) -> float:
