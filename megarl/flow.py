@@ -32,7 +32,7 @@ from megarl.models.registry import family_of, load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
-from megarl.parallel import device, everyone, ranks
+from megarl.parallel import device, everyone, ranks, watching
 from megarl.parallel.placement import placement_of, role_parallel
 from megarl.rollout.chat import Chat
 from megarl.rollout.tools import load_tools
@@ -130,6 +130,9 @@ class HybridFlow:
         finally:
             for worker in reversed(self.workers):
                 worker.close()
+            if hasattr(self, "clock"):
+                watching.watch(None)
+                self.log.spans(self.clock.spans())
             self.log.close()
             if finished:
                 everyone.close_post()
@@ -220,7 +223,8 @@ class HybridFlow:
         metrics = dict(result.metrics)
         if result.rollouts is not None:
             metrics |= rollout_metrics(result.rollouts)
-        metrics |= self.clock.lap()
+        metrics |= self.clock.lap(self.step)
+        self.log.spans(self.clock.spans())
         if result.batch is not None:
             tokens = int(result.batch.lengths.sum())
             metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.job.world
@@ -262,6 +266,7 @@ class HybridFlow:
     def _start(self) -> None:
         config = self.config
         self.clock = Clock(self.log.phase)
+        watching.watch(self.clock.span)
         newest = self._find_checkpoint()
         critic = config.critic.path or config.model.path if "critic" in self.controller.roles() else None
         self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config)

@@ -62,7 +62,7 @@ class RewardWorker(ModelWorker):
 
         Aborted ones are shown to nobody and stay without.
         """
-        with self.clock.phase("reward"):
+        with self.clock.phase("reward", "reward"):
             scored = rollouts.with_(self._by_functions(rollouts)) if self.functions else rollouts
             return scored.with_(self._with_model(scored)) if self.config.reward.model else scored
 

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
+from megarl.observe.clock import ELSEWHERE, WAIT
 from megarl.observe.rollout_log import read_rollouts
 from megarl.parallel import device, everyone, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
@@ -86,6 +88,11 @@ class RolloutWorker(Worker):
         """Whether this rank speaks for its engine."""
         return self.position == 0 and self.engine is not None
 
+    @property
+    def at_work(self) -> str:
+        """Who is in this role's phases on this rank."""
+        return ELSEWHERE if self.index is None else "rollout"
+
     def start(self) -> None:
         if self.engine is not None:
             self.engine.start()
@@ -122,7 +129,7 @@ class RolloutWorker(Worker):
         """
         config = self.config
         self._make_room()
-        with self.clock.phase("generate"):
+        with self.clock.phase("generate", WAIT):
             if config.rollout.replay:
                 return _gathered(self._replayed())
             self._wake(Engine.wake)
@@ -146,15 +153,25 @@ class RolloutWorker(Worker):
         talks, mine = self._talks, None
         if talks is not None:
             mine = self._thread.submit(
-                talks.generate,
-                prompts,
-                tickets=tickets,
-                samples=samples,
-                greedy=greedy,
-                seed=self.config.run.seed * 1_000_003 + step,
-                look=lambda: self._look(name),
+                self._answer,
+                partial(
+                    talks.generate,
+                    prompts,
+                    tickets=tickets,
+                    samples=samples,
+                    greedy=greedy,
+                    seed=self.config.run.seed * 1_000_003 + step,
+                    look=lambda: self._look(name),
+                ),
+                f"generation of step {step}",
             )
         return _Answers(name, mine)
+
+    def _answer(self, work: Callable[[], Gathered], name: str) -> Gathered:
+        """In the generation's thread, for the engine's ranks, on whose devices it is."""
+        assert self.index is not None
+        with self.clock.span(name, "rollout", self.engines[self.index]):
+            return work()
 
     def _look(self, alarm: str) -> None:
         if self._closing or ranks.alarm_raised(alarm):
@@ -166,7 +183,8 @@ class RolloutWorker(Worker):
         The engines' KV caches stay asleep until `generate`, when what the push needed is gone.
         """
         self._make_room(actor)
-        with self.clock.phase("push_weights"):
+        takes_part = self.index is not None or actor.model is not None
+        with self.clock.phase("push_weights", "push" if takes_part else ELSEWHERE):
             self.version = self.step
             if self.config.rollout.replay:
                 return
@@ -180,14 +198,15 @@ class RolloutWorker(Worker):
         if self._under_way is None:
             return
         answers, limit = self._under_way, self.config.rollout.step_timeout + self.config.rollout.start_timeout
-        with self.clock.phase("generate_rest"), self._patient(limit):
+        with self.clock.phase("generate_rest", WAIT), self._patient(limit):
             _on_any(answers.mine, lambda future: future.result() and None, answers.name)
 
     def _wake(self, how: Callable[[Engine], None]) -> None:
         """Once every rank has given back what it has freed: an engine's lead wakes it on the devices of others, too."""
         device.empty_cache()
         ranks.barrier()
-        self._on_leads(how)
+        with self.clock.span("wake", self.at_work):
+            self._on_leads(how)
 
     def _make_room(self, pushing: ActorWorker | None = None) -> None:
         """With `train.offload` models leave the device to the engines, but for weights that are on their way there."""
@@ -211,7 +230,7 @@ class RolloutWorker(Worker):
         """Leave the device to training, unless it is the engines' own."""
         if self._under_way is not None:
             return
-        with self.clock.phase("sleep"):
+        with self.clock.phase("sleep", self.at_work):
             self._on_leads(Engine.sleep)
 
     def close(self) -> None:
