@@ -307,6 +307,8 @@ class TrackConfig:
     """Write TensorBoard events into the run folder."""
     rollouts: bool = True
     """Record every rollout in the run folder, as parquet."""
+    timeline: bool = True
+    """Record in the run folder who did what when, for tools/timeline.py and Perfetto."""
     progress: bool = True
     """Live display on the terminal; plain lines where the output is no terminal."""
 

@@ -32,7 +32,7 @@ from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
-from megarl.parallel import device, everyone, ranks
+from megarl.parallel import device, everyone, ranks, watching
 from megarl.parallel.placement import placement_of, role_parallel
 from megarl.parallel.roles import with_role
 from megarl.rollout.chat import Chat
@@ -148,6 +148,9 @@ class HybridFlow(Items):
         finally:
             for worker in reversed(self.workers):
                 worker.close()
+            if hasattr(self, "clock"):
+                watching.watch(None)
+                self.log.spans(self.clock.spans())
             self.log.close()
             if finished:
                 everyone.close_post()
@@ -192,7 +195,8 @@ class HybridFlow(Items):
             metrics |= rollout_metrics(result.rollouts)
         for worker in self.workers:
             metrics |= worker.figures()
-        metrics |= self.clock.lap()
+        metrics |= self.clock.lap(self.step)
+        self.log.spans(self.clock.spans())
         if result.batch is not None:
             tokens = int(result.batch.lengths.sum())
             metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.job.world
@@ -236,6 +240,7 @@ class HybridFlow(Items):
     def _start(self) -> None:
         config = self.config
         self.clock = Clock(self.log.phase)
+        watching.watch(self.clock.span)
         newest = self._find_checkpoint()
         critic = config.critic.path or config.model.path if "critic" in self.declared.roles else None
         self.needs = room.needs(

@@ -57,6 +57,8 @@ rollouts/        step_000012/ holds every conversation of step 12, a part of the
                  .venv/bin/python tools/view_rollouts.py <this folder> --step 12
                  or as a table, which megarl/observe/rollout_table.py explains:
                  pandas.read_parquet("<this folder>/rollouts/step_000012")
+timeline/        who did what when, a file for each rank, which Perfetto reads. Look, and join them to one:
+                 .venv/bin/python tools/timeline.py <this folder> --out timeline.json
 checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest
 export/          the trained policy as a Hugging Face folder, written at the end
 adapter/         with LoRA, its adapters alone, as PEFT writes them

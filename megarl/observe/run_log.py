@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from megarl.config import Config, ConfigError
+from megarl.observe.clock import Span
 from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import RolloutLog, remove_after
 from megarl.observe.run_folder import Change, RunFolder, claim
+from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
 from megarl.parallel import ranks
 from megarl.rollout.aborted import abort_reasons
@@ -51,6 +53,7 @@ class RunLog:
         )
         self._tracker = Tracker(self.run_dir, config.track.tensorboard) if self.writes else None
         self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn) if config.track.rollouts else None
+        self._timeline = Timeline(self.run_dir, job.rank, self._warn) if config.track.timeline else None
         if self._folder is None or not self._folder.resumes:
             self._early = None
         self.say(f"run folder {self.run_dir}")
@@ -131,6 +134,11 @@ class RunLog:
             self.say(f"step {step}: aborted rollouts, which nothing is trained on: {reasons}")
         self._progress.step(step, metrics)
         self._note(self._progress.line(step, metrics))
+
+    def spans(self, spans: Iterable[Span]) -> None:
+        """What this rank did since the last call, for the timeline."""
+        if self._timeline is not None:
+            self._timeline.write(spans)
 
     def settle(self) -> None:
         """Wait until what this rank recorded is on disk."""

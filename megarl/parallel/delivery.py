@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from megarl.parallel import neighbours, ranks, shared_memory
 from megarl.parallel.delivery_plan import Block, Kind, Numbers, Part, Plan
+from megarl.parallel.watching import watched
 
 _FOR_EVER = timedelta(days=365)  # of threads in the background: whoever needs what they do has a bound of its own
 _PIECE = 1 << 26  # bytes of a part of a column that are copied at once
@@ -68,6 +69,7 @@ class Post:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    @watched("data")
     def deliver(
         self,
         columns: Mapping[str, torch.Tensor],
@@ -203,6 +205,7 @@ class Post:
             self._take(other, ranks.patience())
         return self._letters.pop((other, what, number))
 
+    @watched("data")
     def exchange_objects(self, parcels: Mapping[int, Any]) -> dict[int, Any]:
         """Send each of some ranks an object, pickled; what was sent to this rank, by sender. Collective."""
         self._look_around()
@@ -259,6 +262,7 @@ class Delivery:
         self.arrival: _Arrival | None = None
         self._stores: list[tuple[Block, torch.Tensor]] | None = None
 
+    @watched("wait")
     def rows(self, name: str) -> list[torch.Tensor]:
         """The rows of a column of each sequence that this rank wants, in order: [length, *tail], where it needs a part
         only those indices along dim 1. Waits until everything that this rank wants is there.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megarl.parallel import exact, ranks
 from megarl.parallel.delivery import Post
+from megarl.parallel.watching import watched
 
 _post: Post | None = None
 
@@ -30,6 +31,7 @@ class AllRanks:
         return ranks.all_gather_objects(mine)
 
 
+@watched("wait")
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks, [sum of n, ...] by rank, of each rank's [n, ...]; dtype and tail are the same on all."""
     rows = rows.detach().cpu().contiguous()
@@ -37,6 +39,7 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat(shares).view(rows.dtype).view(-1, *rows.shape[1:])
 
 
+@watched("wait")
 def total(small: torch.Tensor) -> torch.Tensor:
     """The sum of a small tensor over all ranks, added up in their order: the same bits on all of them."""
     if dist.get_world_size() == 1:

@@ -18,6 +18,7 @@ from megarl.config import ConfigError, ParallelConfig
 from megarl.parallel import device, exact, meeting
 from megarl.parallel.placement import check_layout
 from megarl.parallel.subset import groups_among
+from megarl.parallel.watching import watched
 
 T = TypeVar("T")
 
@@ -314,6 +315,7 @@ def free_port() -> int:
 # What follows is said among all ranks of the job, or among those of `group`, a host group, which count from 0 in it.
 
 
+@watched("wait")
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, by rank, on every rank. Values are pickled: for host values of our own only."""
     data = torch.frombuffer(bytearray(pickle.dumps(value, 5)), dtype=torch.uint8)
@@ -335,6 +337,7 @@ def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
     return [everyone[number % world][0][number // world] for number in range(count)]
 
 
+@watched("wait")
 def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """The source rank's value on every rank."""
     values = [value]
@@ -369,6 +372,7 @@ def is_lead(group: dist.ProcessGroup | None = None) -> bool:
     return (group or host_group()).rank() == 0
 
 
+@watched("wait")
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     dist.barrier(group=group or host_group())
 

@@ -24,7 +24,7 @@ class ActorWorker(TrainingWorker):
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """Log-probs of the policy as it is now."""
-        with self.clock.phase("actor_logprobs"):
+        with self.clock.phase("actor_logprobs", self.at_work):
             return self._forward(batch, "log-probs", self.temperature)
 
     @property

@@ -17,5 +17,5 @@ class CriticWorker(TrainingWorker):
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """values[t] is of the state before token t."""
-        with self.clock.phase("critic_values"):
+        with self.clock.phase("critic_values", self.at_work):
             return self._forward(batch, "values")

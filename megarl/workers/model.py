@@ -12,6 +12,7 @@ from megarl.config import Config, ConfigError
 from megarl.megatron.build import Role
 from megarl.megatron.distribution import Distribution
 from megarl.megatron.model import NAMES, MegatronModel
+from megarl.observe.clock import ELSEWHERE
 from megarl.parallel import ranks
 from megarl.parallel.placement import placement_of
 from megarl.types import ALONE, ModelOutput, TrainBatch
@@ -53,6 +54,11 @@ class ModelWorker(Worker):
     def ready(self) -> None:
         known = self.model.distribution if self.model is not None else None
         self.distribution: Distribution = ranks.broadcast_object(known, self.members[0]) if self.apart else known  # type: ignore[assignment]
+
+    @property
+    def at_work(self) -> str:
+        """Who is in this role's phases on this rank."""
+        return ELSEWHERE if self.model is None else self.role
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """What the model says of the tokens that are here, [T] fp32 on the host; a handle where the role is apart."""

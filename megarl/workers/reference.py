@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from megarl.observe.clock import ELSEWHERE
 from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
@@ -28,6 +29,6 @@ class ReferenceWorker(Worker):
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """Log-probs. Its router chooses for itself: the experts on record are those of other weights."""
-        with self.clock.phase("reference_logprobs"):
+        with self.clock.phase("reference_logprobs", ELSEWHERE if self.actor.model is None else "reference"):
             what, temperature = "log-probs by the first weights", self.actor.temperature
             return self.actor._forward(batch.with_(routing=None), what, temperature, within=self.first())

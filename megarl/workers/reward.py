@@ -63,7 +63,7 @@ class RewardWorker(ModelWorker):
         Aborted ones are shown to nobody and stay without. What they had before, as those that another run recorded,
         is not counted.
         """
-        with self.clock.phase("reward"):
+        with self.clock.phase("reward", "reward"):
             if self.functions:
                 here = self._by_functions(rollouts)
             else:

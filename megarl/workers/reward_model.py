@@ -26,7 +26,7 @@ class RewardModelWorker(TrainingWorker):
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """scores[t] is of the conversation up to and including token t."""
-        with self.clock.phase("reward_model_scores"):
+        with self.clock.phase("reward_model_scores", self.at_work):
             return self._forward(batch, "scores", every=True)
 
     def export(self, folder: Path) -> None:

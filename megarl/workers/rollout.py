@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from megarl.checkpoint.manifest import Entry
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
+from megarl.observe.clock import ELSEWHERE, WAIT
 from megarl.observe.rollout_log import read_rollouts
 from megarl.parallel import device, everyone, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
@@ -94,6 +96,11 @@ class RolloutWorker(Worker):
         super().begin_step(step)
         self._next_group = 0
 
+    @property
+    def at_work(self) -> str:
+        """Who is in this role's phases on this rank."""
+        return ELSEWHERE if self.index is None else "rollout"
+
     def start(self) -> None:
         if self.engine is not None:
             self.engine.start()
@@ -136,15 +143,16 @@ class RolloutWorker(Worker):
         """
         config = self.config
         self._make_room()
-        with self.clock.phase("generate"):
+        with self.clock.phase("generate", WAIT):
             if config.rollout.replay:
                 return self._replayed(self._groups(len(prompts)), greedy)
             self._wake(Engine.wake)
             if is_first := self.step > self._served and not greedy:
                 self._served = self.step
             answers, self._under_way = (self._under_way, None) if is_first else (None, self._under_way)
-            first = 0 if greedy else self._groups(len(prompts)).start
-            answers = answers or self._begin(prompts, samples, greedy, self.step, first)
+            if answers is not None:
+                self._groups(len(prompts))  # whose numbers they have
+            answers = answers or self._begin(prompts, samples, greedy, self.step)
             # The last part is for an engine to let go of what is aborted.
             with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
                 mine = _on_any(answers.mine, lambda future: future.result(), answers.name)
@@ -155,29 +163,38 @@ class RolloutWorker(Worker):
                 self._under_way = self._begin(following, samples, greedy, self.step + 1)
             return rollouts
 
-    def _begin(
-        self, prompts: Sequence[Prompt], samples: int, greedy: bool, step: int, first_group: int = 0
-    ) -> _Answers:
+    def _begin(self, prompts: Sequence[Prompt], samples: int, greedy: bool, step: int) -> _Answers:
         """Have the engines answer, each lead in a thread of its own."""
         self._generations += 1
         name = f"megarl/generation/{self._generations}"
         plan = self._surplus.plan(prompts, step, greedy)
+        first_group = 0 if greedy or step > self.step else self._groups(len(plan.prompts)).start
         tickets = Tickets(len(plan.prompts), len(self.engines), ranks.count, name, plan.held)
         talks, mine = self._talks, None
         if talks is not None:
             mine = self._thread.submit(
-                talks.generate,
-                plan.prompts,
-                tickets=tickets,
-                samples=samples,
-                greedy=greedy,
-                seed=self.config.run.seed * 1_000_003 + step,
-                first_group=first_group,
-                needed=plan.needed,
-                carried=plan.carried,
-                look=lambda: self._look(name),
+                self._answer,
+                partial(
+                    talks.generate,
+                    plan.prompts,
+                    tickets=tickets,
+                    samples=samples,
+                    greedy=greedy,
+                    seed=self.config.run.seed * 1_000_003 + step,
+                    first_group=first_group,
+                    needed=plan.needed,
+                    carried=plan.carried,
+                    look=lambda: self._look(name),
+                ),
+                f"generation of step {step}",
             )
         return _Answers(name, plan, tickets, mine)
+
+    def _answer(self, work: Callable[[], Gathered], name: str) -> Gathered:
+        """In the generation's thread, for the engine's ranks, on whose devices it is."""
+        assert self.index is not None
+        with self.clock.span(name, "rollout", self.engines[self.index]):
+            return work()
 
     def _look(self, alarm: str) -> None:
         if self._closing or ranks.alarm_raised(alarm):
@@ -189,7 +206,8 @@ class RolloutWorker(Worker):
         The engines' KV caches stay asleep until `generate`, when what the push needed is gone.
         """
         self._make_room(actor)
-        with self.clock.phase("push_weights"):
+        takes_part = self.index is not None or actor.model is not None
+        with self.clock.phase("push_weights", "push" if takes_part else ELSEWHERE):
             self.version = self.step
             if self.config.rollout.replay:
                 return
@@ -203,14 +221,15 @@ class RolloutWorker(Worker):
         if self._under_way is None:
             return
         answers, limit = self._under_way, self.config.rollout.step_timeout + self.config.rollout.start_timeout
-        with self.clock.phase("generate_rest"), self._patient(limit):
+        with self.clock.phase("generate_rest", WAIT), self._patient(limit):
             _on_any(answers.mine, lambda future: future.result() and None, answers.name)
 
     def _wake(self, how: Callable[[Engine], None]) -> None:
         """Once every rank has given back what it has freed: an engine's lead wakes it on the devices of others, too."""
         device.empty_cache()
         ranks.barrier()
-        self._on_leads(how)
+        with self.clock.span("wake", self.at_work):
+            self._on_leads(how)
 
     def _make_room(self, pushing: ActorWorker | None = None) -> None:
         """With `train.offload` models leave the device to the engines, but for weights that are on their way there."""
@@ -234,7 +253,7 @@ class RolloutWorker(Worker):
         """Leave the device to training, unless it is the engines' own."""
         if self._under_way is not None:
             return
-        with self.clock.phase("sleep"):
+        with self.clock.phase("sleep", self.at_work):
             self._on_leads(Engine.sleep)
 
     def figures(self) -> dict[str, float]:

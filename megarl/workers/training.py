@@ -28,7 +28,7 @@ class TrainingWorker(ModelWorker):
         given = {name: getattr(batch, name) for name in batch.columns()}
         self.require_finite({f"{name} in the batch": x for name, x in given.items() if x.is_floating_point()}, batch)
         mine = None
-        with self.clock.phase(f"{self.role}_update"):
+        with self.clock.phase(f"{self.role}_update", self.at_work):
             if self.model is None:
                 self.distribution.train_elsewhere(batch)
             else:

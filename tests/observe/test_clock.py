@@ -1,0 +1,91 @@
+"""Phases add up to figures, and are spans, as are those of other threads, which are in no figure."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from megarl.observe import clock as module
+from megarl.observe.clock import DATA, WAIT, Clock, Span
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(module, "_BETWEEN", 1000.0)
+    return made
+
+
+def test_phases_are_figures_and_spans(time: Time) -> None:
+    said: list[str] = []
+    clock = Clock(said.append)
+    for seconds in (2.0, 3.0):
+        with clock.phase("actor_update", "actor"):
+            time.now += seconds
+    with clock.phase("reward"), clock.span("inside", WAIT):
+        time.now += 1.0
+    time.now += 0.5
+    assert clock.lap(7) == {"time/actor_update": 5.0, "time/reward": 1.0, "time/step": 6.5}
+    assert said == ["actor_update", "actor_update", "reward"]
+    assert clock.spans() == [
+        Span("actor_update", "actor", "main", 1100.0, 1102.0),
+        Span("actor_update", "actor", "main", 1102.0, 1105.0),
+        Span("inside", WAIT, "main", 1105.0, 1106.0),
+        Span("reward", "rank", "main", 1105.0, 1106.0),
+        Span("step 7", "step", "main", 1100.0, 1106.5),
+    ]
+    assert clock.spans() == []
+    assert clock.lap() == {"time/step": 0.0}
+    assert clock.spans() == []
+
+
+def test_a_span_of_another_thread_has_its_name_and_is_in_no_figure(time: Time) -> None:
+    clock = Clock()
+
+    def generate() -> None:
+        with clock.span("generation of step 1", "rollout", (2, 3)):
+            time.now += 4.0
+
+    with ThreadPoolExecutor(1, thread_name_prefix="generation") as pool:
+        pool.submit(generate).result()
+    assert clock.spans() == [Span("generation of step 1", "rollout", "generation", 1100.0, 1104.0, (2, 3))]
+    assert clock.lap() == {"time/step": 4.0}
+
+
+def test_an_error_ends_a_span(time: Time) -> None:
+    clock = Clock()
+    with pytest.raises(ValueError), clock.phase("load"):
+        time.now += 1.0
+        raise ValueError
+    assert clock.spans() == [Span("load", "rank", "main", 1100.0, 1101.0)]
+
+
+def test_short_waits_are_not_kept_and_short_work_is(time: Time) -> None:
+    clock = Clock()
+    for who in (WAIT, DATA, "actor"):
+        with clock.span("short", who):
+            time.now += 0.0004
+    assert [span.who for span in clock.spans()] == ["actor"]
+
+
+def test_spans_of_many_threads_are_all_kept() -> None:
+    clock = Clock()
+
+    def some(_: int) -> None:
+        for _ in range(500):
+            with clock.span("x", "actor"):
+                pass
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(some, range(4)))
+    assert len(clock.spans()) == 2000

@@ -1,0 +1,60 @@
+"""A rank's file of spans: Chrome trace events, a line each, which is never closed and goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.observe.clock import Span
+from megarl.observe.timeline import Timeline, timeline_file
+
+STEP = Span("step 1", "step", "main", 1.0, 4.0)
+UPDATE = Span("actor_update", "actor", "main", 2.0, 3.5)
+ANSWERS = Span("generation of step 1", "rollout", "generation", 1.5, 1.75, (2, 3))
+
+
+def events(file: Path) -> list[dict[str, Any]]:
+    """As a reader takes it that closes the array itself."""
+    found: list[dict[str, Any]] = json.loads(file.read_text().rstrip().rstrip(",") + "]")
+    return found
+
+
+def test_events(tmp_path: Path) -> None:
+    Timeline(tmp_path, 3, warn=lambda text: None).write([UPDATE, ANSWERS, STEP])
+    file = tmp_path / "timeline" / "rank_00003.json"
+    assert file == timeline_file(tmp_path, 3)
+    assert len(file.read_text().splitlines()) == 1 + 5
+    timed = {"ph": "X", "pid": 3}
+    assert events(file) == [
+        {"name": "thread_name", "ph": "M", "pid": 3, "tid": 0, "args": {"name": "main"}},
+        {"name": "step 1", "cat": "step", "ts": 1_000_000, "dur": 3_000_000, "tid": 0, "args": {}} | timed,
+        {"name": "thread_name", "ph": "M", "pid": 3, "tid": 1, "args": {"name": "generation"}},
+        {"name": "generation of step 1", "cat": "rollout", "ts": 1_500_000, "dur": 250_000, "tid": 1}
+        | timed
+        | {"args": {"ranks": [2, 3]}},
+        {"name": "actor_update", "cat": "actor", "ts": 2_000_000, "dur": 1_500_000, "tid": 0, "args": {}} | timed,
+    ]
+
+
+def test_a_resumed_run_goes_on_behind_a_line_that_was_cut(tmp_path: Path) -> None:
+    Timeline(tmp_path, 0, warn=lambda text: None).write([STEP])
+    file = timeline_file(tmp_path, 0)
+    with file.open("a") as half:
+        half.write('{"name": "act')
+    Timeline(tmp_path, 0, warn=lambda text: None).write([UPDATE])
+    lines = file.read_text().splitlines()
+    assert lines[0] == "[" and lines.count("[") == 1
+    assert lines[3] == '{"name": "act' and json.loads(lines[-1].rstrip(","))["name"] == "actor_update"
+
+
+def test_nothing_is_no_file(tmp_path: Path) -> None:
+    Timeline(tmp_path, 0, warn=lambda text: None).write([])
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "timeline").write_text("no folder")
+    said: list[str] = []
+    Timeline(tmp_path, 0, said.append).write([STEP])
+    assert len(said) == 1 and said[0].startswith("could not write the timeline: ")

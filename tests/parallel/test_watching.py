@@ -1,0 +1,57 @@
+"""Of a function that waits within another only the outer one is told of; without an observer nobody is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from megarl.parallel.watching import watch, watched
+
+told: list[str] = []
+
+
+@contextmanager
+def observer(name: str, what: str) -> Iterator[None]:
+    told.append(f"{name} {what}")
+    yield
+    told.append(f"end {name}")
+
+
+@watched("wait")
+def inner(value: int) -> int:
+    if value < 0:
+        raise ValueError
+    return value + 1
+
+
+@watched("data")
+def outer(value: int) -> int:
+    return inner(value) * 2
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    told.clear()
+    yield
+    watch(None)
+
+
+def test_nobody_is_told_without_an_observer() -> None:
+    assert outer(1) == 4 and told == []
+
+
+def test_the_outer_one_only() -> None:
+    watch(observer)
+    assert outer(1) == 4 and inner(1) == 2
+    assert told == ["outer data", "end outer", "inner wait", "end inner"]
+
+
+def test_an_error_ends_it() -> None:
+    watch(observer)
+    with pytest.raises(ValueError):
+        outer(-1)
+    told.clear()
+    inner(1)
+    assert told == ["inner wait", "end inner"]

@@ -1,0 +1,227 @@
+"""The picture of a run's timeline and its figures, of spans whose overlaps are computed by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.observe.clock import DATA, ELSEWHERE, STEP, WAIT, Span
+from megarl.observe.timeline import Timeline, timeline_file
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).resolve().parents[2] / f"tools/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+timeline = tool("timeline")
+
+
+def main(name: str, who: str, begin: float, end: float) -> Span:
+    return Span(name, who, "main", begin, end)
+
+
+def answers(step: int, begin: float, end: float, ranks: Sequence[int] = (2,)) -> Span:
+    return Span(f"generation of step {step}", "rollout", "generation", begin, end, ranks)
+
+
+# Seconds        0   1   2   3   4   5   6   7   8   9   10
+# rank 0                         AA··AAAA    CCCCCCCC        logprobs, but waits from 4.5 to 5; update
+# rank 1                         IIIIIIIIIIIIRRRR::          values; update; :: gives rows from 8 to 8.5
+# rank 2         ················E                           waits for its thread; reward
+#   generation     GGGGGGGGGGGG
+STEP_1 = {
+    0: [
+        main("critic_values", ELSEWHERE, 6, 6.5),
+        main("rows", WAIT, 4.5, 5),
+        main("actor_logprobs", "actor", 4, 6),
+        main("actor_update", "actor", 7, 9),
+    ],
+    1: [
+        main("critic_values", "critic", 4, 7),
+        main("critic_update", "critic", 7, 8),
+        main("deliver", DATA, 8, 8.5),
+    ],
+    2: [main("generate", WAIT, 0, 4), answers(1, 0.5, 3.5), main("reward", "reward", 4, 4.25)],
+}
+
+
+def write(run_dir: Path, step: int, spans: dict[int, list[Span]], begin: float = 0.0) -> None:
+    """A step of 10 seconds from `begin` on, at which the spans' times count from 0."""
+    for rank, found in spans.items():
+        moved = [
+            span._replace(begin=1e9 + begin + span.begin, end=1e9 + begin + span.end)
+            for span in (main(f"step {step}", STEP, 0, 10), *found)
+        ]
+        Timeline(run_dir, rank, warn=pytest.fail).write(moved)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    write(tmp_path, 1, STEP_1)
+    return tmp_path
+
+
+def test_overlap_of_each_two_roles(run_dir: Path) -> None:
+    found = timeline.overlaps(timeline.load(run_dir), [1])
+    assert found == pytest.approx(
+        {
+            ("actor", "critic"): 2.5,
+            ("actor", "reward"): 0.25,
+            ("actor", "rollout"): 0.0,
+            ("critic", "reward"): 0.25,
+            ("critic", "rollout"): 0.0,
+            ("reward", "rollout"): 0.0,
+        }
+    )
+
+
+def test_shares_of_each_rank(run_dir: Path) -> None:
+    found = timeline.shares(timeline.load(run_dir), [1])
+    assert found[0] == pytest.approx({"work": 0.35, WAIT: 0.05, DATA: 0.0, "controller": 0.6})
+    assert found[1] == pytest.approx({"work": 0.4, WAIT: 0.0, DATA: 0.05, "controller": 0.55})
+    # It waits for its own thread, which is at work.
+    assert found[2] == pytest.approx({"work": 0.325, WAIT: 0.1, DATA: 0.0, "controller": 0.575})
+
+
+def test_cost_of_a_step(run_dir: Path) -> None:
+    found = timeline.cost(timeline.load(run_dir), 1)
+    # At work is somebody from 0.5 to 3.5 and from 4 to 9.
+    assert (found.length, found.nobody) == pytest.approx((10.0, 2.0))
+    assert (found.controller, found.data) == pytest.approx((6.0, 0.5))
+
+
+def test_generation_of_the_next_step_overlaps_training(run_dir: Path) -> None:
+    """It begins in step 1, and is written with step 2, in which it ends."""
+    write(run_dir, 2, {0: [main("actor_update", "actor", 1, 2)], 1: [], 2: [answers(2, -6, 1.5)]}, begin=10)
+    run = timeline.load(run_dir)
+    # In step 1 from 4 on: actor [4, 4.5], [5, 6], [7, 9]; in step 2 [1, 1.5].
+    assert timeline.overlaps(run, [1])["actor", "rollout"] == pytest.approx(3.5)
+    assert timeline.overlaps(run, [2])["actor", "rollout"] == pytest.approx(0.5)
+    assert timeline.overlaps(run, [1, 2])["actor", "rollout"] == pytest.approx(4.0)
+
+
+def test_an_engine_is_at_work_on_all_of_its_ranks(tmp_path: Path) -> None:
+    write(tmp_path, 1, {0: [answers(1, 0, 4, (0, 1))], 1: []})
+    found = timeline.shares(timeline.load(tmp_path), [1])
+    assert found[0]["work"] == found[1]["work"] == pytest.approx(0.4)
+
+
+def test_picture(run_dir: Path) -> None:
+    lines = [line.plain for line in timeline.picture(timeline.load(run_dir), [1], width=54)]
+    assert [line.rstrip() for line in lines[:5]] == [
+        "             |1",
+        "rank 0                       AA··AAAA    CCCCCCCC",
+        "rank 1                       IIIIIIIIIIIIRRRR::",
+        "rank 2       ················E",
+        "  generation   GGGGGGGGGGGG",
+    ]
+    assert lines[5].startswith("A actor_logprobs   C actor_update   R critic_update   I critic_values   G generation")
+    assert lines[6].startswith("40 columns of 250 ms")
+
+
+def test_cells_of_a_row() -> None:
+    spans = [
+        main("step 1", STEP, 0, 10),
+        main("generate", WAIT, 0, 4),
+        main("wake", "rollout", 1, 2),
+        main("actor_update", "actor", 6, 9),
+        answers(3, 9, 10),
+    ]
+    kinds = timeline.row(spans, 0.0, 10.0, 10)
+    assert kinds == [WAIT, "wake", WAIT, WAIT, "", "", *["actor_update"] * 3, "generation"]
+    # A cell is of what takes most of it: four seconds, one of which is another's, or three of five.
+    assert timeline.row(spans, 0.0, 10.0, 2) == [WAIT, "actor_update"]
+    assert timeline.row([main("a", "x", 0, 1), main("b", "y", 1, 4)], 0.0, 4.0, 2) == ["a", "b"]
+
+
+def test_each_kind_has_a_mark_of_its_own() -> None:
+    found = timeline.marks(["actor_logprobs", "actor_update", "critic_update", "generation"])
+    assert found == timeline.MARKS | {
+        "actor_logprobs": "A",
+        "actor_update": "C",
+        "critic_update": "R",
+        "generation": "G",
+    }
+
+
+def test_stretches() -> None:
+    one, other = [(0.0, 4.0), (6.0, 8.0)], [(1.0, 2.0), (3.0, 7.0)]
+    assert timeline.union([(3, 7), (1, 2), (2, 2.5), (5, 5)]) == [(1, 2.5), (3, 7)]
+    assert timeline.common(one, other) == [(1, 2), (3, 4), (6, 7)]
+    assert timeline.without(one, other) == [(0, 1), (2, 3), (7, 8)]
+    assert timeline.without(one, []) == one and timeline.common(one, []) == []
+
+
+def test_innermost() -> None:
+    spans = [main("a", "x", 0, 10), main("b", "x", 2, 5), main("c", "x", 3, 4), main("d", "x", 5, 6)]
+    assert [(s.name, s.begin, s.end) for s in timeline.innermost(spans)] == [
+        ("a", 0, 2),
+        ("b", 2, 3),
+        ("c", 3, 4),
+        ("b", 4, 5),
+        ("d", 5, 6),
+        ("a", 6, 10),
+    ]
+
+
+def test_steps_that_were_taken_again_are_there_once(run_dir: Path) -> None:
+    """After a resume on two ranks, from step 1 on, the third rank's file has the old steps alone."""
+    write(run_dir, 2, {rank: [main("actor_update", "actor", 0, 9)] for rank in range(3)}, begin=10)
+    write(run_dir, 2, {rank: [main("actor_update", "actor", 0, 1)] for rank in range(2)}, begin=100)
+    run = timeline.load(run_dir)
+    assert {step: sorted(by_rank) for step, by_rank in run.windows.items()} == {1: [0, 1, 2], 2: [0, 1]}
+    assert timeline.shares(run, [2])[0]["work"] == pytest.approx(0.1)
+
+
+def test_the_trace(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "all.json"
+    assert timeline.main([str(run_dir), "--out", str(out)]) == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    update = next(event for event in events if event["name"] == "actor_update")
+    assert (update["pid"], update["cat"], update["ts"], update["dur"]) == (0, "actor", 7_000_000, 2_000_000)
+    said = capsys.readouterr().out
+    assert "actor and critic" in said and "2.50" in said and "2.000 (20.0%)" in said and "perfetto" in said
+
+
+def test_lines_that_are_broken_are_passed_over(run_dir: Path) -> None:
+    before = timeline.load(run_dir)
+    event = {"name": "x", "cat": "actor", "ph": "X", "ts": 10**15, "dur": 10**7, "pid": 0, "tid": 0, "args": {}}
+    broken: list[object] = [5, [], {"ph": "X"}, {"ph": "M", "args": 3, "tid": 0}]
+    broken += [event | wrong for wrong in ({"ts": "1"}, {"dur": -1}, {"args": {"ranks": [None]}}, {"name": 3})]
+    with timeline_file(run_dir, 0).open("ab") as file:
+        file.write(b'{"name": "act\n\xff\xfe\n' + b"[" * 10**5 + b"\n")
+        file.write("".join(f"{json.dumps(line)},\n" for line in broken).encode())
+    assert timeline.load(run_dir) == before
+
+
+def test_mistakes_are_one_line(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    (damaged := tmp_path / "damaged" / "timeline").mkdir(parents=True)
+    (damaged / "rank_00000.json").write_text("[\nnothing\n")
+    for arguments, text in (
+        ([tmp_path / "none"], "there is no run folder"),
+        ([empty], "track.timeline=true"),
+        ([damaged.parent], "have no step yet, or are damaged"),
+        ([run_dir, "--steps", "5-"], "names no steps; write 3-5, or 4; the timeline has the steps 1 to 1"),
+        ([run_dir, "--steps", "2-3"], "names none that was done"),
+        ([run_dir, "--out", empty], "is a folder; name a file"),
+    ):
+        assert timeline.main([str(argument) for argument in arguments]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 1 and said[0].startswith("error: ") and text in said[0]
+    with pytest.raises(ConfigError):
+        timeline.load(empty)

@@ -1,0 +1,400 @@
+"""Who did what when in a run: a picture for the terminal, what it comes to, and one trace for Perfetto.
+
+    .venv/bin/python tools/timeline.py RUN_DIR [--steps 3-5] [--out timeline.json]
+
+Shows the last steps by default, a row for each rank and for its thread of generation; says how long each rank was at
+work and waited, for how long each two roles were at work at once, and what controller and data plane cost. FILE has all
+steps, unless some are named; open it with https://ui.perfetto.dev or chrome://tracing.
+
+A rank is at work while a role computes on it, on the device of an engine, or on its processor. A model's waits for its
+own neighbours, as in a pipeline, count as work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megarl.command_line import Parser, ends_in_a_line, file_to_write
+from megarl.config import ConfigError
+from megarl.observe.clock import DATA, ELSEWHERE, STEP, WAIT, Span
+
+SHOWN = 3
+"""Steps of a picture where none are named."""
+NO_WORK = (WAIT, DATA, ELSEWHERE, STEP)
+MARKS = {WAIT: "·", DATA: ":", "": " "}
+COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red", "bright_green", "bright_cyan", "bright_yellow")
+
+Times = list[tuple[float, float]]
+"""Stretches of time, disjoint and ascending."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """spans: by rank and thread, of the latest attempt at each step; an engine's on all of its ranks. windows: begin
+    and end of a step, by step and rank."""
+
+    spans: Mapping[tuple[int, str], Sequence[Span]]
+    windows: Mapping[int, Mapping[int, tuple[float, float]]]
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({rank for rank, _ in self.spans})
+
+    def whole(self, steps: Sequence[int]) -> tuple[float, float]:
+        """From the first begin of these steps to their last end."""
+        found = list(chain.from_iterable(self.windows[step].values() for step in steps))
+        begin = min(begin for begin, _ in found)
+        return begin, max(begin + 1e-6, *(end for _, end in found))
+
+
+# --- stretches of time ------------------------------------------------------------------------------------------------
+
+
+def union(times: Iterable[tuple[float, float]]) -> Times:
+    found: Times = []
+    for begin, end in sorted(times):
+        if end <= begin:
+            continue
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def common(one: Times, other: Times) -> Times:
+    found, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def without(one: Times, other: Times) -> Times:
+    edges = [-math.inf, *chain.from_iterable(other), math.inf]
+    return common(one, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def seconds(times: Times) -> float:
+    return math.fsum(end - begin for begin, end in times)
+
+
+def innermost(spans: Iterable[Span]) -> list[Span]:
+    """The spans of a thread, which are within each other or apart, cut so that each moment is of the innermost."""
+    found: list[Span] = []
+    open_: list[Span] = []
+    at = -math.inf
+
+    def until(time: float) -> None:
+        nonlocal at
+        if open_ and at < time:
+            found.append(open_[-1]._replace(begin=at, end=time))
+        at = max(at, time)
+
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+        while open_ and open_[-1].end <= span.begin:
+            until(open_[-1].end)
+            open_.pop()
+        until(span.begin)
+        open_.append(span)
+    while open_:
+        until(open_[-1].end)
+        open_.pop()
+    return found
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> Run:
+    """Raises ConfigError where there is no run, or nothing of it to show. A line that is broken is passed over."""
+    if not path.is_dir():
+        raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
+    files = sorted(path.glob("timeline/rank_*.json"))
+    if not files:
+        raise ConfigError(f"{path} has no timeline: it has one once a run with track.timeline=true has done a step")
+    steps: dict[int, dict[int, list[Span]]] = {}
+    for file in files:
+        rank = int(re.sub(r"\D", "", file.stem) or -1)
+        for step, spans in read_steps(file).items():
+            steps.setdefault(step, {})[rank] = spans
+    if not steps:
+        raise ConfigError(f"the files in {path / 'timeline'} have no step yet, or are damaged")
+    spans: dict[tuple[int, str], list[Span]] = {}
+    windows: dict[int, dict[int, tuple[float, float]]] = {}
+    for step, by_rank in sorted(steps.items()):
+        latest = max(found[0].begin for found in by_rank.values())
+        for rank, found in by_rank.items():
+            if found[0].end < latest:  # of a rank that a resumed run no longer has
+                continue
+            windows.setdefault(step, {})[rank] = found[0].begin, found[0].end
+            for span in found:
+                for member in span.ranks or (rank,):
+                    spans.setdefault((member, span.thread), []).append(span)
+    order = sorted(spans, key=lambda key: (key[0], key[1] != "main", key[1]))
+    return Run({key: spans[key] for key in order}, windows)
+
+
+def read_steps(file: Path) -> dict[int, list[Span]]:
+    """By step: its own span, then what was written with it. A step that a resumed run took again is in it as it was
+    the last time, and so are those after it."""
+    found: dict[int, list[Span]] = {}
+    current: list[Span] = []
+    threads: dict[Any, str] = {}
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        event = read_event(line)
+        if event is None:
+            continue
+        if event["ph"] == "M":
+            threads[event["tid"]] = str(event["args"].get("name"))
+            continue
+        begin, length, args = float(event["ts"]), float(event["dur"]), event["args"]
+        thread = threads.get(event["tid"], "main")
+        members = tuple(args.get("ranks", ()))
+        span = Span(event["name"], event["cat"], thread, begin / 1e6, (begin + length) / 1e6, members)
+        if span.who == STEP and (number := re.fullmatch(r"step (\d{1,12})", span.name)):
+            step, current = int(number[1]), []
+            found = {other: spans for other, spans in found.items() if other < step} | {step: current}
+        current.append(span)
+    return found
+
+
+def read_event(line: str) -> dict[str, Any] | None:
+    """A line's; None where it is none of ours, as the first, or one that a process left when it was killed."""
+    try:
+        event = json.loads(line.rstrip(","))
+        kind, args = event["ph"], event["args"]
+        if kind == "M" and isinstance(args, dict):
+            return event if isinstance(event["tid"], int) else None
+        whole = all(isinstance(event[name], str) for name in ("name", "cat")) and isinstance(event["tid"], int)
+        right = all(isinstance(event[name], int) and 0 <= event[name] < 2**60 for name in ("ts", "dur"))
+        members = args.get("ranks", [])
+        listed = isinstance(members, list) and all(isinstance(member, int) for member in members)
+        return event if kind == "X" and whole and right and listed else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def chosen(text: str, run: Run) -> list[int]:
+    """Steps as 3-5, or 4. Raises ConfigError."""
+    match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", text)
+    there = f"the timeline has the steps {min(run.windows)} to {max(run.windows)}"
+    if match is None:
+        raise ConfigError(f"--steps {text} names no steps; write 3-5, or 4; {there}")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not (found := [step for step in run.windows if first <= step <= last]):
+        raise ConfigError(f"--steps {text} names none that was done; {there}")
+    return found
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def busy(run: Run, begin: float, end: float) -> dict[str, dict[int, Times]]:
+    """By who, and by rank, when it was at work between two times; also `wait` and `data`, where the rank was not at
+    work at the same time in another thread."""
+    found: dict[str, dict[int, Times]] = {}
+    for (rank, _), spans in run.spans.items():
+        for span in innermost(spans):
+            if span.who not in (STEP, ELSEWHERE):
+                cut = max(begin, span.begin), min(end, span.end)
+                found.setdefault(span.who, {}).setdefault(rank, []).append(cut)
+    merged = {who: {rank: union(times) for rank, times in by_rank.items()} for who, by_rank in found.items()}
+    for rank in run.ranks:
+        covered = at_work(merged, rank)
+        for who in (DATA, WAIT):
+            left = without(merged.get(who, {}).get(rank, []), covered)
+            merged.setdefault(who, {})[rank] = left
+            covered = union(covered + left)
+    return merged
+
+
+def at_work(by_who: Mapping[str, Mapping[int, Times]], rank: int | None = None) -> Times:
+    """When anybody was, on a rank or on any."""
+    works = [by_rank for who, by_rank in by_who.items() if who not in NO_WORK]
+    return union(
+        piece for by_rank in works for other, times in by_rank.items() if rank in (None, other) for piece in times
+    )
+
+
+def shares(run: Run, steps: Sequence[int]) -> dict[int, dict[str, float]]:
+    """By rank the parts of the time that it was at work, waited, moved data, and did all else."""
+    begin, end = run.whole(steps)
+    by_who, length = busy(run, begin, end), end - begin
+    found = {}
+    for rank in run.ranks:
+        parts = {"work": seconds(at_work(by_who, rank))} | {who: seconds(by_who[who][rank]) for who in (WAIT, DATA)}
+        parts["controller"] = (end - begin) - sum(parts.values())
+        found[rank] = {name: value / length for name, value in parts.items()}
+    return found
+
+
+def overlaps(run: Run, steps: Sequence[int]) -> dict[tuple[str, str], float]:
+    """Of each two roles the seconds in which both were at work, on whatever ranks."""
+    by_who = busy(run, *run.whole(steps))
+    roles = sorted(who for who in by_who if who not in (*NO_WORK, "rank"))
+    when = {who: union(chain.from_iterable(by_who[who].values())) for who in roles}
+    return {(one, other): seconds(common(when[one], when[other])) for one, other in combinations(roles, 2)}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a step, in seconds. nobody: while no rank was at work, which is what controller and data plane lengthened the
+    step by. controller, data: on the rank where it is most."""
+
+    length: float
+    nobody: float
+    controller: float
+    data: float
+
+
+def cost(run: Run, step: int) -> Cost:
+    begin, end = run.whole([step])
+    by_who = busy(run, begin, end)
+    controller, data = 0.0, 0.0
+    for rank, window in run.windows[step].items():
+        own = [window]
+        covered = union(chain(at_work(by_who, rank), by_who[WAIT][rank], by_who[DATA][rank]))
+        controller = max(controller, seconds(without(own, covered)))
+        data = max(data, seconds(common(own, by_who[DATA][rank])))
+    return Cost(end - begin, seconds(without([(begin, end)], at_work(by_who))), controller, data)
+
+
+# --- picture ----------------------------------------------------------------------------------------------------------
+
+
+def kind_of(span: Span) -> str:
+    """What a span is in the picture: work by its name without the step, and the rest by what it is."""
+    if span.who in (STEP, ELSEWHERE):
+        return ""
+    return span.who if span.who in NO_WORK else re.sub(r" of step \d+$", "", span.name)
+
+
+def row(spans: Iterable[Span], begin: float, end: float, width: int) -> list[str]:
+    """For each of `width` equal parts of the time what took most of it."""
+    cells: list[dict[str, float]] = [{} for _ in range(width)]
+    size = (end - begin) / width
+    for span in innermost(spans):
+        first, last = max(begin, span.begin), min(end, span.end)
+        if first >= last:
+            continue
+        for cell in range(int((first - begin) / size), min(width, math.ceil((last - begin) / size))):
+            inside = min(last, begin + (cell + 1) * size) - max(first, begin + cell * size)
+            cells[cell][kind_of(span)] = cells[cell].get(kind_of(span), 0.0) + inside
+    return [max(cell, key=lambda kind: cell[kind]) if cell else "" for cell in cells]
+
+
+def marks(kinds: Iterable[str]) -> dict[str, str]:
+    """A letter for each kind, the first of its own that is free."""
+    found = dict(MARKS)
+    for kind in kinds:
+        letters = [letter for letter in kind.upper() + kind.lower() + "0123456789#" if letter.isalnum()]
+        found.setdefault(kind, next((letter for letter in letters if letter not in found.values()), "#"))
+    return found
+
+
+def picture(run: Run, steps: Sequence[int], width: int) -> list[Text]:
+    begin, end = run.whole(steps)
+    names = {key: f"rank {key[0]}" if key[1] == "main" else f"  {key[1]}" for key in run.spans}
+    margin = max(map(len, names.values())) + 1
+    width = max(10, width - margin - 1)
+    rows = {key: row(spans, begin, end, width) for key, spans in run.spans.items()}
+    kinds = sorted({kind for cells in rows.values() for kind in cells if kind not in MARKS})
+    mark = marks(kinds)
+    colour = {kind: COLOURS[number % len(COLOURS)] for number, kind in enumerate(kinds)}
+    head = [" "] * width
+    for step in steps:
+        at = int((min(first for first, _ in run.windows[step].values()) - begin) / (end - begin) * width)
+        for place, letter in enumerate(f"|{step}"[: width - at]):
+            head[at + place] = letter
+    lines = [Text(" " * margin + "".join(head).rstrip())]
+    for key, cells in rows.items():
+        line = Text(names[key].ljust(margin))
+        for kind in cells:
+            line.append(mark[kind], style=colour.get(kind, "dim"))
+        lines.append(line)
+    legend = [f"{mark[kind]} {kind}" for kind in kinds]
+    lines.append(Text("   ".join([*legend, f"{MARKS[WAIT]} waits", f"{MARKS[DATA]} moves data", "blank: all else"])))
+    lines.append(Text(f"{width} columns of {1000 * (end - begin) / width:.3g} ms, |N: where step N begins"))
+    return lines
+
+
+def tables(run: Run, steps: Sequence[int]) -> list[Table]:
+    by_rank = Table("rank", "at work", "waits", "moves data", "all else", box=box.SIMPLE_HEAD)
+    for rank, parts in shares(run, steps).items():
+        by_rank.add_row(str(rank), *(f"{parts[name]:.1%}" for name in ("work", WAIT, DATA, "controller")))
+    pairs = Table("at work at once", "seconds", box=box.SIMPLE_HEAD)
+    for (one, other), value in overlaps(run, steps).items():
+        pairs.add_row(f"{one} and {other}", f"{value:.2f}")
+    by_step = Table("step", "seconds", "nobody at work", "data, at most", "controller, at most", box=box.SIMPLE_HEAD)
+    for step in steps:
+        found = cost(run, step)
+        part = [f"{x:.3f} ({x / found.length:.1%})" for x in (found.nobody, found.data, found.controller)]
+        by_step.add_row(str(step), f"{found.length:.2f}", *part)
+    return [by_rank, pairs, by_step]
+
+
+def trace(run: Run, steps: Sequence[int]) -> dict[str, Any]:
+    """What Perfetto reads: a process for each rank, from 0 on, in microseconds."""
+    begin, end = run.whole(steps)
+    events: list[dict[str, Any]] = []
+    for number, ((rank, thread), spans) in enumerate(run.spans.items()):
+        place = {"pid": rank, "tid": number}
+        events.append({"name": "process_name", "ph": "M", **place, "args": {"name": f"rank {rank}"}})
+        events.append({"name": "thread_name", "ph": "M", **place, "args": {"name": thread}})
+        for span in spans:
+            if span.begin < end and span.end > begin:
+                times = {"ts": round((span.begin - begin) * 1e6), "dur": round((span.end - span.begin) * 1e6)}
+                events.append({"name": span.name, "cat": span.who, "ph": "X", **times, **place})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="steps to show, as 3-5, or 4 (default: the last ones)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the ranks' files as one trace")
+    return parser.parse_args(arguments)
+
+
+def show(options: argparse.Namespace) -> int:
+    run = load(options.run)
+    steps = chosen(options.steps, run) if options.steps else list(run.windows)[-SHOWN:]
+    file_to_write(options.out, "--out")
+    console = Console(highlight=False)
+    for line in picture(run, steps, console.width):
+        console.print(line, soft_wrap=True)
+    for table in tables(run, steps):
+        console.print(table)
+    if options.out is not None:
+        written = steps if options.steps else list(run.windows)
+        options.out.write_text(json.dumps(trace(run, written)), encoding="utf-8")
+        console.print(f"{options.out}: open it with https://ui.perfetto.dev", soft_wrap=True, markup=False)
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    return ends_in_a_line(lambda: show(parse(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
