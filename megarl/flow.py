@@ -1,8 +1,8 @@
-"""HybridFlow: roles, the colocated placement, and the one training loop.
+"""HybridFlow: roles, where they are, and the one training loop.
 
-Every rank builds the same flow and runs the same controller on the same values. The roles (`flow.actor`,
-`flow.rollout`, ...) share the work of a call among the ranks and hand the whole result to each of them, so that an
-algorithm is written as if there were one process.
+Every rank builds the same flow and runs the same controller. The roles (`flow.actor`, `flow.rollout`, ...) share the
+work of a call among their ranks; on others it returns at once, with a handle whose value travels when it is read. So an
+algorithm is written as if there were one process. `workers/README.md` shows a step.
 """
 
 from __future__ import annotations
@@ -89,6 +89,15 @@ class HybridFlow:
     def set_placement(self, placement: Mapping[str, str | int]) -> None:
         """Say which ranks the roles are on, as the key `placement` does."""
         self.config = dataclasses.replace(self.config, placement=dict(placement))
+
+    def __getattr__(self, name: str) -> Worker:
+        """Of what is not there, as a role that the algorithm does not have, or before the run has made it."""
+        if name not in WORKERS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        roles = make_controller(self.config).roles()
+        if name in roles:
+            raise ConfigError(f"flow.{name} is read before it is there: roles are made when flow.run starts them")
+        raise ConfigError(f"flow.{name}: {self.config.algorithm} has no such role; it has {', '.join(roles)}")
 
     def run(self, num_rollout: int | None = None, num_update: int | None = None) -> dict[str, float]:
         """Train for `num_rollout` steps of `num_update` optimizer steps each; returns the last step's metrics.
@@ -322,7 +331,7 @@ class HybridFlow:
 
     def _trained(self) -> dict[str, Any]:
         """The models that a checkpoint holds, by role, as far as they are on this rank."""
-        found = {role: getattr(self, role).model for role in ("actor", "critic", "reward_model") if hasattr(self, role)}
+        found = {role: getattr(self, role).model for role in ("actor", "critic", "reward_model") if role in vars(self)}
         return {role: model for role, model in found.items() if model is not None}
 
     def _save(self, must: bool) -> StorageError | None:
@@ -349,7 +358,7 @@ class HybridFlow:
 
     def _export(self) -> None:
         """Write the trained model. Where the disk does not take it, wait for room: it is all that the run was for."""
-        trained = self.reward_model if hasattr(self, "reward_model") else self.actor
+        trained = self.reward_model if "reward_model" in vars(self) else self.actor
         folder, patience = self.log.run_dir / "export", self.config.run.storage_timeout_s
         began, said = time.monotonic(), False
         while True:
@@ -411,7 +420,7 @@ class HybridFlow:
 
         ranks.together(restore)
         self._begin_step()
-        if hasattr(self, "rollout"):
+        if "rollout" in vars(self):
             self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache
             self.rollout.update_weights(self.actor)
         self.log.say(f"resumed from {folder} after step {self.step}")

@@ -163,7 +163,7 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
 
 def check_ahead(config: Config, roles: Collection[str]) -> None:
     """Raise ConfigError where generation cannot run beside training, as `rollout.ahead` has it."""
-    if not config.rollout.ahead:
+    if not config.rollout.ahead or "rollout" not in roles:
         return
     key, placement = f"rollout.ahead={config.rollout.ahead}", placement_of(config)
     if config.rollout.replay:

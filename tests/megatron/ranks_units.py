@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -634,10 +635,24 @@ def placing() -> dict[str, Any]:
     return flow.config.placement
 
 
+def absent() -> dict[str, str]:
+    """What a flow says of roles that are not there."""
+    from megarl.flow import HybridFlow
+
+    flow = HybridFlow(replace(tiny.config(), algorithm="grpo"))
+    said = {}
+    for name in ("actor", "critic", "crtic"):
+        try:
+            getattr(flow, name)
+        except (ValueError, AttributeError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
     refusals, folder, half, schedule, critic, aux_losses, training, waking, comparing, nothing, spared,
-    placing,
+    placing, absent,
 ]  # fmt: skip
 
 if __name__ == "__main__":
