@@ -6,8 +6,8 @@ report and stops there. It starts no process, device, Megatron or SGLang: a 512-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich import box
@@ -24,8 +24,9 @@ from megarl.models.memory import StageMemory, kinds, plan_memory
 from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
-from megarl.parallel.placement import check_placement, placement_of, role_config, role_parallel
+from megarl.parallel.placement import Placement, check_placement, placement_of, role_parallel, spans
 from megarl.reshard.configured import engine_layout, push_plan
+from megarl.reshard.planner import Plan
 from megarl.rollout.engine import check_here
 from megarl.rollout.waits import check_waits
 from megarl.types.declared import Declared
@@ -39,15 +40,19 @@ GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
 
 @dataclass(frozen=True)
 class Report:
-    """What `validate` found out. `facts`: section -> rows of (what, value). `memory`: one entry per pipeline stage.
+    """What `validate` found out. `facts`: section -> rows of (what, value). `memory`: one entry per pipeline stage of
+    the actor, or of the reward model in training. `others`: likewise of ranks with other roles, by what they are
+    called. `whose`: what those of `memory` are called; empty where there are no others.
 
-    Both are empty where a mistake in the layout or the model leaves nothing to plan.
+    All are empty where a mistake in the layout or the model leaves nothing to plan.
     """
 
     errors: list[str]
     warnings: list[str]
     facts: dict[str, list[tuple[str, str]]]
     memory: list[StageMemory]
+    whose: str = ""
+    others: Mapping[str, list[StageMemory]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -114,16 +119,50 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
         passes(checks.check_lengths, hf, config, warnings)
         passes(check_waits, config, warnings)
         divides = divides and passes(engine_layout, config)
-        if divides and _pushes_to_itself(config):
-            divides = passes(lambda: push_plan(hf, role_config(config, "actor"), engine_layout(config)))
+        divides = divides and passes(_push_plan, hf, config)
     if divides:
         passes(checks.check_routing, hf, config, declared)
     if not divides:
         return Report(errors, warnings, {}, [])
     if not dry_run:
         passes(checks.check_room, hf, critic_hf, config, declared, warnings)
-    memory = plan_memory(hf, config, declared, critic_hf, reward_hf)
-    return Report(errors, warnings, _facts(hf, critic_hf, config, declared), memory)
+    plans = {
+        who: plan_memory(hf, config, declared, critic_hf, reward_hf, role)
+        for who, role in _ranks_of(config, declared.roles).items()
+    }
+    (whose, memory), *others = plans.items()
+    facts = _facts(hf, critic_hf, config, declared)
+    return Report(errors, warnings, facts, memory, whose if others else "", dict(others))
+
+
+def _ranks_of(config: Config, roles: Sequence[str]) -> dict[str, str]:
+    """Each set of ranks that have the same roles, by what it is called -> the role whose model's stages it has, of the
+    actor's ranks first; `rollout` where there are engines only."""
+    placement = placement_of(config)
+    models = [role for role in ("actor", "reward_model", "critic", "reward") if role in roles and placement.of(role)]
+    if not config.reward.model and len(models) > 1 and models[-1] == "reward":
+        models.remove("reward")  # functions need no memory to speak of
+    found: dict[str, str] = {}
+    taken: set[int] = set()
+    for role in models:
+        if not taken & set(placement.of(role)):
+            taken |= set(placement.of(role))
+            found[_called(placement, roles, placement.of(role))] = role
+    if rest := tuple(sorted(set(placement.of("rollout")) - taken)) if "rollout" in roles else ():
+        found[_called(placement, roles, rest)] = "rollout"
+    return found
+
+
+def _called(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:
+    names = [role.replace("_", " ") for role in roles if set(ranks) <= set(placement.of(role))]
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {', '.join(names)}"
+
+
+def _push_plan(hf: HFConfig, config: Config) -> Plan:
+    """Of the push from the actor's ranks to the engines'."""
+    placement = placement_of(config)
+    sides = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
+    return push_plan(hf, config, engine_layout(config), *sides)
 
 
 def _facts(
@@ -159,7 +198,6 @@ def _facts(
     ]
     if "critic" in roles and placement.of("critic") != placement.of("actor"):
         layout += _cuts(role_parallel(config, "critic"), "critic's ", bool(experts))
-        layout.append(("memory", "below is that of the actor's ranks, without the critic's"))
     sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.epochs)
     what = checks.unit(declared)
     samples = f" prompts x {rollout.samples_per_prompt}" if declared.generates else ""
@@ -175,7 +213,7 @@ def _facts(
     if declared.generates:
         nodes = -(-rollout.tp // here)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
-        plan = push_plan(hf, config, engine_layout(config))
+        plan = _push_plan(hf, config)
         transfers, engines = plan.transfers(), len(plan.sides.engine)
         far = transfers.src // here != transfers.dst // here
         received, over = transfers.nbytes.sum() / engines, transfers.nbytes[far].sum() / engines
@@ -228,12 +266,6 @@ def _cuts(parallel: ParallelConfig, whose: str, experts: bool) -> list[tuple[str
     return found
 
 
-def _pushes_to_itself(config: Config) -> bool:
-    """Whether the engines are on the actor's ranks."""
-    placement = placement_of(config)
-    return placement.of("rollout") == placement.of("actor")
-
-
 def render(report: Report) -> str:
     """The report for a terminal: facts, bytes per rank by part and warnings. Errors are for `raise_errors`."""
     parts: list[Table | str] = []
@@ -247,7 +279,10 @@ def render(report: Report) -> str:
                 facts.add_row(section if i == 0 else "", name, value, end_section=i == len(rows) - 1)
         parts.append(facts)
     if report.memory:
-        parts += [memory_table(report.memory), verdict(max(stage.peak for stage in report.memory))]
+        plans = {report.whose: report.memory, **report.others}
+        for whose, stages in plans.items():
+            parts += [f"on {whose}", memory_table(stages)] if whose else [memory_table(stages)]
+        parts.append(verdict(max(stage.peak for stages in plans.values() for stage in stages)))
     parts += [f"warning: {line}" for line in report.warnings]
     parts += ["the configuration fits together"] if report.ok else []
     console = Console(soft_wrap=False)
@@ -271,7 +306,8 @@ def memory_table(stages: list[StageMemory]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="memory per rank", title_justify="left")
     table.add_column("")
     for stage in shown:
-        table.add_column(f"stage {stage.stage}\nlayers {_spans(stage.layers)}", justify="right")
+        name = f"stage {stage.stage}\nlayers {_spans(stage.layers)}" if stage.layers else "engines only"
+        table.add_column(name, justify="right")
     blocks: list[tuple[list[dict[str, int]], str, list[int]]] = [
         ([s.states for s in shown], "", []),
         ([s.training for s in shown], "in training", [s.training_total for s in shown]),

@@ -1,8 +1,8 @@
-"""HybridFlow: roles, the colocated placement, and the one training loop.
+"""HybridFlow: roles, where they are, and the one training loop.
 
-Every rank builds the same flow and runs the same controller on the same values. The roles (`flow.actor`,
-`flow.rollout`, ...) share the work of a call among the ranks and hand the whole result to each of them, so that an
-algorithm is written as if there were one process.
+Every rank builds the same flow and runs the same controller. The roles (`flow.actor`, `flow.rollout`, ...) share the
+work of a call among their ranks; on others it returns at once, with a handle whose value travels when it is read. So an
+algorithm is written as if there were one process. `workers/README.md` shows a step.
 """
 
 from __future__ import annotations
@@ -397,7 +397,7 @@ class HybridFlow(Items):
         for worker in self.workers:
             worker.restore(folder)
         self._begin_step()
-        if hasattr(self, "rollout"):
+        if "rollout" in vars(self):
             self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache
             self.rollout.update_weights(self.actor)
         self.log.say(f"resumed from {folder} after step {self.step}")

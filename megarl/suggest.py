@@ -1,6 +1,7 @@
 """Which layouts of a model fit so many GPUs of such a size, and which of them to take.
 
 Pure, as the dry run is: for each layout that divides, plans of memory (`models.memory`) and time (`models.step_time`).
+All roles share all ranks here; of roles on ranks of their own (`placement`) a dry run shows the memory.
 """
 
 from __future__ import annotations

@@ -87,11 +87,48 @@ def test_roles_on_ranks_of_their_own(plan) -> None:
     assert (layout["dense layers"], layout["experts"]) == ("tp 2 x pp 1 x dp 1", "ep 2 x pp 1 x dp 1")
     assert (layout["critic's dense layers"], layout["critic's experts"]) == ("tp 1 x pp 2 x dp 1", "ep 1 x pp 2 x dp 1")
     assert dict(report.facts["engines"])["SGLang engines"] == "2 of tp 2, ep 1"
-    assert "each rank receives" in dict(report.facts["push"])  # which two of the four have not trained
     mine, theirs = report.memory[0].states, whole.memory[0].states
     assert mine.keys() == {name for name in theirs if name.startswith("actor")}
     assert mine["actor weights"] == theirs["actor weights"]
     assert mine["actor optimizer"] == 2 * theirs["actor optimizer"]
+    assert report.whose == "ranks 0-1: rollout, actor, reference, reward"
+    ((whose, critics),) = report.others.items()
+    assert whose == "ranks 2-3: rollout, critic" and [stage.layers for stage in critics] == [(0, 1), (2, 3)]
+    for stage in critics:  # which receive what is pushed, and send nothing
+        assert {name.split()[0] for name in stage.states} == {"critic"} and stage.host == {}
+        assert stage.generation.keys() == report.memory[0].generation.keys() == {"engine weights", "engine KV cache"}
+        assert stage.push["engine weights"] == report.memory[0].push["engine weights"]
+        assert stage.push["reshard staging"] < report.memory[0].push["reshard staging"]
+        assert stage.training["activations"] > 0 and stage.training["logits"] == 0
+    text = render(report)
+    assert f"on {report.whose}\n" in text and f"on {whose}\n" in text
+
+
+def test_a_set_of_ranks_for_each_role(plan) -> None:
+    """The actor's two, the critic's, the engine's: what is pushed goes over to the latter, which has nothing else."""
+    split = ["parallel.world_size=4", "parallel.tp=1", "placement={actor: 0-1, critic: 2, rollout: 3}"]
+    report = plan(*split, "critic.parallel={ep: 1}", "train.offload=true")
+    assert report.ok, report.errors
+    assert report.whose == "ranks 0-1: actor, reference, reward"
+    assert list(report.others) == ["rank 2: critic", "rank 3: rollout"]
+    (actor,), ((critic,), (engine,)) = report.memory, report.others.values()
+    assert actor.generation == {} and actor.push["engine weights"] == 0 < actor.push["reshard staging"]
+    assert critic.generation == critic.push == {} and "states, while generating" in critic.host
+    assert engine.states == engine.training == engine.host == {} and engine.layers == ()
+    weights, cache = engine.generation["engine weights"], engine.generation["engine KV cache"]
+    assert engine.peak == max(weights + cache, sum(engine.push.values())) and engine.push["engine weights"] == weights
+    received = dict(report.facts["push"])["each rank of an engine receives"]
+    assert received == "1.1 MB on average"  # all 0.53 M parameters, in bf16
+    assert "engines only" in render(report)
+
+
+def test_a_reward_model_on_ranks_of_its_own(plan) -> None:
+    split = ["parallel.world_size=4", "parallel.tp=1", "placement={actor: 0-1, reward: 2-3}", "reward.model=/x"]
+    report = plan(*split, "algorithm=grpo")
+    assert report.ok, report.errors
+    ((whose, (serving,)),) = report.others.items()
+    assert whose == "ranks 2-3: rollout, reward" and serving.states.keys() == {"reward model weights"}
+    assert "reward model weights" not in report.memory[0].states and serving.training == {}
 
 
 def test_lora_is_planned(plan) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -20,62 +19,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from whole_run import ROOT, SMALL, make_folder, metrics_of, start, train, with_host
 
 from megarl.config import LoraConfig, ParallelConfig
 from megarl.models.memory import stage_elements
 from megarl.models.registry import load_hf_config
 from megarl.observe.rollout_log import read_rollouts
-from megarl.rollout.hosting import SHARED
 from megarl.rollout.kept import read_groups
 from megarl.rollout.tools import calculator
-
-ROOT = Path(__file__).resolve().parent.parent
-
-SMALL = [
-    "run.num_rollout=3",
-    "run.save_every=1",
-    "run.keep_checkpoints=3",
-    "run.eval_every=0",
-    "data.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "track.progress=false",
-    "reward.functions=[sum_reward:even]",
-]
-# This tree's package, also in engines, whichever one is installed.
-ENVIRONMENT = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1")
-
-
-def start(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> subprocess.CompletedProcess[str]:
-    """host: of engines; without, the program starts one."""
-    paths = [
-        f"model.path={folder}/model",
-        f"data.train={folder}/train.jsonl",
-        f"data.eval={folder}/eval.jsonl",
-        f"run.dir={run_dir}",
-    ]
-    given = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last of a key
-    settings = [f"{key}={value}" for key, value in given.items()]
-    command = [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *settings]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=with_host(host))
-
-
-def with_host(host: str) -> dict[str, str]:
-    return ENVIRONMENT | ({SHARED: host} if host else {})
-
-
-def train(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> None:
-    done = start(folder, run_dir, *overrides, host=host)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def make_folder(target: Path, family: str) -> Path:
-    command = [sys.executable, "tools/make_quickstart.py", str(target), "--family", family]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return target
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.command_line import Parser, count, ends_in_a_line, file_to_write
+from megarl.controllers.registry import declare
 from megarl.models.host_memory import step_bytes
 from megarl.strict import ConfigError
 
@@ -223,7 +224,8 @@ def main() -> int:
     console.print(table_of(found))
     if chosen.planned:
         for world, one in found["now"].items():
-            parts = step_bytes(config_of(orders[world], Path()), tokens, routing_of(shape))
+            config = config_of(orders[world], Path())
+            parts = step_bytes(config, declare(config), tokens, routing_of(shape))
             console.print(f"{world} ranks, planned: {sum(parts.values()) / 1e6:.0f} MB, {most(one) / 1e6:.0f} measured")
             console.print("  " + ", ".join(f"{name} {amount / 1e6:.1f}" for name, amount in parts.items()))
     if chosen.against:

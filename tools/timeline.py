@@ -135,8 +135,8 @@ def load(path: Path) -> Run:
     steps: dict[int, dict[int, list[Span]]] = {}
     for file in files:
         rank = int(re.sub(r"\D", "", file.stem) or -1)
-        for step, spans in read_steps(file).items():
-            steps.setdefault(step, {})[rank] = spans
+        for step, read in read_steps(file).items():
+            steps.setdefault(step, {})[rank] = read
     if not steps:
         raise ConfigError(f"the files in {path / 'timeline'} have no step yet, or are damaged")
     spans: dict[tuple[int, str], list[Span]] = {}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megarl.config import Config, LoraConfig, ParallelConfig
 from megarl.models.activations import (
@@ -33,13 +33,15 @@ from megarl.parallel.placement import placement_of, role_config
 from megarl.types.declared import Declared
 
 BYTES = {"float32": 4, "bfloat16": 2}
+Stage = TypeVar("Stage")
 REWARD_WEIGHTS = "reward model weights"
 NO_LORA = LoraConfig()
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of a pipeline stage of the actor. Every rank of it needs the same. All numbers are bytes.
+    """One rank of a pipeline stage of a model, the actor unless another is named. Every rank of it needs the same. All
+    numbers are bytes.
 
     While training the engine sleeps and has given its memory back; in a push its weights are there, and what is staged;
     while generating, its weights and KV cache. In both, the states of actor and critic stay on the device or, with
@@ -47,7 +49,7 @@ class StageMemory:
     """
 
     stage: int
-    layers: tuple[int, ...]  # the actor's decoder layers of the stage
+    layers: tuple[int, ...]  # the model's decoder layers of the stage; none where there is no model
     states: dict[str, int]  # of actor and critic
     training: dict[str, int]  # besides, while training
     generation: dict[str, int]  # besides, while generating
@@ -67,7 +69,7 @@ class StageMemory:
 
     @property
     def push_total(self) -> int:
-        states = self.states["actor weights"] if self.offloaded else sum(self.states.values())
+        states = self.states.get("actor weights", 0) if self.offloaded else sum(self.states.values())
         return states + sum(self.push.values())
 
     @property
@@ -91,26 +93,33 @@ def plan_memory(
     declared: Declared,
     critic_hf: HFConfig | None = None,
     reward_hf: HFConfig | None = None,
+    whose: str = "",
 ) -> list[StageMemory]:
     """Memory of a rank of each pipeline stage of the actor, or of the reward model in training. `critic_hf`: of the
     critic's model; None where there is no critic. Of a critic in a layout of its own the fullest of the stages counts
     that the ranks have. `reward_hf`: likewise, of the reward model that serves, in fp32 and with its weights alone.
     What `placement` has on other ranks is left out.
 
-    Raises ConfigError where the layout does not divide the model.
+    whose: the role whose ranks, and whose model's stages, these are instead; of ranks with engines only, which have no
+    stages, `rollout`. Raises ConfigError where the layout does not divide the model.
     """
-    role, placement = "reward model" if declared.trains_head else "actor", placement_of(config)
-    ranks = set(placement.of(declared.main))
-    here = {other for other in ("critic", "reward", "rollout") if ranks & set(placement.of(other))}
-    critic = role_config(config, "critic") if critic_hf is not None and "critic" in here else None
-    config = role_config(config, declared.main)
-    parallel, rollout = config.parallel, config.rollout
-    size = BYTES[config.model.dtype]
+    lead = whose or declared.main
+    placement = placement_of(config)
+    ranks = set(placement.of(lead))
+    here = {role for role in ("actor", "critic", "reward", "rollout") if ranks & set(placement.of(role))} | {lead}
+    if lead == "rollout":
+        here = {lead}
+    of = {"actor": hf, "reward_model": hf, "critic": critic_hf, "reward": reward_hf, "rollout": None}
+    rollout, size = config.rollout, BYTES[config.model.dtype]
     tokens = _tokens(config, declared)
-    trained = {role: _states_and_activations(hf, config, role, tokens)}
-    if critic_hf is not None and critic is not None:
-        trained["critic"] = _states_and_activations(critic_hf, critic, "critic", _tokens(critic, declared))
-    served = [] if reward_hf is None or "reward" not in here else _served(reward_hf, config, tokens)
+    trained = {
+        role: _states_and_activations(model, role_config(config, role), role.replace("_", " "), tokens)
+        for role in (() if lead == "reward" else (lead, "critic"))
+        if role in here and (model := of[role]) is not None
+    }
+    served = (
+        [] if reward_hf is None or "reward" not in here else _served(reward_hf, role_config(config, "reward"), tokens)
+    )
     engine: dict[str, int] = {}
     if declared.generates and "rollout" in here:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
@@ -118,38 +127,46 @@ def plan_memory(
         drafts = bool(rollout.draft_tokens)
         engine["engine weights"] = engine_bytes(hf, rollout.tp, size, drafts)
         engine["engine KV cache"] = cached * kv_elements(hf, rollout.tp, drafts) * size
-    stages = []
-    layers = _layers(_settings(hf, config), parallel)
-    for stage in range(parallel.pp):
+    stages: list[StageMemory] = []
+    layers: list[tuple[int, ...]] = [()]
+    tp = 1
+    if (model := of[lead]) is not None:
+        parallel = role_config(config, lead).parallel
+        layers, tp = _layers(_settings(model, config), parallel), parallel.tp
+    for stage, mine in enumerate(layers):
         states: dict[str, int] = {}
-        training = {"activations": 0, "logits": 0, "micro-batches": 0}
-        for mine in trained.values():
-            # Stages are runs of ranks: those of the other model that have some of this one's.
-            first, last = stage * len(mine) // parallel.pp, -(-(stage + 1) * len(mine) // parallel.pp)
-            held, kept, cut = max(mine[first:last], key=lambda one: sum(one[0].values()))
+        training = {"activations": 0, "logits": 0, "micro-batches": 0} if trained else {}
+        for model_stages in trained.values():
+            held, kept, cut = max(_beside(model_stages, stage, len(layers)), key=lambda one: sum(one[0].values()))
             states |= held
             # One model computes at a time: the greater of the two counts.
             training["activations"] = max(training["activations"], kept)
             training["micro-batches"] = max(training["micro-batches"], cut)
-        if stage == parallel.pp - 1 and role == "actor":
+        if stage == len(layers) - 1 and lead == "actor":
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             at_once = config.train.logits_at_once
-            training["logits"] = logits_bytes(words, hidden, parallel.tp, tokens, at_once, size)
+            training["logits"] = logits_bytes(words, hidden, tp, tokens, at_once, size)
         generation, push, host = dict(engine), {}, {}
         if served:
-            states[REWARD_WEIGHTS], generation["reward model activations"] = served[stage]
+            weights, activations = max(_beside(served, stage, len(layers)))
+            states[REWARD_WEIGHTS], generation["reward model activations"] = weights, activations
         if declared.generates:
-            weights = states["actor weights"]
-            taken = engine.get("engine weights", 0)
-            push["engine weights"] = taken
-            push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, taken)
-            if "reference" in declared.roles and not config.lora.rank:  # else it is the actor without its adapters
+            weights, taken = states.get("actor weights", 0), engine.get("engine weights", 0)
+            if weights or taken:
+                push["engine weights"] = taken
+                push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, taken)
+            if weights and "reference" in declared.roles and not config.lora.rank:
                 host["reference weights"] = weights
-            if config.train.offload:
+            if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         offloaded = declared.generates and config.train.offload
-        stages.append(StageMemory(stage, layers[stage], states, training, generation, push, host, offloaded))
+        stages.append(StageMemory(stage, mine, states, training, generation, push, host, offloaded))
     return stages
+
+
+def _beside(stages: Sequence[Stage], stage: int, count: int) -> Sequence[Stage]:
+    """Those of another model's stages that ranks have of a model's stage, one of `count`: stages are runs of ranks."""
+    return stages[stage * len(stages) // count : -(-(stage + 1) * len(stages) // count)]
 
 
 def _states_and_activations(

@@ -172,7 +172,7 @@ def _has_model(config: Config, role: str) -> bool:
 
 def check_ahead(config: Config, roles: Collection[str]) -> None:
     """Raise ConfigError where generation cannot run beside training, as `rollout.ahead` has it."""
-    if not config.rollout.ahead:
+    if not config.rollout.ahead or "rollout" not in roles:
         return
     key, placement = f"rollout.ahead={config.rollout.ahead}", placement_of(config)
     if config.rollout.replay:

@@ -1,0 +1,65 @@
+"""The program as a user starts it, on what `tools/make_quickstart.py` makes: for the tests of whole runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.hosting import SHARED
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SMALL = [
+    "run.num_rollout=3",
+    "run.save_every=1",
+    "run.keep_checkpoints=3",
+    "run.eval_every=0",
+    "data.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "track.progress=false",
+    "reward.functions=[sum_reward:even]",
+]
+# This tree's package, also in engines, whichever one is installed.
+ENVIRONMENT = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1")
+
+
+def command_of(folder: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """The quickstart with the model and the data of a folder, made small."""
+    paths = [
+        f"model.path={folder}/model",
+        f"data.train={folder}/train.jsonl",
+        f"data.eval={folder}/eval.jsonl",
+        f"run.dir={run_dir}",
+    ]
+    given = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last of a key
+    settings = [f"{key}={value}" for key, value in given.items()]
+    return [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *settings]
+
+
+def start(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> subprocess.CompletedProcess[str]:
+    """host: of engines; without, the program starts one."""
+    command = command_of(folder, run_dir, *overrides)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=with_host(host))
+
+
+def with_host(host: str) -> dict[str, str]:
+    return ENVIRONMENT | ({SHARED: host} if host else {})
+
+
+def train(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> None:
+    done = start(folder, run_dir, *overrides, host=host)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def make_folder(target: Path, family: str) -> Path:
+    command = [sys.executable, "tools/make_quickstart.py", str(target), "--family", family]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return target
