@@ -33,7 +33,7 @@ def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int
     for member in members(hf, train, engine, "bf16"):
         holds, needs = whole(member.columns, member.stage, train, engine, sides)
         weight = member.columns.weight
-        held, lacks = (m.reshape(-1, here, len(weight)) for m in (holds, needs & ~holds))
+        held, lacks = (m.reshape(sides.world // here, here, len(weight)) for m in (holds, needs & ~holds))
         copies, there = lacks.sum(1), held.any(1)
         enters = (copies > 0) & ~there
         add(np.zeros(len(weight), np.int64), holds.T, weight * enters.sum(0), True)
