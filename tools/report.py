@@ -34,6 +34,7 @@ CONTENTS = (
     ("tensorboard", "the same for TensorBoard"),
     ("rollouts", "every conversation; look with tools/view_rollouts.py"),
     ("checkpoints", "whole states to resume from"),
+    ("timeline", "who did what when; look with tools/timeline.py"),
     ("export", "the trained policy as a Hugging Face folder"),
     ("log.txt", "what the run said"),
     ("logs", "what each engine said"),

@@ -135,19 +135,19 @@ def load(path: Path) -> Run:
     steps: dict[int, dict[int, list[Span]]] = {}
     for file in files:
         rank = int(re.sub(r"\D", "", file.stem) or -1)
-        for step, read in read_steps(file).items():
-            steps.setdefault(step, {})[rank] = read
+        for step, done in read_steps(file).items():
+            steps.setdefault(step, {})[rank] = done
     if not steps:
         raise ConfigError(f"the files in {path / 'timeline'} have no step yet, or are damaged")
     spans: dict[tuple[int, str], list[Span]] = {}
     windows: dict[int, dict[int, tuple[float, float]]] = {}
     for step, by_rank in sorted(steps.items()):
         latest = max(found[0].begin for found in by_rank.values())
-        for rank, found in by_rank.items():
-            if found[0].end < latest:  # of a rank that a resumed run no longer has
+        for rank, (whole, *others) in by_rank.items():
+            if whole.end < latest:  # of a rank that a resumed run no longer has
                 continue
-            windows.setdefault(step, {})[rank] = found[0].begin, found[0].end
-            for span in found:
+            windows.setdefault(step, {})[rank] = whole.begin, whole.end
+            for span in (whole, *others):
                 for member in span.ranks or (rank,):
                     spans.setdefault((member, span.thread), []).append(span)
     order = sorted(spans, key=lambda key: (key[0], key[1] != "main", key[1]))
@@ -340,16 +340,19 @@ def picture(run: Run, steps: Sequence[int], width: int) -> list[Text]:
 
 def tables(run: Run, steps: Sequence[int]) -> list[Table]:
     by_rank = Table("rank", "at work", "waits", "moves data", "all else", box=box.SIMPLE_HEAD)
-    for rank, parts in shares(run, steps).items():
-        by_rank.add_row(str(rank), *(f"{parts[name]:.1%}" for name in ("work", WAIT, DATA, "controller")))
+    for rank, part in shares(run, steps).items():
+        by_rank.add_row(str(rank), *(f"{part[name]:.1%}" for name in ("work", WAIT, DATA, "controller")))
     pairs = Table("at work at once", "seconds", box=box.SIMPLE_HEAD)
-    for (one, other), value in overlaps(run, steps).items():
-        pairs.add_row(f"{one} and {other}", f"{value:.2f}")
+    found = [(value, f"{one} and {other}") for (one, other), value in overlaps(run, steps).items() if value >= 0.005]
+    for value, pair in sorted(found, reverse=True):
+        pairs.add_row(pair, f"{value:.2f}")
+    if not found:
+        pairs.add_row("no two roles", "")
     by_step = Table("step", "seconds", "nobody at work", "data, at most", "controller, at most", box=box.SIMPLE_HEAD)
     for step in steps:
-        found = cost(run, step)
-        part = [f"{x:.3f} ({x / found.length:.1%})" for x in (found.nobody, found.data, found.controller)]
-        by_step.add_row(str(step), f"{found.length:.2f}", *part)
+        of = cost(run, step)
+        parts = [f"{value:.3f} ({value / of.length:.1%})" for value in (of.nobody, of.data, of.controller)]
+        by_step.add_row(str(step), f"{of.length:.2f}", *parts)
     return [by_rank, pairs, by_step]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 from thread_ranks import Thread, as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
+from megarl.observe.clock import Span
 from megarl.observe.rollout_log import part_file, read_rollouts, recorded_steps, write_part
 from megarl.observe.run_log import RunLog
+from megarl.observe.timeline import timeline_file
 from megarl.observe.tracker import read_metrics
 from megarl.parallel.ranks import Job
 from megarl.types import Prompt, Rollout, Rollouts, Turn
@@ -29,6 +32,30 @@ def place(rank: int) -> Job:
 
 def config(run_dir: Path, **run: str) -> Config:
     return from_dict({"run": {"dir": str(run_dir), "num_rollout": 2, **run}, "track": {"tensorboard": False}})
+
+
+def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(tmp_path: Path) -> None:
+    span = Span("actor_update", "actor", "main", 1.0, 2.0)
+    logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
+    for log in logs:
+        log.spans([span])
+    assert all(timeline_file(tmp_path, rank).is_file() for rank in (0, 1))
+    shutil.rmtree(tmp_path / "timeline")
+    (tmp_path / "timeline").write_text("no folder")
+    with pytest.warns(UserWarning, match="could not write the timeline") as said:
+        logs[1].spans([span])
+        logs[1].spans([span])
+    assert len(said) == 1
+    for log in logs:
+        log.close()
+
+
+def test_no_timeline_where_none_is_wanted(tmp_path: Path) -> None:
+    wanted = from_dict({"run": {"dir": str(tmp_path)}, "track": {"tensorboard": False, "timeline": False}})
+    log = RunLog(wanted, place(0))
+    log.spans([Span("actor_update", "actor", "main", 1.0, 2.0)])
+    log.close()
+    assert not (tmp_path / "timeline").exists()
 
 
 def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
