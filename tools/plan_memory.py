@@ -6,8 +6,8 @@
     .venv/bin/python tools/plan_memory.py --model tiny/config.json --layout world=2,tp=2 --measure   # and is it true?
 
 Bytes of a rank by part, for actor, critic and reference together, as `--dry-run` shows them for a configuration. Ranks
-of a pipeline stage need the same. It plans for roles that share all ranks; for roles on ranks of their own (`placement`)
-use `--dry-run`. With --measure the model is built here on the CPU and its tensors are counted.
+of a pipeline stage need the same. It plans for roles that share all ranks; for roles on ranks of their own
+(`placement`) use `--dry-run`. With --measure the model is built here on the CPU and its tensors are counted.
 """
 
 from __future__ import annotations
