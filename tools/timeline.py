@@ -6,8 +6,7 @@ Shows the last steps by default, a row for each rank and for its thread of gener
 work and waited, for how long each two roles were at work at once, and what controller and data plane cost. FILE has all
 steps, unless some are named; open it with https://ui.perfetto.dev or chrome://tracing.
 
-A rank is at work while a role computes on it, on the device of an engine, or on its processor. A model's waits for its
-own neighbours, as in a pipeline, count as work.
+A model's waits for its own neighbours, as in a pipeline, count as work.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from megarl.config import ConfigError
 from megarl.observe.clock import DATA, ELSEWHERE, STEP, WAIT, Span
 
 SHOWN = 3
-"""Steps of a picture where none are named."""
 NO_WORK = (WAIT, DATA, ELSEWHERE, STEP)
 MARKS = {WAIT: "·", DATA: ":", "": " "}
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red", "bright_green", "bright_cyan", "bright_yellow")
@@ -272,10 +270,9 @@ def cost(run: Run, step: int) -> Cost:
     by_who = busy(run, begin, end)
     controller, data = 0.0, 0.0
     for rank, window in run.windows[step].items():
-        own = [window]
         covered = union(chain(at_work(by_who, rank), by_who[WAIT][rank], by_who[DATA][rank]))
-        controller = max(controller, seconds(without(own, covered)))
-        data = max(data, seconds(common(own, by_who[DATA][rank])))
+        controller = max(controller, seconds(without([window], covered)))
+        data = max(data, seconds(common([window], by_who[DATA][rank])))
     return Cost(end - begin, seconds(without([(begin, end)], at_work(by_who))), controller, data)
 
 
@@ -307,7 +304,7 @@ def marks(kinds: Iterable[str]) -> dict[str, str]:
     """A letter for each kind, the first of its own that is free."""
     found = dict(MARKS)
     for kind in kinds:
-        letters = [letter for letter in kind.upper() + kind.lower() + "0123456789#" if letter.isalnum()]
+        letters = (letter for letter in kind.upper() + kind.lower() + "0123456789" if letter.isalnum())
         found.setdefault(kind, next((letter for letter in letters if letter not in found.values()), "#"))
     return found
 
@@ -315,7 +312,7 @@ def marks(kinds: Iterable[str]) -> dict[str, str]:
 def picture(run: Run, steps: Sequence[int], width: int) -> list[Text]:
     begin, end = run.whole(steps)
     names = {key: f"rank {key[0]}" if key[1] == "main" else f"  {key[1]}" for key in run.spans}
-    margin = max(map(len, names.values())) + 1
+    margin = 1 + max(map(len, names.values()))
     width = max(10, width - margin - 1)
     rows = {key: row(spans, begin, end, width) for key, spans in run.spans.items()}
     kinds = sorted({kind for cells in rows.values() for kind in cells if kind not in MARKS})
