@@ -61,7 +61,8 @@ def test_they_are_found() -> None:
     assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py", "tools/report.py"} - found == {
         "launch/ppo_hello.py"  # given to torchrun
     }
-    assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - found == {"tools/local_ranks.py"}
+    parts = {f"tools/{name}.py" for name in ("local_ranks", "flow_answers", "flow_before", "flow_ranks")}  # of others
+    assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - found == parts
 
 
 def test_they_say_how_they_are_used(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
