@@ -182,11 +182,3 @@ def test_engines_fit_their_ranks(rollout: str, tp: int, here: int, message: str)
 
 def test_a_script_places_roles_as_the_key_does(units: dict[str, Any]) -> None:
     assert units["placing"] == {"actor": "0-3", "critic": "4-7"}
-
-
-def test_a_role_that_is_not_there_is_named(units: dict[str, Any]) -> None:
-    assert units["absent"] == {
-        "actor": "ConfigError: flow.actor is read before it is there: roles are made when flow.run starts them",
-        "critic": "ConfigError: flow.critic: grpo has no such role; it has rollout, actor, reference, reward",
-        "crtic": "AttributeError: 'HybridFlow' object has no attribute 'crtic'",
-    }
