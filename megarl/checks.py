@@ -25,7 +25,6 @@ from megarl.observe.rollout_log import check_replay
 from megarl.parallel.placement import check_engine_ranks, role_config, role_parallel
 from megarl.rewards.functions import load_functions
 from megarl.rollout import server_args, tool_calls
-from megarl.rollout.queue import under_way
 from megarl.rollout.tools import load_tools
 from megarl.types.declared import Declared
 
@@ -303,11 +302,6 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str], own
         warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
     if config.rollout.top_p < 1:
         warnings.append("rollout.top_p below 1 samples from another distribution than the one the log-probs are of")
-    if config.rollout.ahead and not declared.corrects_lag:
-        warnings.append(
-            f"rollout.ahead={config.rollout.ahead}: rollouts are of an older policy, for which the loss of "
-            f"algorithm={name} does not correct"
-        )
     if "reference" not in declared.roles:
         return
     if kl.place == "loss" and kl.estimator == "k1":
@@ -322,39 +316,6 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str], own
         )
     if kl.target is not None and kl.coef == 0:
         warnings.append("kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.place to none")
-
-
-def check_oversampling(config: Config, declared: Declared, warnings: list[str]) -> None:
-    """`rollout.oversample` and `rollout.max_lag` go with what rollouts are used for."""
-    rollout = config.rollout
-    if not declared.generates or rollout.oversample == 1:
-        return
-    if rollout.replay:
-        raise ConfigError(
-            f"rollout.oversample={rollout.oversample:g} with rollout.replay: a step is given the rollouts that were "
-            "recorded of it, and begins no others; set the first to 1"
-        )
-    if rollout.max_lag == 0:
-        warnings.append(
-            f"rollout.oversample={rollout.oversample:g} with rollout.max_lag=0: what a step leaves is begun anew "
-            "in the next, so that answers that take longer than a step are never trained on; raise the second"
-        )
-    elif not declared.corrects_lag:
-        warnings.append(
-            f"rollout.oversample={rollout.oversample:g} with rollout.max_lag={rollout.max_lag}: tokens may be of "
-            f"weights that many versions old, for which the loss of algorithm={config.algorithm} does not correct; "
-            "watch rollout/lag_mean and rollout/logprob_diff_mean_stale"
-        )
-
-
-def check_enough_prompts(count: int, config: Config) -> None:
-    """No prompt is under way twice in a step."""
-    needed, oversample = config.data.prompts_per_step, config.rollout.oversample
-    if oversample > 1 and count < (most := under_way(needed, oversample)):
-        raise ConfigError(
-            f"rollout.oversample={oversample:g} with data.prompts_per_step={needed} has {most} prompts "
-            f"under way, but data.train has {count}; lower one of the first two"
-        )
 
 
 def check_schedule(config: Config, declared: Declared) -> None:

@@ -20,7 +20,6 @@ from megarl.checkpoint import room
 from megarl.checkpoint.manifest import Entry
 from megarl.checkpoint.sharded import restore_model, save_model
 from megarl.checkpoint.store import CheckpointStore, StorageError
-from megarl.checks import check_enough_prompts
 from megarl.config import Config, ConfigError, load_config
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import declare, make_controller
@@ -33,8 +32,10 @@ from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, ranks, watching
-from megarl.parallel.placement import placement_of, role_parallel
+from megarl.parallel.layouts import lay_out
+from megarl.parallel.placement import placement_of
 from megarl.parallel.roles import with_role
+from megarl.rollout.beforehand import check_enough_prompts
 from megarl.rollout.chat import Chat
 from megarl.rollout.tools import load_tools
 from megarl.workers.actor import ActorWorker
@@ -128,7 +129,7 @@ class HybridFlow(Items):
         self.workers: list[Worker] = []
         self._read_chat()
         self.job = ranks.join(self.config.parallel.world_size, run.timeout_s)
-        self.layouts = self._lay_out()
+        self.layouts = lay_out(self.config, self.declared.roles)
         with ranks.patient(run.storage_timeout_s):
             self._read_data()
         self.log = RunLog(self.config, self.job)
@@ -280,15 +281,6 @@ class HybridFlow(Items):
     def _upcoming(self) -> Sequence[Any]:
         """What the next step will be given."""
         return self.loader.peek() if self.step < self.config.run.num_rollout else ()
-
-    def _lay_out(self) -> dict[str, ranks.Ranks | None]:
-        """This rank's place in the layout of each role with a model."""
-        placement, found = placement_of(self.config), {}
-        for role in self.declared.roles:
-            if role not in ("rollout", "reference") and placement.of(role):
-                parallel = role_parallel(self.config, role)
-                found[role] = ranks.layout(parallel, self.config.run.timeout_s, placement.of(role))
-        return found
 
     def _models_here(self) -> list[str]:
         """A line for each trained model whose first rank this is."""

@@ -151,7 +151,6 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
             f"weights, and the actor is on {placement.text('actor')}: leave placement.reference out"
         )
     _check_overlaps(placement, roles)
-    check_ahead(config, roles)
     for role in roles:
         if role not in ("rollout", "reference") and _has_model(config, role):
             _check_model(config, placement, role)
@@ -168,23 +167,6 @@ def _has_model(config: Config, role: str) -> bool:
     if role == "reward":
         return bool(config.reward.model)
     return role in OURS or bool(role_settings(config, role).model)
-
-
-def check_ahead(config: Config, roles: Collection[str]) -> None:
-    """Raise ConfigError where generation cannot run beside training, as `rollout.ahead` has it."""
-    if not config.rollout.ahead or "rollout" not in roles:
-        return
-    key, placement = f"rollout.ahead={config.rollout.ahead}", placement_of(config)
-    if config.rollout.replay:
-        raise ConfigError(f"{key} with rollout.replay: recorded rollouts are there at once; set the first to 0")
-    if config.rollout.oversample > 1:
-        raise ConfigError(f"{key} with rollout.oversample={config.rollout.oversample:g}: set one of them only")
-    for role in roles:
-        if role != "rollout" and (shared := set(placement.of(role)) & set(placement.of("rollout"))):
-            raise ConfigError(
-                f"{key} needs engines on ranks of their own, but rank {min(shared)} is the {role}'s, too: set "
-                "placement.rollout to other ranks than those of the models"
-            )
 
 
 def _check_overlaps(placement: Placement, roles: Collection[str]) -> None:

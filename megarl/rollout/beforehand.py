@@ -1,0 +1,63 @@
+"""What is generated before it is needed, by over-sampling or a step ahead: whether a configuration may have it so."""
+
+from __future__ import annotations
+
+from megarl.config import Config, ConfigError
+from megarl.parallel.placement import placement_of
+from megarl.rollout.queue import under_way
+from megarl.types.declared import Declared
+
+
+def check_ahead(config: Config, declared: Declared, warnings: list[str]) -> None:
+    """Generation can run beside training, as `rollout.ahead` has it, only where nothing else wants its ranks."""
+    if not config.rollout.ahead or not declared.generates:
+        return
+    key, placement = f"rollout.ahead={config.rollout.ahead}", placement_of(config)
+    if config.rollout.replay:
+        raise ConfigError(f"{key} with rollout.replay: recorded rollouts are there at once; set the first to 0")
+    if config.rollout.oversample > 1:
+        raise ConfigError(f"{key} with rollout.oversample={config.rollout.oversample:g}: set one of them only")
+    for role in declared.roles:
+        if role != "rollout" and (shared := set(placement.of(role)) & set(placement.of("rollout"))):
+            raise ConfigError(
+                f"{key} needs engines on ranks of their own, but rank {min(shared)} is the {role}'s, too: set "
+                "placement.rollout to other ranks than those of the models"
+            )
+    if not declared.corrects_lag:
+        warnings.append(
+            f"{key}: rollouts are of an older policy, for which the loss of algorithm={config.algorithm} does not "
+            "correct"
+        )
+
+
+def check_oversampling(config: Config, declared: Declared, warnings: list[str]) -> None:
+    """`rollout.oversample` and `rollout.max_lag` go with what rollouts are used for."""
+    rollout = config.rollout
+    if not declared.generates or rollout.oversample == 1:
+        return
+    if rollout.replay:
+        raise ConfigError(
+            f"rollout.oversample={rollout.oversample:g} with rollout.replay: a step is given the rollouts that were "
+            "recorded of it, and begins no others; set the first to 1"
+        )
+    if rollout.max_lag == 0:
+        warnings.append(
+            f"rollout.oversample={rollout.oversample:g} with rollout.max_lag=0: what a step leaves is begun anew "
+            "in the next, so that answers that take longer than a step are never trained on; raise the second"
+        )
+    elif not declared.corrects_lag:
+        warnings.append(
+            f"rollout.oversample={rollout.oversample:g} with rollout.max_lag={rollout.max_lag}: tokens may be of "
+            f"weights that many versions old, for which the loss of algorithm={config.algorithm} does not correct; "
+            "watch rollout/lag_mean and rollout/logprob_diff_mean_stale"
+        )
+
+
+def check_enough_prompts(count: int, config: Config) -> None:
+    """No prompt is under way twice in a step."""
+    needed, oversample = config.data.prompts_per_step, config.rollout.oversample
+    if oversample > 1 and count < (most := under_way(needed, oversample)):
+        raise ConfigError(
+            f"rollout.oversample={oversample:g} with data.prompts_per_step={needed} has {most} prompts "
+            f"under way, but data.train has {count}; lower one of the first two"
+        )

@@ -1,0 +1,68 @@
+"""What is said of over-sampling and of generation that is ahead."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megarl.config import Config, ConfigError, from_dict
+from megarl.controllers.registry import declare
+from megarl.rollout.beforehand import check_ahead, check_enough_prompts, check_oversampling
+from megarl.types.declared import Declared
+
+
+def uncorrected(config: Config) -> Declared:
+    return replace(declare(config), corrects_lag=False)
+
+
+def oversampled(**rollout: Any) -> Config:
+    return from_dict({"algorithm": "grpo", "rollout": rollout, "data": {"prompts_per_step": 4}})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({}, ""),
+        ({"max_lag": 0}, ""),
+        ({"oversample": 1.5, "max_lag": 0}, "rollout.max_lag=0: .* longer than a step are never trained on"),
+        ({"oversample": 1.5, "max_lag": 3}, "rollout.max_lag=3: .* algorithm=grpo does not correct"),
+    ],
+)
+def test_what_over_sampling_does_to_the_data_is_said(rollout: dict[str, Any], said: str) -> None:
+    config, warnings = oversampled(**rollout), list[str]()
+    check_oversampling(config, uncorrected(config), warnings)
+    assert len(warnings) == bool(said) and all(re.search(said, line) for line in warnings)
+
+
+def test_a_controller_that_corrects_for_lag_is_not_warned_of() -> None:
+    config, warnings = oversampled(oversample=2), list[str]()
+    check_oversampling(config, declare(config), warnings)
+    assert warnings == []
+
+
+def test_a_replayed_run_has_nothing_to_over_sample() -> None:
+    config = oversampled(oversample=1.5, replay="runs/other")
+    with pytest.raises(ConfigError, match="rollout.oversample=1.5 with rollout.replay: .* set the first to 1"):
+        check_oversampling(config, declare(config), [])
+    check_oversampling(oversampled(replay="runs/other"), declare(config), [])
+
+
+def test_no_prompt_is_under_way_twice() -> None:
+    check_enough_prompts(6, oversampled(oversample=1.5))
+    check_enough_prompts(3, oversampled())
+    with pytest.raises(ConfigError, match="prompts_per_step=4 has 6 prompts under way, but data.train has 5; lower"):
+        check_enough_prompts(5, oversampled(oversample=1.5))
+
+
+def test_a_step_ahead_needs_ranks_of_its_own_and_is_warned_of_where_nothing_corrects() -> None:
+    apart = {"placement": {"actor": "0", "rollout": "1"}, "parallel": {"world_size": 2}}
+    config, warnings = from_dict({"algorithm": "grpo", "rollout": {"ahead": 1}, **apart}), list[str]()
+    check_ahead(config, declare(config), warnings)
+    assert warnings == []
+    check_ahead(config, uncorrected(config), warnings)
+    assert len(warnings) == 1 and "algorithm=grpo does not correct" in warnings[0]
+    with pytest.raises(ConfigError, match="rank 0 is the actor's, too"):
+        check_ahead(replace(config, placement={}), declare(config), [])
