@@ -27,9 +27,13 @@ class Timeline:
     def __init__(self, run_dir: Path, rank: int, warn: Callable[[str], None]) -> None:
         self._file, self._rank, self._warn = timeline_file(run_dir, rank), rank, warn
         self._threads: dict[str, int] = {}
+        self._has_steps = False
 
     def write(self, spans: Iterable[Span]) -> None:
-        lines = [line for span in sorted(spans, key=_steps_first) for line in self._events(span)]
+        """Of a run that ends before its first step there is nothing to show, and nothing is written."""
+        found = sorted(spans, key=_steps_first)
+        self._has_steps = self._has_steps or any(span.who == STEP for span in found)
+        lines = [line for span in found for line in self._events(span)] if self._has_steps else []
         if not lines:
             return
         try:

@@ -42,15 +42,20 @@ def test_a_resumed_run_goes_on_behind_a_line_that_was_cut(tmp_path: Path) -> Non
     file = timeline_file(tmp_path, 0)
     with file.open("a") as half:
         half.write('{"name": "act')
-    Timeline(tmp_path, 0, warn=lambda text: None).write([UPDATE])
+    Timeline(tmp_path, 0, warn=lambda text: None).write([UPDATE, STEP])
     lines = file.read_text().splitlines()
     assert lines[0] == "[" and lines.count("[") == 1
     assert lines[3] == '{"name": "act' and json.loads(lines[-1].rstrip(","))["name"] == "actor_update"
 
 
-def test_nothing_is_no_file(tmp_path: Path) -> None:
-    Timeline(tmp_path, 0, warn=lambda text: None).write([])
+def test_without_a_step_there_is_no_file(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, 0, warn=lambda text: None)
+    timeline.write([])
+    timeline.write([UPDATE])
     assert not list(tmp_path.iterdir())
+    timeline.write([STEP])
+    timeline.write([UPDATE])  # what a run still does after its last one
+    assert events(timeline_file(tmp_path, 0))[-1]["name"] == "actor_update"
 
 
 def test_what_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
