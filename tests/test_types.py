@@ -8,7 +8,7 @@ from thread_ranks import Thread, as_ranks
 
 from megarl.types import FIGURES, Prompt, Rollout, Rollouts, TrainBatch, Turn
 
-# The worked example at the head of megarl/types.py.
+# The worked example at the head of megarl/types/.
 EXAMPLE = Rollout(
     prompt=Prompt(id="x", messages=({"role": "user", "content": "..."},)),
     turns=(

@@ -1,5 +1,5 @@
 """Pure tensor functions over packed `[T]` tensors: token rewards, advantages, losses, KL. The alignment is that of
-`types.py`.
+`types/`.
 
-No devices, ranks or process groups here: imports torch and `types.py`, and is imported by controllers and workers.
+No devices, ranks or process groups here: imports torch and `types/`, and is imported by controllers and workers.
 """

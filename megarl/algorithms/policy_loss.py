@@ -26,7 +26,7 @@ def ppo_policy_loss(
         loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))
         loss  = min(loss, -A * dual_clip) where A < 0          (arXiv:1912.09729, eq. 5)
 
-    All inputs are [T], aligned as in types.py; `clip_high` None means `clip_low`. The gradient flows into `logprobs`
+    All inputs are [T], aligned as in `types/`; `clip_high` None means `clip_low`. The gradient flows into `logprobs`
     only. Where `loss_mask` is False loss, gradient and metrics are 0, whatever the other inputs are there.
 
     Metrics: `actor/pg_clipfrac` 1 where clipping changed the loss, `actor/pg_clipfrac_lower` 1 where the dual clip did,

@@ -18,7 +18,7 @@ def value_loss(
     """Loss per token, [T]: 0.5 * max((v - R)^2, (clip(v, old - value_clip, old + value_clip) - R)^2).
 
     The clipping of OpenAI's baselines (ppo2/model.py); `value_clip` None leaves 0.5 * (v - R)^2. All inputs are [T],
-    aligned as in types.py. Where `loss_mask` is False loss, gradient and metrics are 0, whatever the inputs are there.
+    aligned as in `types/`. Where `loss_mask` is False loss, gradient and metrics are 0, whatever the inputs are there.
 
     Metrics: `critic/vf_loss` the loss, `critic/vf_clipfrac` 1 where clipping changed it, `critic/value_mean` v,
     `critic/return_mean` R.
