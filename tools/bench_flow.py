@@ -63,11 +63,11 @@ class Watch:
 
     def result(self) -> dict[str, int]:
         """Bytes of the rollouts, at most in a step, and while they are recorded with the batch still there, above what
-        there was before."""
+        there was before; 0 for what was over before it was looked at."""
         self._over.set()
         before = min(self.found["baseline"])
         most = {label: max(held) - before for label, held in self.found.items()}
-        return {label: most[label] for label in ("rollouts", "step", "log")}
+        return {label: most.get(label, 0) for label in ("rollouts", "step", "log")}
 
 
 def pss(pid: int) -> int:

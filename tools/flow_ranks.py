@@ -258,7 +258,7 @@ def trivial(rollout: Rollout) -> float:
 
 def flow_of(config: Config, place: Any, mine: Sequence[Rollout], shape: Shape, parts: Parts, how: Any) -> Any:
     """The roles of a flow, each the real worker, with models that are played."""
-    context = Context(config, place, {}, None, Clock(), Path(config.run.dir), {})  # type: ignore[arg-type]
+    context = Context(config, how.of_log(place), {}, None, Clock(), Path(config.run.dir), {})  # type: ignore[arg-type]
     actor, critic = ActorWorker(context), CriticWorker(context)
     actor.model = Played(config, place, "actor", shape, parts, how)
     critic.model = Played(config, place, "critic", shape, parts, how)
@@ -274,7 +274,8 @@ def flow_of(config: Config, place: Any, mine: Sequence[Rollout], shape: Shape, p
 def watch_parts(parts: Parts, how: Any, controller: Controller, log: Any) -> None:
     parts.around(RewardWorker, "score", "rewards")
     parts.around(TrainBatch, "from_rollouts", "columns")
-    parts.around(megatron_model, "plan_micro_batches", "plans")
+    plans = sys.modules.get("megarl.megatron.distribution", megatron_model)
+    parts.around(plans, "plan_micro_batches", "plans")
     parts.around(MegatronModel, "forward", "numbers back")
     parts.around(TrainingWorker, "update", "checks")
     parts.around(ActorWorker, "require_finite", "checks")

@@ -35,7 +35,7 @@ def config(run_dir: Path, **run: str) -> Config:
 
 
 def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(tmp_path: Path) -> None:
-    span = Span("actor_update", "actor", "main", 1.0, 2.0)
+    span = Span("step 1", "step", "main", 1.0, 2.0)
     logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
     for log in logs:
         log.spans([span])
@@ -53,7 +53,7 @@ def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(
 def test_no_timeline_where_none_is_wanted(tmp_path: Path) -> None:
     wanted = from_dict({"run": {"dir": str(tmp_path)}, "track": {"tensorboard": False, "timeline": False}})
     log = RunLog(wanted, place(0))
-    log.spans([Span("actor_update", "actor", "main", 1.0, 2.0)])
+    log.spans([Span("step 1", "step", "main", 1.0, 2.0)])
     log.close()
     assert not (tmp_path / "timeline").exists()
 

@@ -41,7 +41,7 @@ def main() -> None:
     mine = Rollouts.of([ROLLOUTS[i] for i in own], own, everyone.AllRanks())
     for function, limit in ((slow, 30.0), (hangs, 0.3), (leaves, 30.0)):
         config = Config(run=run, parallel=parallel, reward=RewardConfig(timeout=limit))
-        context: Any = SimpleNamespace(config=config, job=job, clock=Clock())
+        context: Any = SimpleNamespace(config=config, job=job, clock=Clock(), role="", layouts={})
         try:
             scored = RewardWorker(context, reward_fn=function).score(mine)
             found[function.__name__] = scored.reward.tolist()
