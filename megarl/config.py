@@ -21,6 +21,7 @@ Ranks = Annotated[int, Range(1, 65_536)]
 Batch = Annotated[int, Range(1, 1_000_000)]
 Rate = Annotated[float, Range(0, 10)]
 Weight = Annotated[float, Range(0, 1000)]
+OnPush = Literal["retract", "in_place", "wait"]
 
 
 @dataclass(frozen=True)
@@ -118,17 +119,23 @@ class RolloutConfig:
     concurrency: Batch = 128
     """Conversations at once per engine, not counting those that wait for a tool, which may be as many more. An engine
     has up to twice as many processes for tools; one is started where a call would wait for another's."""
-    ahead: Annotated[int, Range(0, 1)] = 0
-    """Steps by which generation is ahead of training, on ranks of its own (`placement.rollout`): with 0 each waits for
-    the other; with 1 the next step's prompts are answered while this one's are trained on, by the weights of the step
-    before (one step off-policy). The importance ratio is then that to the engine's own log-probs."""
+    asynchronous: bool = False
+    """Engines on ranks of their own (`placement.rollout`) go on generating while the others train: a step's prompts are
+    begun up to `rollout.max_lag` steps before it is their turn, and answers go on through the pushes of weights. The
+    importance ratio of tokens that older weights chose is that to the engine's own log-probs of then."""
+    on_push: OnPush = "retract"
+    """What becomes of answers under way when `rollout.asynchronous` engines get weights: `retract` cuts them off and
+    goes on with the tokens that they have, all keys and values computed anew; `in_place` goes on where they were, with
+    those of the old weights, which costs nothing, and biases a little; `wait` lets them end first, so that each answer
+    is by one version of the weights."""
     oversample: Annotated[float, Range(1, 100)] = 1.0
     """Prompts under way in a step over those that it needs, `data.prompts_per_step`. When as many are done, the others
     are stopped, and gone on with in the next step. 1 is off: a step waits for its longest answer."""
     max_lag: Annotated[int, Range(0, 1000)] = 1
-    """With `rollout.oversample`: versions by which a rollout's first token may be older than the weights now; what
-    would be older is begun anew. `rollout/logprob_diff_stale` compares such tokens' log-probs, which are of the weights
-    that chose them; the losses' ratio is to the policy as the step begins, for all tokens."""
+    """Versions by which a rollout's first token may be older than the weights that are trained. `rollout.asynchronous`
+    begins no prompt earlier: 0 is on policy, 1 overlaps a step's generation with the training before it. With
+    `rollout.oversample` what would be older is begun anew. `rollout/lag_mean` and others say what it comes to, and
+    `rollout/logprob_diff_stale` compares such tokens' log-probs, which are of the weights that chose them."""
     request_timeout: Seconds = 600.0
     """Seconds that one answer of the engine may take, from when it begins to work on it; the conversation is aborted
     then."""

@@ -27,7 +27,7 @@ from megarl.models.stages import stage_layers
 from megarl.parallel.placement import Placement, check_placement, placement_of, role_parallel, spans
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.reshard.planner import Plan
-from megarl.rollout.beforehand import check_ahead, check_oversampling
+from megarl.rollout.beforehand import check_asynchronous, check_oversampling
 from megarl.rollout.engine import check_here
 from megarl.rollout.waits import check_waits
 from megarl.types.declared import Declared
@@ -95,7 +95,7 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
     laid_out = laid_out and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
     passes(checks.check_algorithm, config, declared, warnings, "reward" in (registered or {}))
-    laid_out = laid_out and passes(check_ahead, config, declared, warnings)
+    laid_out = laid_out and passes(check_asynchronous, config, declared, warnings)
     passes(check_oversampling, config, declared, warnings)
     passes(checks.check_data, config, declared, dry_run, warnings)
     laid_out = laid_out and passes(checks.check_schedule, config, declared)

@@ -278,9 +278,9 @@ class HybridFlow(Items):
             self._resume(newest)
         self.clock.lap()
 
-    def _upcoming(self) -> Sequence[Any]:
-        """What the next step will be given."""
-        return self.loader.peek() if self.step < self.config.run.num_rollout else ()
+    def _upcoming(self, steps: int) -> Sequence[Sequence[Any]]:
+        """What the next steps will be given, so many at most."""
+        return self.loader.peek(min(steps, self.config.run.num_rollout - self.step))
 
     def _models_here(self) -> list[str]:
         """A line for each trained model whose first rank this is."""

@@ -112,12 +112,12 @@ class PromptLoader(Generic[Item]):
         self._last = batch
         return batch
 
-    def peek(self) -> list[Item]:
-        """What `next_batch` will return next."""
+    def peek(self, steps: int) -> list[list[Item]]:
+        """What `next_batch` will return the next times."""
         before = self._epoch, self._offset, self._samples, self._order, self._last
-        batch = self.next_batch()
+        batches = [self.next_batch() for _ in range(steps)]
         self._epoch, self._offset, self._samples, self._order, self._last = before
-        return batch
+        return batches
 
     def give_back(self, count: int) -> None:
         """The last so many that were handed out were not used: they come first the next time, in the same order."""

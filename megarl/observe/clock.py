@@ -64,7 +64,7 @@ class Clock:
         try:
             yield
         finally:
-            self._keep(name, who, began, time.monotonic(), ranks)
+            self.keep(name, who, began, time.monotonic(), ranks)
 
     def lap(self, step: int | None = None) -> dict[str, float]:
         """Seconds by phase since the last lap, as `time/<phase>`, with the whole as `time/step`; starts anew. step: the
@@ -73,7 +73,7 @@ class Clock:
         result = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         result["time/step"] = now - self._began
         if step is not None:
-            self._keep(f"step {step}", STEP, self._began, now)
+            self.keep(f"step {step}", STEP, self._began, now)
         self._seconds, self._began = {}, now
         return result
 
@@ -83,10 +83,12 @@ class Clock:
             found, self._spans = self._spans, []
         return found
 
-    def _keep(self, name: str, who: str, begin: float, end: float, ranks: Sequence[int] = ()) -> None:
+    def keep(self, name: str, who: str, begin: float, end: float, ranks: Sequence[int] = (), thread: str = "") -> None:
+        """A span that is over, in time.monotonic's seconds. thread: whose it is, where not of this one."""
         if who in (WAIT, DATA) and end - begin < SHORTEST_S:
             return
-        thread = threading.current_thread()
-        called = "main" if thread is threading.main_thread() else thread.name.rstrip("_0123456789")
+        current = threading.current_thread()
+        main = "main" if current is threading.main_thread() else ""
+        called = thread or main or current.name.rstrip("_0123456789")
         with self._lock:
             self._spans.append(Span(name, who, called, begin + _BETWEEN, end + _BETWEEN, ranks))

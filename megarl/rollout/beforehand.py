@@ -1,4 +1,4 @@
-"""What is generated before it is needed, by over-sampling or a step ahead: whether a configuration may have it so."""
+"""What is generated before it is needed, over-sampled or beside training: whether a configuration may have it so."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from megarl.rollout.queue import under_way
 from megarl.types.declared import Declared
 
 
-def check_ahead(config: Config, declared: Declared, warnings: list[str]) -> None:
-    """Generation can run beside training, as `rollout.ahead` has it, only where nothing else wants its ranks."""
-    if not config.rollout.ahead or not declared.generates:
+def check_asynchronous(config: Config, declared: Declared, warnings: list[str]) -> None:
+    """Generation can run beside training only where nothing else wants its ranks."""
+    rollout = config.rollout
+    if not rollout.asynchronous or not declared.generates:
         return
-    key, placement = f"rollout.ahead={config.rollout.ahead}", placement_of(config)
-    if config.rollout.replay:
-        raise ConfigError(f"{key} with rollout.replay: recorded rollouts are there at once; set the first to 0")
-    if config.rollout.oversample > 1:
-        raise ConfigError(f"{key} with rollout.oversample={config.rollout.oversample:g}: set one of them only")
+    key, placement = "rollout.asynchronous", placement_of(config)
+    if rollout.replay:
+        raise ConfigError(f"{key} with rollout.replay: recorded rollouts are there at once; set the first to false")
+    if rollout.oversample > 1:
+        raise ConfigError(
+            f"{key} with rollout.oversample={rollout.oversample:g}: set one of them only; rollout.max_lag says of how "
+            "many steps the first has prompts under way"
+        )
     for role in declared.roles:
         if role != "rollout" and (shared := set(placement.of(role)) & set(placement.of("rollout"))):
             raise ConfigError(
                 f"{key} needs engines on ranks of their own, but rank {min(shared)} is the {role}'s, too: set "
                 "placement.rollout to other ranks than those of the models"
             )
-    if not declared.corrects_lag:
+    if rollout.max_lag and not declared.corrects_lag:
         warnings.append(
-            f"{key}: rollouts are of an older policy, for which the loss of algorithm={config.algorithm} does not "
-            "correct"
+            f"{key} with rollout.max_lag={rollout.max_lag}: tokens may be of an older policy, for which the loss of "
+            f"algorithm={config.algorithm} does not correct"
         )
 
 

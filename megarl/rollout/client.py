@@ -73,7 +73,8 @@ class Client:
 
     timeout: seconds that any answer may take, with the engine's own queue. As many connections are made as there are
     requests at once, so that one to stop the others does not wait for them. routing: ask for the engine's record of it,
-    which has this shape. version: of the weights that every answer must come from; None for any.
+    which has this shape. version: of the weights that every answer must come from; None for any. It may be raised: what
+    was asked before may then come from both. What the engine has cached by one version is nothing to the next.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Client:
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._routing = routing
-        self._version = version
+        self.version = version
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
@@ -109,20 +110,23 @@ class Client:
         be reached, for a lost connection is tried again, or it has other weights than it should have.
         """
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+        oldest = self.version
+        if oldest is not None:
+            body["extra_key"] = str(oldest)
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
         status, data = await self._post("/generate", body)
         with _uncollected():
-            return self._generation(status, data, len(ids), routed)
+            return self._generation(status, data, len(ids), routed, oldest)
 
-    def _generation(self, status: int, data: bytes | str, asked: int, routed: int) -> Generation:
+    def _generation(self, status: int, data: bytes | str, asked: int, routed: int, oldest: int | None) -> Generation:
         answer = _loaded("/generate", data)
         if status == 503 and "timeout reached" in str(answer):
             raise RequestFailed("the engine did not end the answer within rollout.request_timeout")
         if status != 200:
             raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
         try:
-            self._check_version(answer["meta_info"])
+            self._check_version(answer["meta_info"], oldest)
             return self._read(answer, asked, routed)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
@@ -166,15 +170,17 @@ class Client:
             reason=f"the engine cut the answer off: {finish.get('message', 'it does not say why')}" if cut else "",
         )
 
-    def _check_version(self, meta: dict[str, Any]) -> None:
-        """SGLang says by which weights the last token was chosen, and by which each, where they changed meanwhile."""
-        if self._version is None:
+    def _check_version(self, meta: dict[str, Any], oldest: int | None) -> None:
+        """SGLang says by which weights the last token was chosen, and by which each, where they changed meanwhile.
+        oldest: those when it was asked."""
+        if oldest is None or self.version is None:
             return
         for span in meta.get("weight_versions") or [{"version": meta["weight_version"]}]:
-            if str(span["version"]) != str(self._version):
+            found = str(span["version"])
+            if found != str(self.version) and not (found.isdecimal() and oldest <= int(found) <= self.version):
                 raise RuntimeError(
-                    f"the engine answered by weights of version {span['version']}, but those that it was given last "
-                    f"are version {self._version}: something else than this run has changed it"
+                    f"the engine answered by weights of version {found}, but those that it was given last "
+                    f"are version {self.version}: something else than this run has changed it"
                 )
 
     async def stop(self) -> None:

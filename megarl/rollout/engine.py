@@ -123,6 +123,7 @@ class Engine:
         self._host: Host | None = None
         self._server: Hosted | None = None
         self._asleep: set[str] = set()  # of _PARTS
+        self._holds = False
         # Loopback must not go through a proxy that the environment names.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -221,10 +222,14 @@ class Engine:
         except (EngineError, OSError):
             return False
 
-    def check_alive(self) -> None:
-        """Raise EngineError if the engine may not generate."""
+    def check_runs(self) -> None:
+        """Raise EngineError if the engine is gone."""
         if self._server is None or self._server.poll() is not None:
             raise EngineError(f"engine {self.index} is not running; {self._last_lines()}")
+
+    def check_alive(self) -> None:
+        """Raise EngineError if the engine may not generate."""
+        self.check_runs()
         if not self.usable:
             raise EngineError(f"engine {self.index} has no whole set of weights; push them first")
 
@@ -245,13 +250,26 @@ class Engine:
     def end_update(self, version: int | None) -> None:
         """Close the session. version: number of the weights that the engine now has, all of them; it generates with
         them from now on. None where the update failed: the engine stays unusable. The KV cache may be asleep: flushing
-        it only forgets what was where, as SGLang itself does when it has put it to sleep."""
+        it only forgets what was where, as SGLang itself does when it has put it to sleep. Where answers are held it
+        stays: they go on with it, and what is asked for later has a cache of its own, by the version."""
         self._call("/end_weight_update")
         if version is None:
             return
-        self._call("/flush_cache")  # it is of the old weights
+        if not self._holds:
+            self._call("/flush_cache")  # it is of the old weights
         self._call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.version, self.usable = version, True
+
+    def hold(self) -> None:
+        """Stop at the next token of all answers, until `go_on`; they keep what they have in the KV cache."""
+        self._call("/pause_generation", {"mode": "in_place"})
+        self._holds = True
+
+    def go_on(self) -> None:
+        """Undo `hold`, if it was called."""
+        if self._holds:
+            self._call("/continue_generation")
+        self._holds = False
 
     def drop_requests(self) -> None:
         """Have it let go of every request, also of those whose client has given up; return when it is idle."""

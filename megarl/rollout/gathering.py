@@ -7,18 +7,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from megarl.rollout.client import Generation, Policy
-from megarl.rollout.multi_turn import Halted, Surroundings, run_conversation, sample_seed, sampling_params
+from megarl.rollout.chat import Chat
+from megarl.rollout.client import Policy
+from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed, sampling_params
 from megarl.rollout.partial import Partial
 from megarl.rollout.queue import Tickets
-from megarl.types import Ids, Prompt, Rollout, ids_of
+from megarl.rollout.room import Room, Seat
+from megarl.types import Prompt, Rollout, ids_of
 
 _LOOK_S = 0.1
 """How often it is asked whether there are enough groups, and how often the policy is told again to stop."""
-AHEAD = 2
-"""Conversations that are under way at most over those that the engine has room for: tools are at work in the others."""
 
 Group = tuple[Partial, ...]
 """All conversations of one prompt, by sample."""
@@ -30,7 +29,7 @@ class Gathered:
     later step, on this engine. anew: conversations that were begun anew, for their first tokens were too old.
 
     slots: answers that the policy was asked for at once, at most. seconds: that it took. busy: how long it was asked
-    for something, in seconds of one slot.
+    for something, in seconds of one slot. ages: of a stream, the seconds since each of the groups was begun.
     """
 
     rollouts: list[Rollout]
@@ -39,6 +38,7 @@ class Gathered:
     slots: int = 0
     seconds: float = 0.0
     busy: float = 0.0
+    ages: tuple[float, ...] = ()
 
 
 async def gather_rollouts(
@@ -73,7 +73,7 @@ async def gather_rollouts(
 
     around.halt.clear()
     start = time.monotonic()
-    room = _Room(policy, max(1, min(around.config.concurrency, samples * tickets.share)), around.halt)
+    room = Room(policy, max(1, min(around.config.concurrency, samples * tickets.share)), around.halt)
     left = deque(sorted(carried, key=lambda group: not _ended(group)))
     complete: dict[int, Group] = {}
     partials: list[Group] = []
@@ -90,23 +90,10 @@ async def gather_rollouts(
         number = await asyncio.to_thread(tickets.take)
         if number is None:
             return None
-        prompt = prompts[number]
-        if not len(prompt.token_ids):
-            prompt = replace(prompt, token_ids=ids_of(around.chat.render(prompt)))
-        seeds = [sample_seed(seed, first_group + number, sample) for sample in range(samples)]
-        return number, tuple(Partial.begin(prompt, own) for own in seeds)
+        return number, begin_group(prompts[number], around.chat, seed, first_group + number, samples)
 
-    async def converse(begun: Partial, seat: _Seat) -> Partial:
-        params = sampling_params(around.config, around.chat, greedy, begun.seed)
-        try:
-            return await run_conversation(begun, seat, around, params, deadline)
-        finally:
-            seat.leave()
-
-    async def work(number: int, begun: Group, seats: dict[int, _Seat]) -> None:
-        async with asyncio.TaskGroup() as own:
-            tasks = {sample: own.create_task(converse(begun[sample], seat)) for sample, seat in seats.items()}
-        group = tuple(tasks[sample].result() if sample in tasks else one for sample, one in enumerate(begun))
+    async def work(number: int, begun: Group, seats: dict[int, Seat]) -> None:
+        group = await carry_on(begun, seats, around, greedy, deadline)
         if not _ended(group):
             partials.append(group)
             return
@@ -125,30 +112,58 @@ async def gather_rollouts(
             tasks = []
             while await room.is_there() and (found := await next_group()) is not None:
                 number, begun = found
-                seats = {sample: room.seat() for sample, one in enumerate(begun) if one.status is None}
-                tasks.append(together.create_task(work(number, begun, seats)))
+                tasks.append(together.create_task(work(number, begun, take_seats(begun, room))))
             if tasks:
                 await asyncio.wait(tasks)
             if watching is not None:
                 watching.cancel()
     except BaseExceptionGroup as failed:
-        raise _first(failed) from None
+        raise first_of(failed) from None
     rollouts = [one.rollout(first_group + number) for number in sorted(complete) for one in complete[number]]
-    return Gathered(rollouts, [*partials, *left], anew, room.size, time.monotonic() - start, room.busy)
+    return Gathered(rollouts, [*partials, *left], anew, room.size, time.monotonic() - start, room.busy())
+
+
+def begin_group(prompt: Prompt, chat: Chat, seed: int, group: int, samples: int) -> Group:
+    """Of a prompt that is rendered or not, with the seeds of this group's samples."""
+    if not len(prompt.token_ids):
+        prompt = replace(prompt, token_ids=ids_of(chat.render(prompt)))
+    return tuple(Partial.begin(prompt, sample_seed(seed, group, sample)) for sample in range(samples))
+
+
+def take_seats(group: Group, room: Room) -> dict[int, Seat]:
+    """One for each conversation that has not ended, by its sample."""
+    return {sample: room.seat() for sample, one in enumerate(group) if one.status is None}
+
+
+async def carry_on(
+    begun: Group, seats: dict[int, Seat], around: Surroundings, greedy: bool, deadline: float | None
+) -> Group:
+    """The group, when its conversations have come as far as they come, side by side."""
+
+    async def converse(one: Partial, seat: Seat) -> Partial:
+        params = sampling_params(around.config, around.chat, greedy, one.seed)
+        try:
+            return await run_conversation(one, seat, around, params, deadline)
+        finally:
+            seat.leave()
+
+    async with asyncio.TaskGroup() as own:
+        tasks = {sample: own.create_task(converse(begun[sample], seat)) for sample, seat in seats.items()}
+    return tuple(tasks[sample].result() if sample in tasks else one for sample, one in enumerate(begun))
 
 
 def _ended(group: Group) -> bool:
     return all(one.status is not None for one in group)
 
 
-def _first(error: BaseException) -> BaseException:
+def first_of(error: BaseException) -> BaseException:
     """Of errors at the same time, in tasks of tasks."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-async def _stop_when_enough(tickets: Tickets, needed: int, room: _Room) -> None:
+async def _stop_when_enough(tickets: Tickets, needed: int, room: Room) -> None:
     """Stop all conversations when so many groups are complete, here or elsewhere, and see to it that they do."""
     while not room.halt.is_set():
         try:
@@ -161,65 +176,3 @@ async def _stop_when_enough(tickets: Tickets, needed: int, room: _Room) -> None:
         if room.asking:
             await room.policy.stop()
         await asyncio.sleep(_LOOK_S)
-
-
-class _Room:
-    """For how many conversations the policy has room, which are under way, and which of these do not need it now."""
-
-    def __init__(self, policy: Policy, size: int, halt: asyncio.Event) -> None:
-        self.policy, self.size, self.halt = policy, size, halt
-        self.free = asyncio.Semaphore(size)
-        self.begun = self.away = self.asking = 0
-        self.busy = 0.0
-        self.changed = asyncio.Event()
-
-    async def is_there(self) -> bool:
-        """Wait until there is room for another conversation; False where all are to stop."""
-        while not self.halt.is_set():
-            if self.begun - self.away < self.size and self.begun < AHEAD * self.size:
-                return True
-            self.changed.clear()
-            await self.changed.wait()
-        return False
-
-    def seat(self) -> _Seat:
-        self.begun += 1
-        return _Seat(self)
-
-    def stop(self) -> None:
-        self.halt.set()
-        self.changed.set()
-
-
-class _Seat:
-    """The policy as one conversation has it, which waits for its turn."""
-
-    def __init__(self, room: _Room) -> None:
-        self._room, self._away = room, False
-
-    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        room = self._room
-        self._go(away=False)
-        async with room.free:
-            if room.halt.is_set():
-                raise Halted
-            room.asking += 1
-            asked = time.monotonic()
-            try:
-                return await room.policy.generate(ids, params, routed)
-            finally:
-                room.asking -= 1
-                room.busy += time.monotonic() - asked
-                self._go(away=True)
-
-    def leave(self) -> None:
-        self._go(away=False)
-        self._room.begun -= 1
-
-    def _go(self, away: bool) -> None:
-        self._room.away += away - self._away
-        self._away = away
-        self._room.changed.set()
-
-    async def stop(self) -> None:
-        await self._room.policy.stop()

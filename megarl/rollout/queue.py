@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
 from threading import Lock
 
 Add = Callable[[str, int], int]
 """(name, more) -> what the counter of this name is with so many more; one step, whoever else counts meanwhile."""
+
+
+ENDLESS = sys.maxsize
+"""Groups of a generation that goes on."""
 
 
 class Counts:

@@ -48,8 +48,8 @@ class Context:
     """This rank's coordinates in the layout of each role that has a model; None of one that is on other ranks."""
     role: str = ""
     """Which role the worker plays."""
-    upcoming: Callable[[], Sequence[Prompt]] = tuple
-    """The prompts of the step after this one; none after the last."""
+    upcoming: Callable[[int], Sequence[Sequence[Prompt]]] = lambda steps: ()
+    """The prompts of so many steps after this one, as far as there are any."""
     models: OnDevice = field(default_factory=OnDevice)
     source: PromptLoader[Any] | None = None
     """Of the prompts that steps are given."""

@@ -19,6 +19,7 @@ from megarl.rollout.gathering import Gathered, Group
 from megarl.rollout.kept import dealt, write_groups
 from megarl.rollout.queue import under_way
 from megarl.types import Everyone, Prompt, Rollouts
+from megarl.workers.lag import lag_figures
 
 if TYPE_CHECKING:
     from megarl.data.prompts import PromptLoader
@@ -88,15 +89,8 @@ class Oversampling:
         assert self._source is not None
         self._source.give_back(plan.handed - taken)
         self._groups, self._held = mine.partials if mine else [], int(partials.sum())
-        actions = max(1, int(rollouts.actions.sum()))
-        chosen = rollouts.oldest >= 0
-        ages = (rollouts.version * rollouts.actions - rollouts.versions)[chosen]
-        self.figures |= {
-            "rollout/carried": float(plan.held),
-            "rollout/begun_anew": float(anew.sum()),
-            "rollout/lag_mean": int(ages.sum()) / actions,
-            "rollout/lag_max": float(max(rollouts.lag.tolist(), default=0)),
-        }
+        self.figures |= {"rollout/carried": float(plan.held), "rollout/begun_anew": float(anew.sum())}
+        self.figures |= lag_figures(rollouts)
 
     def save(self, folder: Path) -> dict[Path, Entry]:
         """Raises OSError."""

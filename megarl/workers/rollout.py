@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -28,8 +26,9 @@ from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
-from megarl.workers.oversampling import Oversampling, Plan
+from megarl.workers.oversampling import Oversampling
 from megarl.workers.push import WeightPush
+from megarl.workers.streaming import NAME, Streaming
 
 Party = TypeVar("Party")
 Result = TypeVar("Result")
@@ -56,8 +55,6 @@ class RolloutWorker(Worker):
         self.version = 0
         self._generations, self._served = 0, 0
         self._next_group = 0
-        self._under_way: _Answers | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="generation")
         self._closing = False
         self._talks: Conversations | None = None
         if self.config.rollout.replay:
@@ -80,6 +77,16 @@ class RolloutWorker(Worker):
         number = None if lead is None else self.index
         self._surplus = Oversampling(
             self.config.rollout, context.source, everyone.AllRanks(), number, len(self.engines)
+        )
+        self._stream = Streaming(
+            self.config,
+            context.upcoming,
+            everyone.AllRanks(),
+            self._talks,
+            len(self.engines),
+            ranks.count,
+            self._seed,
+            self._answered,
         )
         placement = placement_of(self.config)
         sets = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
@@ -132,8 +139,8 @@ class RolloutWorker(Worker):
         A step may call this several times. The groups of its sampling calls are numbered on, and seeds follow from
         them; greedy answers, which need no seed, have the numbers of their prompts, from 0 on.
 
-        With `rollout.ahead` a step's first call returns what was begun in the step before, and leaves its successor
-        under way.
+        With `rollout.asynchronous` the groups of a step's first training call have been begun before it, and those of
+        later steps are under way when it returns.
 
         With `rollout.oversample` a step's first training call has as many groups as prompts, but those that are
         complete first, in that order: others are under way besides, of an earlier step too, and the rest is kept.
@@ -147,54 +154,63 @@ class RolloutWorker(Worker):
             if config.rollout.replay:
                 return self._replayed(self._groups(len(prompts)), greedy)
             self._wake(Engine.wake)
-            if is_first := self.step > self._served and not greedy:
+            is_first, source = self.step > self._served and not greedy, self.context.source
+            if is_first:
                 self._served = self.step
-            answers, self._under_way = (self._under_way, None) if is_first else (None, self._under_way)
-            if answers is not None:
-                self._groups(len(prompts))  # whose numbers they have
-            answers = answers or self._begin(prompts, samples, greedy, self.step)
             # The last part is for an engine to let go of what is aborted.
             with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
-                mine = _on_any(answers.mine, lambda future: future.result(), answers.name)
-            rollouts = _gathered(mine.rollouts if mine else [], self.version)
-            self._surplus.keep(answers.plan, mine, answers.tickets.taken(), rollouts)
+                if is_first and config.rollout.asynchronous and source is not None and source.ends_with(prompts):
+                    rollouts = self._go_on(prompts, samples)
+                else:
+                    rollouts = self._generate(prompts, samples, greedy)
             check_aborted(rollouts, config)
-            if config.rollout.ahead and is_first and (following := self.context.upcoming()):
-                self._under_way = self._begin(following, samples, greedy, self.step + 1)
             return rollouts
 
-    def _begin(self, prompts: Sequence[Prompt], samples: int, greedy: bool, step: int) -> _Answers:
-        """Have the engines answer, each lead in a thread of its own."""
+    def _generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool) -> Rollouts:
         self._generations += 1
         name = f"megarl/generation/{self._generations}"
-        plan = self._surplus.plan(prompts, step, greedy)
-        first_group = 0 if greedy or step > self.step else self._groups(len(plan.prompts)).start
+        plan = self._surplus.plan(prompts, self.step, greedy)
+        first_group = 0 if greedy else self._groups(len(plan.prompts)).start
         tickets = Tickets(len(plan.prompts), len(self.engines), ranks.count, name, plan.held)
-        talks, mine = self._talks, None
-        if talks is not None:
-            mine = self._thread.submit(
-                self._answer,
-                partial(
-                    talks.generate,
+
+        def work(talks: Conversations) -> Gathered:
+            with self.clock.span(f"generation of step {self.step}", "rollout", self._devices):
+                return talks.generate(
                     plan.prompts,
                     tickets=tickets,
                     samples=samples,
                     greedy=greedy,
-                    seed=self.config.run.seed * 1_000_003 + step,
+                    seed=self._seed(self.step),
                     first_group=first_group,
                     needed=plan.needed,
                     carried=plan.carried,
                     look=lambda: self._look(name),
-                ),
-                f"generation of step {step}",
-            )
-        return _Answers(name, plan, tickets, mine)
+                )
 
-    def _answer(self, work: Callable[[], Gathered], name: str) -> Gathered:
-        """In the generation's thread, for the engine's ranks, on whose devices it is."""
-        assert self.index is not None
-        with self.clock.span(name, "rollout", self.engines[self.index]):
-            return work()
+        mine = _on_any(self._talks, work, name)
+        rollouts = _gathered(mine.rollouts if mine else [], self.version)
+        self._surplus.keep(plan, mine, tickets.taken(), rollouts)
+        return rollouts
+
+    def _go_on(self, prompts: Sequence[Prompt], samples: int) -> Rollouts:
+        """The step's groups out of what goes on."""
+        self._groups(len(prompts))  # whose numbers they have
+        _on_any(self._stream, lambda stream: stream.open(prompts, samples, self.step), NAME)
+        mine = _on_any(self._talks, lambda talks: talks.take(len(prompts), lambda: self._look(NAME)).result(), NAME)
+        rollouts = _gathered(mine.rollouts if mine else [], self.version)
+        self._stream.note(mine, rollouts)
+        return rollouts
+
+    def _seed(self, step: int) -> int:
+        return self.config.run.seed * 1_000_003 + step
+
+    @property
+    def _devices(self) -> Sequence[int]:
+        """The ranks of this rank's engine, for the timeline."""
+        return () if self.index is None else self.engines[self.index]
+
+    def _answered(self, began: float, ended: float) -> None:
+        self.clock.keep("generation", "rollout", began, ended, self._devices, thread="generation")
 
     def _look(self, alarm: str) -> None:
         if self._closing or ranks.alarm_raised(alarm):
@@ -211,18 +227,21 @@ class RolloutWorker(Worker):
             self.version = self.step
             if self.config.rollout.replay:
                 return
-            self._settle()
+            patient = self.config.rollout.start_timeout
+            self._hold_answers()
             self._wake(Engine.wake_weights)
-            with self._patient(self.config.rollout.start_timeout):
+            with self._patient(patient):
                 self._push.push({} if actor.model is None else actor.model.merged(), self.version)
+            if self.config.rollout.asynchronous:
+                _on_any(self._stream, lambda stream: stream.go_on(self.step), NAME)
 
-    def _settle(self) -> None:
-        """Wait until what is under way is answered, by the weights that it was begun with."""
-        if self._under_way is None:
+    def _hold_answers(self) -> None:
+        """Have what is under way out of the way of new weights, as `rollout.on_push` says."""
+        if not self.config.rollout.asynchronous:
             return
-        answers, limit = self._under_way, self.config.rollout.step_timeout + self.config.rollout.start_timeout
+        limit, how = self.config.rollout.step_timeout + self.config.rollout.start_timeout, self.config.rollout.on_push
         with self.clock.phase("generate_rest", WAIT), self._patient(limit):
-            _on_any(answers.mine, lambda future: future.result() and None, answers.name)
+            _on_any(self._talks, lambda talks: talks.pause(how), NAME)
 
     def _wake(self, how: Callable[[Engine], None]) -> None:
         """Once every rank has given back what it has freed: an engine's lead wakes it on the devices of others, too."""
@@ -251,13 +270,13 @@ class RolloutWorker(Worker):
 
     def sleep(self) -> None:
         """Leave the device to training, unless it is the engines' own."""
-        if self._under_way is not None:
+        if self.config.rollout.asynchronous:
             return
         with self.clock.phase("sleep", self.at_work):
             self._on_leads(Engine.sleep)
 
     def figures(self) -> dict[str, float]:
-        return {} if self.config.rollout.replay else self._surplus.figures
+        return {} if self.config.rollout.replay else self._surplus.figures | self._stream.figures
 
     def save(self, folder: Path) -> dict[Path, Entry]:
         """Conversations that a later step goes on with."""
@@ -269,7 +288,6 @@ class RolloutWorker(Worker):
 
     def close(self) -> None:
         self._closing = True
-        self._thread.shutdown()
         if self._talks is not None:
             self._talks.close()
         if self.engine is not None:
@@ -302,15 +320,6 @@ class RolloutWorker(Worker):
                 "several times only what StepResult.rollouts has is recorded"
             )
         return found
-
-
-class _Answers(NamedTuple):
-    """Rollouts on their way. name: of the alarm that stops them. mine: of a rank that leads an engine."""
-
-    name: str
-    plan: Plan
-    tickets: Tickets
-    mine: Future[Gathered] | None
 
 
 def _gathered(mine: Sequence[Rollout], version: int) -> Rollouts:

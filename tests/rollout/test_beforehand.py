@@ -1,4 +1,4 @@
-"""What is said of over-sampling and of generation that is ahead."""
+"""What is said of over-sampling and of generation beside training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.registry import declare
-from megarl.rollout.beforehand import check_ahead, check_enough_prompts, check_oversampling
+from megarl.rollout.beforehand import check_asynchronous, check_enough_prompts, check_oversampling
 from megarl.types.declared import Declared
 
 
@@ -57,12 +57,20 @@ def test_no_prompt_is_under_way_twice() -> None:
         check_enough_prompts(5, oversampled(oversample=1.5))
 
 
-def test_a_step_ahead_needs_ranks_of_its_own_and_is_warned_of_where_nothing_corrects() -> None:
+def test_generation_beside_training_needs_ranks_of_its_own_and_is_warned_of_where_nothing_corrects() -> None:
     apart = {"placement": {"actor": "0", "rollout": "1"}, "parallel": {"world_size": 2}}
-    config, warnings = from_dict({"algorithm": "grpo", "rollout": {"ahead": 1}, **apart}), list[str]()
-    check_ahead(config, declare(config), warnings)
+    tree: dict[str, Any] = {"algorithm": "grpo", "rollout": {"asynchronous": True}, **apart}
+    config, warnings = from_dict(tree), list[str]()
+    check_asynchronous(config, declare(config), warnings)
     assert warnings == []
-    check_ahead(config, uncorrected(config), warnings)
+    check_asynchronous(config, uncorrected(config), warnings)
     assert len(warnings) == 1 and "algorithm=grpo does not correct" in warnings[0]
+    on_policy = replace(config, rollout=replace(config.rollout, max_lag=0))
+    check_asynchronous(on_policy, uncorrected(on_policy), warnings)
+    assert len(warnings) == 1
     with pytest.raises(ConfigError, match="rank 0 is the actor's, too"):
-        check_ahead(replace(config, placement={}), declare(config), [])
+        check_asynchronous(replace(config, placement={}), declare(config), [])
+    for key, value, what in (("oversample", 1.5, "set one of them only"), ("replay", "runs/x", "are there at once")):
+        odd = replace(config, rollout=replace(config.rollout, **{key: value}))
+        with pytest.raises(ConfigError, match=what):
+            check_asynchronous(odd, declare(odd), [])

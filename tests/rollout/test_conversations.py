@@ -21,7 +21,7 @@ from megarl.types import Rollout, Status
 
 def some_engine(folder: Path) -> Any:
     names = dict(url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, version=0)
-    return SimpleNamespace(**names, log=folder / "logs/engine_0.log", check_alive=lambda: None)
+    return SimpleNamespace(**names, log=folder / "logs/engine_0.log", check_alive=lambda: None, check_runs=lambda: None)
 
 
 def test_the_engine_lets_go_of_what_was_aborted_and_is_watched_meanwhile(

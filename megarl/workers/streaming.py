@@ -1,0 +1,95 @@
+"""Generation that goes on beside training: which steps' prompts are admitted, and what is said of it.
+
+Each rank keeps the books alike; the leads of engines have a stream of conversations each, see `rollout.stream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megarl.config import Config, ConfigError
+from megarl.rollout.conversations import Conversations
+from megarl.rollout.gathering import Gathered
+from megarl.rollout.queue import ENDLESS, Add, Tickets
+from megarl.rollout.stream import AtWork
+from megarl.types import Everyone, Prompt, Rollouts
+from megarl.workers.lag import lag_figures
+
+NAME = "megarl/generation/stream"
+
+Upcoming = Callable[[int], Sequence[Sequence[Prompt]]]
+"""The prompts of so many further steps, as far as there are any."""
+
+
+class Streaming:
+    """talks: of this rank's engine, where it leads one. add: of counters that all leads share. seed_of: a step's."""
+
+    def __init__(
+        self,
+        config: Config,
+        upcoming: Upcoming,
+        everyone: Everyone,
+        talks: Conversations | None,
+        engines: int,
+        add: Add,
+        seed_of: Callable[[int], int],
+        at_work: AtWork,
+    ) -> None:
+        self._config, self._upcoming, self._everyone, self._talks = config, upcoming, everyone, talks
+        self._engines, self._add, self._seed_of, self._at_work = engines, add, seed_of, at_work
+        self._samples = 0
+        self._admitted = 0
+        """The last step whose prompts may be begun; 0 before it all begins."""
+        self.figures: dict[str, float] = {}
+
+    def open(self, prompts: Sequence[Prompt], samples: int, step: int) -> None:
+        """A step asks for its groups: the first one begins the stream. Raises RuntimeError where the engine is gone."""
+        lag = self._config.rollout.max_lag
+        if self._samples not in (0, samples):
+            raise ConfigError(
+                f"step {step} wants {samples} samples of each prompt, of which {self._samples} were begun before it; "
+                "with rollout.asynchronous an algorithm has to ask for as many in each step"
+            )
+        if not self._samples:
+            self._samples, self._admitted = samples, step - 1
+            if self._talks is not None:
+                groups = -(-(1 + lag) * len(prompts) // self._engines)
+                tickets = Tickets(ENDLESS, self._engines, self._add, NAME)
+                self._talks.start_stream(tickets, samples=samples, groups=groups, at_work=self._at_work)
+            self._admit(step, prompts)
+        self._admit_up_to(step, step + lag)
+
+    def go_on(self, step: int) -> None:
+        """The engines have the weights that the step has made. Raises RuntimeError where this rank's is gone."""
+        if self._samples:
+            if self._talks is not None:
+                self._talks.resume()
+            self._admit_up_to(step, step + 1 + self._config.rollout.max_lag)
+
+    def _admit_up_to(self, now: int, last: int) -> None:
+        """now: the last step whose prompts were handed out."""
+        for step, prompts in enumerate(self._upcoming(last - now), now + 1):
+            if step > self._admitted:
+                self._admit(step, prompts)
+
+    def _admit(self, step: int, prompts: Sequence[Prompt]) -> None:
+        self._admitted = step
+        if self._talks is not None:
+            self._talks.admit(prompts, self._seed_of(step))
+
+    def note(self, mine: Gathered | None, rollouts: Rollouts) -> None:
+        """What is said of a step's generation. mine: of this engine, None without one. Collective."""
+        numbers: list[list[float]] = []
+        if mine is not None:
+            ages = mine.ages
+            numbers.append([mine.slots * mine.seconds, mine.busy, sum(ages), max(ages, default=0.0), len(ages)])
+        table = self._everyone.rows(torch.tensor(numbers, dtype=torch.float64).reshape(-1, 5))
+        offered, busy, summed, oldest, groups = table.T
+        self.figures = lag_figures(rollouts) | {
+            "rollout/age_mean": float(summed.sum()) / max(1.0, float(groups.sum())),
+            "rollout/age_max": max(oldest.tolist(), default=0.0),
+        }
+        if total := float(offered.sum()):
+            self.figures["rollout/idle_frac"] = 1 - float(busy.sum()) / total

@@ -1,0 +1,90 @@
+"""Answers that are cut off and gone on with, and what they are together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from scripted import END, Script
+
+from megarl.rollout.client import Generation
+from megarl.rollout.room import Room, joined
+from megarl.types import ids_of
+
+
+def part(tokens: Sequence[int], version: int, finish: Any = "abort", first: int = 0, **more: Any) -> Generation:
+    logprobs = np.array([-token / 10 for token in tokens], np.float32)
+    routing = torch.arange(first, first + len(tokens)).view(-1, 1, 1)
+    return Generation(ids_of(tokens), logprobs, finish, version, routing=routing, **more)
+
+
+def test_two_parts_are_one_answer_by_hand() -> None:
+    said = joined(part([1, 2], 3, drafted=4, accepted=1), part([5], 4, "stop", first=2, drafted=2, accepted=2))
+    assert said.token_ids.tolist() == [1, 2, 5] and said.finish == "stop"
+    assert np.array_equal(said.logprobs, np.array([-0.1, -0.2, -0.5], np.float32))
+    assert said.versions == ((3, 2), (4, 1)) and said.weight_version == 4
+    assert said.routing is not None and said.routing.flatten().tolist() == [0, 1, 2]
+    assert (said.drafted, said.accepted) == (6, 3)
+
+
+def test_parts_of_one_version_have_no_spans_and_a_part_without_tokens_no_version() -> None:
+    assert joined(part([1], 3), part([2], 3)).versions == ()
+    nothing = part([], 9)
+    assert joined(nothing, part([2], 3)).weight_version == 3 and joined(part([1], 3), nothing).weight_version == 3
+    assert joined(joined(part([1], 1), part([2], 2)), part([3], 2)).versions == ((1, 1), (2, 2))
+
+
+class Cut(Script):
+    """A policy whose first answer waits to be stopped."""
+
+    def __init__(self, first: Generation, *later: Generation) -> None:
+        super().__init__(*later)
+        self.first, self.stopped = first, asyncio.Event()
+
+    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        if not self.stopped.is_set():
+            self.asked.append((list(context), params))
+            await self.stopped.wait()
+            return self.first
+        self.asked.append((list(context), {**params, "routed": routed}))
+        return self.lines[0]  # type: ignore[return-value]
+
+    async def stop(self) -> None:
+        self.stopped.set()
+
+
+def through_a_push(first: Generation, *later: Generation) -> tuple[Generation, list[tuple[list[int], dict[str, Any]]]]:
+    async def run() -> tuple[Generation, Any]:
+        policy = Cut(first, *later)
+        room = Room(policy, 1, asyncio.Event())
+        asked = asyncio.create_task(
+            room.seat().generate([7, 8], {"max_new_tokens": 3, "stop_token_ids": [END]}, routed=1)
+        )
+        while not room.asking:
+            await asyncio.sleep(0.001)
+        room.close()
+        await room.cut_off()
+        assert room.asking == 0
+        before = len(policy.asked)
+        await asyncio.sleep(0.01)
+        assert len(policy.asked) == before == 1  # nothing is asked while it is closed
+        room.reopen()
+        return await asked, policy.asked
+
+    return asyncio.run(run())
+
+
+def test_what_is_cut_off_is_gone_on_with_by_the_rest_of_its_budget() -> None:
+    said, asked = through_a_push(part([11, 12], 0), part([5], 1, "length", first=2))
+    assert said.token_ids.tolist() == [11, 12, 5] and said.versions == ((0, 2), (1, 1))
+    assert asked[1] == ([7, 8, 11, 12], {"max_new_tokens": 1, "stop_token_ids": [END], "routed": 3})
+
+
+def test_what_was_done_when_it_was_cut_off_is_done() -> None:
+    said, asked = through_a_push(part([11, END], 0))
+    assert said.finish == "stop" and said.token_ids.tolist() == [11, END] and len(asked) == 1
+    said, asked = through_a_push(part([11, 12, 13], 0))
+    assert said.finish == "length" and len(asked) == 1

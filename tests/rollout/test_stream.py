@@ -1,0 +1,197 @@
+"""Generation that goes on beside training: what a step gets is what it would have got by itself, never older than it
+may be, whoever is slow, and however often the weights are replaced meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from scripted import CHAT, CONFIG, PROMPT, Writer, begun, parse
+
+from megarl.config import OnPush
+from megarl.rollout.gathering import gather_rollouts
+from megarl.rollout.multi_turn import Surroundings, run_conversation
+from megarl.rollout.queue import ENDLESS, Counts, Tickets
+from megarl.rollout.stream import Stream
+from megarl.rollout.tools import ToolResult
+from megarl.types import Rollout
+
+GROUPS, SAMPLES, STEPS = 4, 2, 3
+STEPS_PROMPTS = [
+    [
+        replace(PROMPT, id=f"{step}/{i}", messages=({"role": "user", "content": f"{step} and {i}?"},))
+        for i in range(GROUPS)
+    ]
+    for step in range(STEPS)
+]
+
+
+class Calculator:
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        await asyncio.sleep(random.random() * 0.002)
+        return ToolResult(str(len(arguments["expression"])), True)
+
+
+def surroundings() -> Surroundings:
+    tools: Any = Calculator()
+    return Surroundings(CHAT, tools, parse, replace(CONFIG, max_turns=4, concurrency=6))
+
+
+@cache
+def by_itself(step: int) -> list[Rollout]:
+    """What the step's own generation has, by weights of version `step`."""
+    prompts, writer = STEPS_PROMPTS[step], Writer(version=step, pause=0)
+    gathered = gather_rollouts(
+        prompts, Tickets(GROUPS), writer, surroundings(), samples=SAMPLES, greedy=False, seed=100 + step, version=step
+    )
+    return asyncio.run(gathered).rollouts
+
+
+@cache
+def alone(step: int, group: int) -> list[int]:
+    """The tokens of a conversation that nothing has stopped."""
+    prompt = STEPS_PROMPTS[step][group]
+    return asyncio.run(run_conversation(begun(prompt), Writer(pause=0), surroundings(), {})).token_ids.tolist()
+
+
+async def train(
+    writers: list[Writer], lag: int, how: OnPush, seconds_a_step: float = 0.05
+) -> tuple[list[list[Rollout]], list[int]]:
+    """The rollouts of each step, with a push after each; and after each push how many groups had been begun."""
+    counts, steps, begun = Counts(), [], []
+    streams = [
+        Stream(
+            Tickets(ENDLESS, len(writers), counts.add),
+            writer,
+            surroundings(),
+            samples=SAMPLES,
+            groups=-(-GROUPS * (lag + 1) // len(writers)),
+            seconds=60.0,
+        )
+        for writer in writers
+    ]
+    at_work = [asyncio.create_task(stream.run()) for stream in streams]
+    admitted = 0
+
+    async def admit(last: int) -> None:
+        nonlocal admitted
+        while admitted < min(last, STEPS):
+            for stream in streams:
+                await stream.admit(STEPS_PROMPTS[admitted], 100 + admitted)
+            admitted += 1
+
+    try:
+        for step in range(STEPS):
+            await admit(step + 1 + lag)
+            gathered = await asyncio.gather(*(stream.take(GROUPS) for stream in streams))
+            steps.append(sorted((one for part in gathered for one in part.rollouts), key=lambda one: one.group))
+            assert all(0 <= part.busy <= part.slots * part.seconds + 0.1 for part in gathered)
+            assert sum(len(part.ages) for part in gathered) == GROUPS
+            await asyncio.sleep(random.random() * seconds_a_step)
+            await asyncio.gather(*(stream.pause(how) for stream in streams))
+            begun.append(min(counts.add("groups/taken", 0), admitted * GROUPS))
+            for writer in writers:
+                assert how == "in_place" or writer.at_once == 0
+                writer.version = step + 1
+            await asyncio.gather(*(stream.resume() for stream in streams))
+    finally:
+        for task in at_work:
+            task.cancel()
+        await asyncio.gather(*at_work, return_exceptions=True)
+    return steps, begun
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_at_lag_0_a_step_has_what_its_own_generation_has(engines: int) -> None:
+    """Every rollout with every figure, in the same order: the same prompts, seeds, tokens, log-probs and versions."""
+    steps, begun = asyncio.run(train([Writer(pause=0.0002) for _ in range(engines)], 0, "retract"))
+    for step, rollouts in enumerate(steps):
+        assert rollouts == by_itself(step)
+    assert begun == [GROUPS * (step + 1) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("how", ["retract", "wait"])
+@pytest.mark.parametrize(("engines", "lag"), [(1, 1), (2, 1), (3, 2)])
+def test_answers_that_go_on_through_pushes_are_whole_and_never_too_old(engines: int, lag: int, how: OnPush) -> None:
+    random.seed(f"{engines} {lag} {how}")
+    writers = [Writer(pause=0.0002 * 4**number) for number in range(engines)]  # one slower than the other
+    steps, begun = asyncio.run(train(writers, lag, how))
+    mixed = 0
+    for step, rollouts in enumerate(steps):
+        mine = by_itself(step)
+        assert [(one.prompt.id, one.group, one.seed, one.status) for one in rollouts] == [
+            (one.prompt.id, one.group, one.seed, one.status) for one in mine
+        ]
+        for rollout in rollouts:
+            assert rollout.token_ids.tolist() == alone(step, rollout.group)
+            chosen = [run for turn in rollout.turns if turn.is_action for run in turn.runs]
+            versions = [version for version, _ in chosen]
+            assert versions == sorted(versions) and 0 <= step - versions[0] <= lag and versions[-1] <= step
+            assert how == "retract" or all(not turn.versions for turn in rollout.turns)
+            mixed += len(set(versions)) > 1
+            assert rollout.routing is not None  # of each token once, in its place
+            assert rollout.routing.flatten().tolist() == list(range(rollout.num_tokens - 1))
+    assert mixed if how == "retract" else not mixed
+    assert all(count <= GROUPS * min(STEPS, step + 1 + lag) for step, count in enumerate(begun))
+    assert begun[0] > GROUPS  # something of the next step's was begun while the first was trained on
+
+
+def test_an_engine_that_fails_ends_the_stream() -> None:
+    async def run() -> None:
+        stream = Stream(
+            Tickets(ENDLESS), Writer(lasts=50), surroundings(), samples=SAMPLES, groups=GROUPS, seconds=60.0
+        )
+        await stream.admit(STEPS_PROMPTS[0], 1)
+        await stream.run()
+
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        asyncio.run(run())
+
+
+def test_what_lasts_too_long_is_aborted_by_itself() -> None:
+    async def run() -> list[str]:
+        stream = Stream(
+            Tickets(ENDLESS), Writer(pause=0.2), surroundings(), samples=SAMPLES, groups=GROUPS, seconds=0.3
+        )
+        at_work = asyncio.create_task(stream.run())
+        await stream.admit(STEPS_PROMPTS[0], 1)
+        taken = await stream.take(GROUPS)
+        at_work.cancel()
+        return [one.failure for one in taken.rollouts if one.status == "aborted"]
+
+    assert set(asyncio.run(run())) == {"it was not done within rollout.step_timeout"}
+
+
+def test_it_says_from_when_to_when_its_engine_was_at_work() -> None:
+    told: list[tuple[float, float]] = []
+
+    async def run() -> None:
+        stream = Stream(
+            Tickets(ENDLESS),
+            Writer(),
+            surroundings(),
+            samples=SAMPLES,
+            groups=GROUPS,
+            seconds=60.0,
+            at_work=lambda began, ended: told.append((began, ended)),
+        )
+        at_work = asyncio.create_task(stream.run())
+        await stream.pause("retract")
+        assert told == []
+        await stream.resume()
+        await stream.admit(STEPS_PROMPTS[0], 1)
+        await stream.take(GROUPS)
+        await asyncio.sleep(0.3)  # it has nothing to do
+        await stream.pause("retract")
+        at_work.cancel()
+
+    start = time.monotonic()
+    asyncio.run(run())
+    took = time.monotonic() - start
+    ((began, ended),) = told
+    assert 0 < ended - began < took - 0.3
