@@ -46,6 +46,11 @@ def versions(run_dir: Path, step: int) -> set[int | None]:
     return {turn.weight_version for one in read_rollouts(run_dir, step) for turn in one.turns if turn.is_action}
 
 
+def asked(run_dir: Path, step: int) -> list[tuple[str, int, int]]:
+    """Which prompt, group and seed each of a step's rollouts has."""
+    return [(one.prompt.id, one.group, one.seed) for one in read_rollouts(run_dir, step)]
+
+
 def assert_same_figures(one: list[dict[str, float]], other: list[dict[str, float]], *but: str) -> None:
     assert [row["step"] for row in one] == [row["step"] for row in other]
     for mine, theirs in zip(one, other, strict=True):
@@ -82,3 +87,53 @@ def test_one_rank_makes_the_same_of_the_same_rollouts(split_run: Path, folder: P
     train(folder, tmp_path / "alone", *ALONE, f"rollout.replay={split_run}")
     assert_same_figures(steps_of(split_run), steps_of(tmp_path / "alone"), "rollout/idle_frac")  # of engines
     assert_same_weights(split_run, tmp_path / "alone")
+
+
+BESIDE = ["rollout.asynchronous=true", "run.save_every=0"]
+TWO = [
+    "placement={actor: 0, rollout: 1}",
+    *("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"),
+    *("algorithm=grpo", "kl.place=none"),
+]
+
+
+def test_generation_beside_training_is_as_synchronous_at_lag_0(
+    split_run: Path, folder: Path, host: str, tmp_path: Path
+) -> None:
+    """The same prompts, groups and seeds, none by older weights; and one rank, which never heard of it, makes the same
+    of these rollouts, bit for bit."""
+    run_dir = tmp_path / "beside"
+    train(folder, run_dir, *SPLIT, *BESIDE, "rollout.max_lag=0", "run.eval_every=3", host=host)
+    rows = steps_of(run_dir)
+    for step, row in enumerate(rows, 1):
+        assert asked(run_dir, step) == asked(split_run, step) and versions(run_dir, step) == {step - 1}
+        assert row["rollout/lag_max"] == 0 and row["rollout/logprob_diff_p95"] <= 1e-4
+    assert [row["step"] for row in metrics_of(run_dir) if "eval/reward_greedy" in row] == [0, 3]
+    train(folder, tmp_path / "alone", *ALONE, f"rollout.replay={run_dir}", "run.save_every=0")
+    of_engines = [name for name in rows[0] if name.startswith(("rollout/lag", "rollout/age", "rollout/idle"))]
+    assert_same_figures(rows, steps_of(tmp_path / "alone"), *of_engines)
+    assert_same_weights(run_dir, tmp_path / "alone")
+
+
+@pytest.mark.parametrize("how", ["retract", "in_place"])
+def test_answers_go_on_through_pushes(folder: Path, host: str, tmp_path: Path, how: str) -> None:
+    """The weights change in number only, so what any of them chose has the log-probs of all of them: also across a
+    push, with the experts replayed that the engine recorded, and out of whatever its cache had of older ones."""
+    run_dir = tmp_path / how
+    long = ["rollout.max_new_tokens=150", "rollout.max_context=300", "run.num_rollout=5", "train.replay_routing=true"]
+    same = ["actor_optimizer.lr=0", "rollout.max_lag=2", f"rollout.on_push={how}"]
+    train(folder, run_dir, *TWO, *BESIDE, *long, *same, host=host)
+    rows = steps_of(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for step, row in enumerate(rows, 1):
+        found = versions(run_dir, step)
+        assert all(version is not None and max(0, step - 3) <= version <= step - 1 for version in found)
+        differences = [row[name] for name in row if name.startswith("rollout/logprob_diff_p95") and "un" not in name]
+        assert differences and max(differences) <= 1e-4
+        assert len({group for _, group, _ in asked(run_dir, step)}) == 4 and len(asked(run_dir, step)) == 16
+    assert max(row["rollout/lag_max"] for row in rows) in (1.0, 2.0)
+    assert rows[0]["rollout/lag_max"] == 0 and all(
+        row["rollout/age_max"] >= row["rollout/age_mean"] > 0 for row in rows
+    )
+    mixed = [len(turn.runs) > 1 for step in range(1, 6) for one in read_rollouts(run_dir, step) for turn in one.turns]
+    assert any(mixed) == (how == "retract")  # an answer by two versions, whose keys and values are by the second

@@ -35,7 +35,8 @@ class Generation:
 
     finish: `stop` after an end token, which is the last id; `length` after max_new_tokens; `abort` when cut off, for
     the `reason`; then there may be no tokens.
-    weight_version, versions: as of a `Turn`.
+    weight_version, versions: as of a `Turn`; of weights that were replaced in the middle of a request, keys and values
+    staying as they were, the oldest, for the tokens after it were drawn by neither.
     routing: [tokens, MoE layers, topk], the experts of the tokens that were asked for, see `Policy`; as of a `Rollout`.
     drafted, accepted: tokens that were drafted for it (rollout.draft_tokens), and those of them that it accepted.
     """
@@ -158,12 +159,13 @@ class Client:
         routing = None
         if self._routing is not None and len(token_ids):
             routing = decode_routing(meta.get("routed_experts"), asked + len(token_ids) - 1 - routed, self._routing)
+        runs = _versions(meta.get("weight_versions") or (), len(token_ids))
         return Generation(
             token_ids=token_ids,
             logprobs=logprobs,
             finish="abort" if cut else kind,
-            weight_version=int(meta["weight_version"]),
-            versions=_versions(meta.get("weight_versions") or (), len(token_ids)),
+            # Where weights were replaced in the middle of an answer, what follows has keys and values of older ones.
+            weight_version=runs[0][0] if runs else int(meta["weight_version"]),
             routing=routing,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from megarl.models.routing import RoutingShape
 from megarl.rollout import client as module
@@ -170,16 +171,39 @@ def spans(*ends: int) -> list[dict[str, Any]]:
     return [{"version": str(i), "start": a, "end": b} for i, (a, b) in enumerate(pairwise((0, *ends)), 1)]
 
 
-def test_where_any_version_will_do_the_answer_says_which_chose_which_token() -> None:
+def test_an_answer_during_which_weights_changed_is_by_the_oldest() -> None:
     wrote: dict[str, Any] = {"output_ids": [8, 9, 8], "output_token_logprobs": [[-0.5, i, None] for i in (8, 9, 8)]}
     out = ask(answer(**wrote, weight_version="2", weight_versions=spans(1, 3)), version=None)
-    assert (out.weight_version, out.versions) == (2, ((1, 1), (2, 2)))
+    assert (out.weight_version, out.versions) == (1, ())  # what follows has keys and values of older weights
     assert ask(answer(**wrote, weight_versions=spans(3)), version=None).versions == ()
     cut = answer(finish_reason=None, output_ids=[], output_token_logprobs=[], weight_versions=spans(0))
     assert ask(cut, version=None).versions == ()
     for ends in ((1, 2), (1, 4), (2, 1, 3)):
         with pytest.raises(RequestFailed, match="wrote 3 tokens and named the weights of others|cannot be one"):
             ask(answer(**wrote, weight_versions=spans(*ends)), version=None)
+
+
+def test_weights_may_change_while_an_answer_is_under_way_and_each_version_has_its_own_cache() -> None:
+    salts: list[str] = []
+
+    async def run() -> list[int]:
+        async def respond(request: web.Request) -> web.StreamResponse:
+            salts.append((await request.json())["extra_key"])
+            client.version = 4  # a push, while the engine is at work
+            both = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+            new = [{"version": "4", "start": 0, "end": 2}]
+            return web.json_response(answer(weight_version="4", weight_versions=new if len(salts) > 1 else both))
+
+        app = web.Application()
+        app.router.add_post("/generate", respond)
+        server = TestServer(app)
+        await server.start_server()
+        async with Client(f"http://127.0.0.1:{server.port}", "key", 30.0, version=3) as client:
+            found = [(await client.generate([1], {})).weight_version for _ in range(2)]
+        await server.close()
+        return found
+
+    assert asyncio.run(run()) == [3, 4] and salts == ["3", "4"]
 
 
 def test_an_engine_that_is_gone_is_not_an_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,107 @@
+"""Seconds of a step where generation goes on beside training, over those where each waits for the other.
+
+    .venv/bin/python tools/bench_async.py FOLDER [--epochs 2] [--steps 8] [--rounds 2] [section.key=value ...]
+
+GRPO with the actor on a rank and the engine on another, a core each, both real: the quickstart's model and prompts, as
+`tools/make_quickstart.py FOLDER` leaves them. Both kinds in turn, in as many rounds; of each run the median of its
+steps but the first two. At best the shorter phase costs nothing: `--epochs` sets how long training takes. Overrides
+are for both kinds. Beside it, what the asynchronous run says of lag and of the engine's empty slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.config import load_config
+from megarl.observe.tracker import read_metrics
+from megarl.rollout.engine import start_host
+from megarl.rollout.hosting import SHARED
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM = 2
+KINDS = {
+    "synchronous": ["rollout.asynchronous=false"],
+    "asynchronous, retract": ["rollout.asynchronous=true", "rollout.on_push=retract"],
+    "asynchronous, in_place": ["rollout.asynchronous=true", "rollout.on_push=in_place"],
+}
+TRAINING = ("actor_logprobs", "actor_update")
+
+
+def settings(options: argparse.Namespace) -> list[str]:
+    folder = options.folder
+    return [
+        "algorithm=grpo",
+        "kl.place=none",
+        "placement={actor: 0, rollout: 1}",
+        *("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"),
+        *(f"model.path={folder}/model", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"),
+        *("run.eval_every=0", "run.export=false", "track.progress=false", "track.tensorboard=false"),
+        *(
+            f"run.num_rollout={options.steps + WARM}",
+            f"run.epochs={options.epochs}",
+            f"run.num_update={options.epochs}",
+        ),
+        *options.overrides,
+    ]
+
+
+def timed(options: argparse.Namespace, kind: str, host: str) -> dict[str, float]:
+    """Median seconds of a run's steps by phase, and means of its figures."""
+    with tempfile.TemporaryDirectory() as run_dir:
+        command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "configs/quickstart.yaml"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", SHARED: host}
+        done = subprocess.run(
+            [*command, *settings(options), *KINDS[kind], f"run.dir={run_dir}"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise SystemExit(f"the {kind} run has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        rows: list[dict[str, Any]] = [row for row in read_metrics(run_dir) if "time/step" in row][WARM:]
+    found = {"step": statistics.median(row["time/step"] for row in rows)}
+    found["generate"] = statistics.median(row["time/generate"] for row in rows)
+    found["train"] = statistics.median(sum(row[f"time/{name}"] for name in TRAINING) for row in rows)
+    for name in ("lag_mean", "age_mean", "idle_frac", "logprob_diff_p95", "logprob_diff_p95_stale"):
+        values = [row[f"rollout/{name}"] for row in rows if f"rollout/{name}" in row]
+        found[name] = statistics.fmean(values) if values else float("nan")
+    return found
+
+
+@ends_in_a_line
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of tools/make_quickstart.py")
+    parser.add_argument("--epochs", type=count(), default=2, help="updates of a step, each on all of its rollouts")
+    parser.add_argument("--steps", type=count(), default=8, help="that are timed in each run")
+    parser.add_argument("--rounds", type=count(), default=2, help="runs of each kind, in turn")
+    parser.add_argument("overrides", nargs="*", help="of configs/quickstart.yaml, for all runs")
+    options = parser.parse_args(arguments)
+    options.folder = options.folder.resolve()
+    config = load_config(ROOT / "configs/quickstart.yaml", settings(options))
+    host = start_host(config, threads=1)
+    try:
+        rounds = [{kind: timed(options, kind, host.path) for kind in KINDS} for _ in range(options.rounds)]
+    finally:
+        host.close()
+    names = list(rounds[0]["synchronous"])
+    print(f"{'':24}" + "".join(f"{name.removeprefix('logprob_'):>16}" for name in (*names, "times as fast")))
+    for kind in KINDS:
+        values = [statistics.fmean(one[kind][name] for one in rounds) for name in names]
+        ratio = statistics.median(one["synchronous"]["step"] / one[kind]["step"] for one in rounds)
+        print(f"{kind:24}" + "".join(f"{value:16.3g}" for value in (*values, ratio)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
