@@ -18,10 +18,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megarl.command_line import Parser, count, ends_in_a_line
-from megarl.config import load_config
+from megarl.config import ConfigError, load_config
 from megarl.observe.tracker import read_metrics
 from megarl.rollout.engine import start_host
 from megarl.rollout.hosting import SHARED
@@ -68,7 +67,7 @@ def timed(options: argparse.Namespace, kind: str, host: str) -> dict[str, float]
         )
         if done.returncode:
             raise SystemExit(f"the {kind} run has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        rows: list[dict[str, Any]] = [row for row in read_metrics(run_dir) if "time/step" in row][WARM:]
+        rows = [row for row in read_metrics(run_dir).values() if "time/step" in row][WARM:]
     found = {"step": statistics.median(row["time/step"] for row in rows)}
     found["generate"] = statistics.median(row["time/generate"] for row in rows)
     found["train"] = statistics.median(sum(row[f"time/{name}"] for name in TRAINING) for row in rows)
@@ -78,9 +77,8 @@ def timed(options: argparse.Namespace, kind: str, host: str) -> dict[str, float]
     return found
 
 
-@ends_in_a_line
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of tools/make_quickstart.py")
     parser.add_argument("--epochs", type=count(), default=2, help="updates of a step, each on all of its rollouts")
     parser.add_argument("--steps", type=count(), default=8, help="that are timed in each run")
@@ -88,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="of configs/quickstart.yaml, for all runs")
     options = parser.parse_args(arguments)
     options.folder = options.folder.resolve()
+    if not Path(options.folder, "train.jsonl").is_file():
+        raise ConfigError(f"{options.folder} is not what tools/make_quickstart.py makes; call that first")
     config = load_config(ROOT / "configs/quickstart.yaml", settings(options))
     host = start_host(config, threads=1)
     try:
@@ -104,4 +104,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(ends_in_a_line(main))

@@ -32,7 +32,7 @@ def check_waits(config: Config, warnings: list[str]) -> None:
     engines = len(engine_ranks(config))
     steps = 1 + rollout.max_lag if rollout.asynchronous else 1  # whose conversations an engine has at the same time
     conversations = -(-config.data.prompts_per_step * steps // engines) * rollout.samples_per_prompt
-    waves = -(-conversations // at_once)
+    waves, of = -(-conversations // at_once), "under way" if steps > 1 else "of a step"
     written = min(rollout.max_context, rollout.max_turns * rollout.max_new_tokens)
     for key, limit, tokens, of_what, remedy in (
         (
@@ -46,7 +46,7 @@ def check_waits(config: Config, warnings: list[str]) -> None:
             "step_timeout",
             rollout.step_timeout,
             waves * written,
-            f"an engine's {conversations} rollouts {'under way' if steps > 1 else 'of a step'}, of up to {written} tokens and {at_once} at once, so in "
+            f"an engine's {conversations} rollouts {of}, of up to {written} tokens and {at_once} at once, so in "
             f"{waves} waves,",
             "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)",
         ),

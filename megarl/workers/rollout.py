@@ -239,8 +239,11 @@ class RolloutWorker(Worker):
         """Have what is under way out of the way of new weights, as `rollout.on_push` says."""
         if not self.config.rollout.asynchronous:
             return
-        limit, how = self.config.rollout.step_timeout + self.config.rollout.start_timeout, self.config.rollout.on_push
-        with self.clock.phase("generate_rest", WAIT), self._patient(limit):
+        config = self.config.rollout
+        again = self.engine is not None and self.engine.version == self.version
+        # Weights under a number that the engine has had must find no cache that is salted by it.
+        how = "retract" if again and config.on_push == "in_place" else config.on_push
+        with self.clock.phase("generate_rest", WAIT), self._patient(config.step_timeout + config.start_timeout):
             _on_any(self._talks, lambda talks: talks.pause(how), NAME)
 
     def _wake(self, how: Callable[[Engine], None]) -> None:

@@ -192,7 +192,9 @@ def test_weights_may_change_while_an_answer_is_under_way_and_each_version_has_it
             client.version = 4  # a push, while the engine is at work
             both = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
             new = [{"version": "4", "start": 0, "end": 2}]
-            return web.json_response(answer(weight_version="4", weight_versions=new if len(salts) > 1 else both))
+            two: dict[str, Any] = {"output_ids": [8, 9], "output_token_logprobs": [[-0.5, i, None] for i in (8, 9)]}
+            spans = new if len(salts) > 1 else both
+            return web.json_response(answer(**two, weight_version="4", weight_versions=spans))
 
         app = web.Application()
         app.router.add_post("/generate", respond)

@@ -1,0 +1,56 @@
+"""The bench of asynchronous generation: what it makes of runs, and of a folder that is none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import bench_async  # noqa: E402
+
+from megarl.config import ConfigError  # noqa: E402
+
+
+def test_the_ratio_is_of_steps_in_the_same_round(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.jsonl").write_text("")
+    seconds = iter([4.0, 2.0, 1.0, 8.0, 4.0, 4.0])
+
+    class Host:
+        path = "socket"
+
+        def close(self) -> None:
+            return None
+
+    def timed(options: Any, kind: str, host: str) -> dict[str, float]:
+        assert host == "socket"
+        return {"step": next(seconds), "generate": 1.0, "train": 1.0, "lag_mean": 0.5}
+
+    monkeypatch.setattr(bench_async, "start_host", lambda config, threads: Host())
+    monkeypatch.setattr(bench_async, "timed", timed)
+    assert bench_async.main([str(tmp_path), "--rounds", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "generate", "train", "lag_mean", "times", "as", "fast"]
+    assert [line.split()[-1] for line in lines[1:]] == ["1", "2", "3"]
+
+
+def test_a_folder_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="is not what tools/make_quickstart.py makes"):
+        bench_async.main(["/nowhere"])
+
+
+def test_both_kinds_pass_the_checks(tmp_path: Path) -> None:
+    """But for the key they differ in, they are the same run."""
+    options = bench_async.argparse.Namespace(folder=tmp_path, steps=3, epochs=2, overrides=["run.seed=3"])
+    given = bench_async.settings(options)
+    configs = [
+        bench_async.load_config(bench_async.ROOT / "configs/quickstart.yaml", [*given, *kind])
+        for kind in bench_async.KINDS.values()
+    ]
+    assert [config.rollout.asynchronous for config in configs] == [False, True, True]
+    assert {config.run.seed for config in configs} == {3} and {config.run.num_rollout for config in configs} == {5}
