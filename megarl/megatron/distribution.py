@@ -107,8 +107,14 @@ class Distribution:
         return self.here is not None and self.here.speaks
 
     def plan(self, batch: TrainBatch, forward_only: bool) -> Plan:
-        together = batch.group if self.together and not forward_only else None
-        return plan_micro_batches(batch.lengths, self.dp, self.budget, self.quadratic, self.multiple, together)
+        """Sequences stay with the replica that their home is of, where they can."""
+        together, home = batch.group if self.together and not forward_only else None, None
+        if batch.shares is not None:
+            replica = torch.full((dist.get_world_size(),), -1, dtype=torch.int64)
+            for rank, place in self.places.items():
+                replica[rank] = place.dp_rank
+            home = replica[batch.shares.home]
+        return plan_micro_batches(batch.lengths, self.dp, self.budget, self.quadratic, self.multiple, together, home)
 
     def give(self, batch: TrainBatch, plan: Plan, columns: Iterable[str]) -> Rows:
         """What this rank needs of the batch for its micro-batches. columns: what a last stage reads. Of a batch in
