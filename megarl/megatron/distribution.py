@@ -210,9 +210,9 @@ class Distribution:
         self.give(batch, plan, ("tokens",))
         return self.take_back(batch, plan, [], names)
 
-    def train_elsewhere(self, batch: TrainBatch) -> None:
-        """`MegatronModel.train_step` on a rank that the model is not on."""
-        self.give(batch, self.plan(batch, forward_only=False), batch.columns())
+    def train_elsewhere(self, batch: TrainBatch, columns: Iterable[str]) -> None:
+        """`MegatronModel.train_step` on a rank that the model is not on. columns: what the loss reads."""
+        self.give(batch, self.plan(batch, forward_only=False), columns)
 
 
 def assemble(batch: TrainBatch, gathered: Sequence[Sequence[Spoken]]) -> dict[str, torch.Tensor]:
