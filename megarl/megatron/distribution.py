@@ -1,8 +1,9 @@
 """What of a batch each rank's model computes: rows come from where the sequences are, numbers per token go back there.
 
-The plan of micro-batches follows from the lengths, so every rank knows what every other needs, and nobody asks. A first
-stage needs the tokens, the last one those and what a loss reads, one in between nothing but lengths; the record of
-routing goes to the stages with experts, each its own layers.
+The plan of micro-batches follows from lengths and homes, so every rank knows what every other needs, and nobody asks. A
+first stage needs the tokens, the last one those and what a loss reads, one in between nothing but lengths; the record
+of routing goes to the stages with experts, each its own layers. What a replica of the model has already stays there, as
+far as the replicas then still have equally much to do.
 """
 
 from __future__ import annotations
