@@ -93,17 +93,18 @@ def _planned(
         # Ends at the latest when each has a micro-batch of its own.
         count += max(1, count // (FINENESS * multiple)) * multiple
 
-    costs_at = np.bincount(owner, weights=unit_costs, minlength=dp * count)
-    table = _dealt(costs_at, _first(owner, dp * count), dp)
+    parts = _members(owner, dp * count)
+    part_costs, first = _costs(unit_costs, parts), _first(parts)
+    table = _dealt(part_costs, first, dp)
     if home is not None:
         holder = _holders(unit, tokens, np.frombuffer(home, dtype=np.int64), dp)
-        for kept in near_home(unit_costs, unit_tokens, budget, holder, dp, count):
-            if fits(kept):
-                kept_at = np.bincount(kept, weights=unit_costs, minlength=dp * count)
-                order = np.lexsort((_first(kept, dp * count), -kept_at, np.arange(dp * count) // count))
-                if np.all(_times(kept_at, order.reshape(dp, count)) <= SLACK * _times(costs_at, table)):
-                    owner, table = kept, order.reshape(dp, count)
-                    break
+        for kept in filter(fits, near_home(unit_costs, unit_tokens, budget, holder, dp, count)):
+            kept_parts = _members(kept, dp * count)
+            kept_costs, first = _costs(unit_costs, kept_parts), _first(kept_parts)
+            order = np.lexsort((first, -kept_costs, np.arange(dp * count) // count)).reshape(dp, count)
+            if np.all(_times(kept_costs, order) <= SLACK * _times(part_costs, table)):
+                owner, table = kept, order
+                break
     sequences = _members(owner[unit], dp * count)
     return tuple(tuple(tuple(sequences[part].tolist()) for part in rank) for rank in table.tolist())
 
@@ -132,11 +133,13 @@ def _holders(unit: np.ndarray, tokens: np.ndarray, home: np.ndarray, dp: int) ->
     return np.where(held.any(axis=1), held.argmax(axis=1), -1)
 
 
-def _first(owner: np.ndarray, bins: int) -> np.ndarray:
-    """[bins]: the first item of each part, -1 where it has none."""
-    first = np.full(bins, -1)
-    first[owner[::-1]] = np.arange(len(owner))[::-1]
-    return first
+def _costs(costs: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
+    return np.array([costs[part].sum() for part in parts])
+
+
+def _first(parts: list[np.ndarray]) -> np.ndarray:
+    """The first item of each part, -1 where it has none."""
+    return np.array([part[0] if len(part) else -1 for part in parts])
 
 
 def _members(owner: np.ndarray, bins: int) -> list[np.ndarray]:
