@@ -1,8 +1,8 @@
 """One rank of `bench_flow.py`: steps of a real controller on real batches, with answers and models that are played.
 
 Everything between engine, model and optimizer is the code of the repository that this runs in; `Played` is a
-`MegatronModel` whose schedule cuts the micro-batches, reads each column that a loss reads, and says numbers that follow
-from the tokens, so that two revisions can be told to say the same.
+`MegatronModel` whose schedule cuts the micro-batches, reads each column that the loss in its place reads, and says
+numbers that follow from the tokens, so that two revisions can be told to say the same.
 """
 
 from __future__ import annotations
@@ -137,10 +137,11 @@ class Played(MegatronModel):
     def train_step(self, batch: TrainBatch, loss_fn: Any, temperature: float = 1.0) -> dict[str, float]:
         def touch(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             with self.parts.of(NOT_OURS):
-                columns = [getattr(part, name) for name in LOSS_READS if getattr(part, name) is not None]
+                columns = [getattr(part, name) for name in LOSS_READS[self.role]]
                 read = torch.stack([column.float() for column in columns]).sum(0)
                 return TokenLoss(read, {f"{self.role}/read": read})
 
+        vars(touch).update(vars(loss_fn))  # what the loss in its place has named
         return super().train_step(batch, touch, temperature)
 
     def _schedule(self, rows: Any, *arguments: Any, forward_only: bool) -> list[Any]:  # type: ignore[override]
@@ -160,7 +161,10 @@ class Played(MegatronModel):
         return done
 
 
-LOSS_READS = ("loss_mask", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "loss_weights")
+LOSS_READS = {
+    "actor": ("loss_mask", "old_logprobs", "advantages", "loss_weights"),
+    "critic": ("loss_mask", "values", "returns", "loss_weights"),
+}
 
 
 class PlayedRollout:

@@ -20,11 +20,12 @@ from megarl.controllers.policy import (
     drawn_by,
     masked,
     policy_loss,
+    policy_reads,
     sampling_metrics,
     trained,
     unreplayed_metrics,
 )
-from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
+from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -69,6 +70,7 @@ class GRPOController(PolicyController):
         batch = batch.with_(advantages=spread_to_tokens(advantages[batch.own], batch.cu_seqlens, batch.loss_mask))
 
         # 3. Updates.
+        @reads(*policy_reads(config))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, self.kl.coef)
 

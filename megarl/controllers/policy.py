@@ -64,6 +64,11 @@ def masked(batch: TrainBatch, rollouts: Rollouts, config: Config) -> TrainBatch:
     return batch.with_(loss_mask=batch.loss_mask & ~cut_off[batch.sequence_ids])
 
 
+def policy_reads(config: Config) -> tuple[str, ...]:
+    """The columns that `policy_loss` reads."""
+    return ("old_logprobs", "advantages", *(("ref_logprobs",) if config.kl.place == "loss" else ()))
+
+
 def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:
     """Clipped surrogate, plus the KL to the reference where it belongs into the loss, minus the entropy bonus."""
     settings = config.loss

@@ -17,11 +17,12 @@ from megarl.controllers.policy import (
     drawn_by,
     masked,
     policy_loss,
+    policy_reads,
     sampling_metrics,
     trained,
     unreplayed_metrics,
 )
-from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch
+from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -76,9 +77,11 @@ class PPOController(PolicyController):
         batch = batch.with_(rewards=rewards, advantages=advantages, returns=returns)
 
         # 3. Updates: the critic towards the returns, the policy along the advantages.
+        @reads(*policy_reads(config))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, self.kl.coef)
 
+        @reads("values", "returns")
         def critic_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             assert output.values is not None and part.values is not None and part.returns is not None
             return value_loss(output.values, part.values, part.returns, part.loss_mask, config.loss.value_clip)

@@ -15,7 +15,7 @@ from megarl.algorithms.weights import pair_mean_weights
 from megarl.config import Config
 from megarl.controllers.base import Controller, MeanOf, StepResult, parts_of
 from megarl.data.preferences import Pair
-from megarl.types import ModelOutput, TokenLoss, TrainBatch
+from megarl.types import ModelOutput, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -34,6 +34,7 @@ class RewardModelController(Controller):
         return flow.load_preferences(self.config.data.train)
 
     def step(self, flow: HybridFlow, items: Sequence[Pair]) -> StepResult:
+        @reads()
         def loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             assert output.scores is not None
             return bradley_terry(output.scores, part.cu_seqlens, part.group)

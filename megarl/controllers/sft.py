@@ -9,7 +9,7 @@ import torch
 
 from megarl.config import Config
 from megarl.controllers.base import Controller, MeanOf, StepResult, mini_batches
-from megarl.types import ModelOutput, Rollout, TokenLoss, TrainBatch
+from megarl.types import ModelOutput, Rollout, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -28,6 +28,7 @@ class SFTController(Controller):
     def step(self, flow: HybridFlow, items: Sequence[Rollout]) -> StepResult:
         batch = TrainBatch.from_rollouts(flow.deal(items))
 
+        @reads()
         def negative_logprob(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             assert output.logprobs is not None
             return TokenLoss(-output.logprobs, {"actor/nll": -output.logprobs.detach()})

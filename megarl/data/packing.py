@@ -10,9 +10,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from megarl.data.homes import near_home
 from megarl.data.partition import partition
 
 FINENESS = 64  # the number of micro-batches is found to one in so many
+SLACK = 1.015  # by so much a plan may take longer so that sequences stay where they are, see `homes`
 
 
 def plan_micro_batches(
@@ -22,6 +24,7 @@ def plan_micro_batches(
     quadratic: float = 0.0,
     multiple: int = 1,
     together: npt.ArrayLike | None = None,
+    home: npt.ArrayLike | None = None,
 ) -> list[list[list[int]]]:
     """Share out sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
@@ -30,6 +33,9 @@ def plan_micro_batches(
     batches cost about the same, those that ranks compute at the same time most of all, and so do whole ranks.
     together: a number for each sequence; those of the same number are not parted. Everything below that is said of a
     sequence is then said of all that have one number.
+    home: for each sequence the rank of the `dp` that has it already, below 0 where none has. Most stay there, and those
+    move that the balance needs. There are as many micro-batches as without homes, and neither the busiest rank nor the
+    slowest micro-batches, one after another, take more than SLACK times as long; else the plan is that without homes.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. Every rank gets the same
     number of micro-batches, a multiple of `multiple`, because a collective of expert or pipeline parallelism needs all
@@ -46,8 +52,13 @@ def plan_micro_batches(
     numbers = None if together is None else _whole_numbers(together, "together")
     if numbers is not None and len(numbers) != len(sizes):
         raise ValueError(f"`together` has {len(numbers)} numbers for {len(sizes)} sequences")
-    marks = None if numbers is None else numbers.tobytes()
-    plan = _planned(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, marks)
+    homes = None if home is None else _whole_numbers(home, "home")
+    if homes is not None and (len(homes) != len(sizes) or homes.max(initial=-1) >= dp):
+        raise ValueError(f"`home` has {len(homes)} numbers below {dp} for {len(sizes)} sequences")
+    if homes is not None and (dp == 1 or homes.max(initial=-1) < 0):
+        homes = None
+    marks, places = (None if found is None else found.tobytes() for found in (numbers, homes))
+    plan = _planned(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, marks, places)
     return [[list(micro) for micro in rank] for rank in plan]
 
 
@@ -60,7 +71,7 @@ def _whole_numbers(values: npt.ArrayLike, name: str) -> np.ndarray:
 
 @lru_cache(maxsize=8)  # a step's whole batch and its mini-batches, and those of a second layout
 def _planned(
-    sizes: bytes, dp: int, budget: int, quadratic: float, multiple: int, together: bytes | None
+    sizes: bytes, dp: int, budget: int, quadratic: float, multiple: int, together: bytes | None, home: bytes | None
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """`plan_micro_batches`, of the bytes of int64 arrays."""
     tokens = np.frombuffer(sizes, dtype=np.int64)
@@ -73,28 +84,62 @@ def _planned(
     unit_costs = np.bincount(unit, weights=costs, minlength=units)
     unit_tokens = np.bincount(unit, weights=tokens, minlength=units).astype(np.int64)
 
-    count = max(1, -(-fewest(unit_tokens, budget) // (dp * multiple))) * multiple
-    while True:
-        owner = partition(unit_costs, dp * count)
+    def fits(owner: np.ndarray) -> bool:
         held = np.bincount(owner, weights=unit_tokens, minlength=dp * count)
-        if not np.any((held > budget) & (np.bincount(owner, minlength=dp * count) > 1)):
-            break
+        return not np.any((held > budget) & (np.bincount(owner, minlength=dp * count) > 1))
+
+    count = max(1, -(-fewest(unit_tokens, budget) // (dp * multiple))) * multiple
+    while not fits(owner := partition(unit_costs, dp * count)):
         # Ends at the latest when each has a micro-batch of its own.
         count += max(1, count // (FINENESS * multiple)) * multiple
 
     parts = _members(owner, dp * count)
-    part_costs = np.array([unit_costs[part].sum() for part in parts])
-    first_units = np.array([part[0] if len(part) else -1 for part in parts])
-    order = np.lexsort((first_units, -part_costs))
-    sequences = parts if together is None else _members(owner[unit], dp * count)
-    plan: list[list[tuple[int, ...]]] = [[] for _ in range(dp)]
-    loads = np.zeros(dp)
-    for at_once in order.reshape(count, dp):
+    part_costs, first = _costs(unit_costs, parts), _first(parts)
+    table = _dealt(part_costs, first, dp)
+    if home is not None:
+        holder = _holders(unit, tokens, np.frombuffer(home, dtype=np.int64), dp)
+        for kept in filter(fits, near_home(unit_costs, unit_tokens, budget, holder, dp, count)):
+            kept_parts = _members(kept, dp * count)
+            kept_costs, first = _costs(unit_costs, kept_parts), _first(kept_parts)
+            order = np.lexsort((first, -kept_costs, np.arange(dp * count) // count)).reshape(dp, count)
+            if np.all(_times(kept_costs, order) <= SLACK * _times(part_costs, table)):
+                owner, table = kept, order
+                break
+    sequences = _members(owner[unit], dp * count)
+    return tuple(tuple(tuple(sequences[part].tolist()) for part in rank) for rank in table.tolist())
+
+
+def _dealt(costs: np.ndarray, first: np.ndarray, dp: int) -> np.ndarray:
+    """[dp, times]: micro-batches to ranks, the most expensive ones first, and of these the most expensive to the rank
+    that has least to do."""
+    table, loads = [], np.zeros(dp)
+    for at_once in np.lexsort((first, -costs)).reshape(-1, dp):
         idlest = np.argsort(loads, kind="stable")
-        loads[idlest] += part_costs[at_once]
-        for rank, part in zip(idlest.tolist(), at_once.tolist(), strict=True):
-            plan[rank].append(tuple(sequences[part].tolist()))
-    return tuple(tuple(rank) for rank in plan)
+        loads[idlest] += costs[at_once]
+        table.append(at_once[np.argsort(idlest)])
+    return np.stack(table, axis=1)
+
+
+def _times(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """What a plan costs where ranks wait for each other at its end, and where they do so after each micro-batch."""
+    return np.array([costs[table].sum(axis=1).max(), costs[table].max(axis=0).sum()])
+
+
+def _holders(unit: np.ndarray, tokens: np.ndarray, home: np.ndarray, dp: int) -> np.ndarray:
+    """[units]: the rank that has most of its tokens; -1 where none has any."""
+    known = home >= 0
+    held = np.bincount(unit[known] * dp + home[known], weights=tokens[known], minlength=(int(unit.max()) + 1) * dp)
+    held = held.reshape(-1, dp)
+    return np.where(held.any(axis=1), held.argmax(axis=1), -1)
+
+
+def _costs(costs: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
+    return np.array([costs[part].sum() for part in parts])
+
+
+def _first(parts: list[np.ndarray]) -> np.ndarray:
+    """The first item of each part, -1 where it has none."""
+    return np.array([part[0] if len(part) else -1 for part in parts])
 
 
 def _members(owner: np.ndarray, bins: int) -> list[np.ndarray]:

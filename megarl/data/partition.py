@@ -54,10 +54,12 @@ def differenced(costs: np.ndarray, bins: int) -> np.ndarray:
     return owner
 
 
-def greedy(costs: np.ndarray, bins: int) -> np.ndarray:
-    """The costliest item to the part that has least, until none is left. Arguments and result as of `partition`."""
+def greedy(costs: np.ndarray, bins: int, before: np.ndarray | None = None) -> np.ndarray:
+    """The costliest item to the part that has least, until none is left. before: [bins] costs that parts have already.
+    Else arguments and result as of `partition`."""
     order = np.argsort(-costs, kind="stable")
-    heap = [(0.0, part) for part in range(bins)]
+    heap = [(load, part) for part, load in enumerate([0.0] * bins if before is None else before.tolist())]
+    heapq.heapify(heap)
     chosen = []
     for cost in costs[order].tolist():
         load, part = heap[0]
@@ -68,17 +70,24 @@ def greedy(costs: np.ndarray, bins: int) -> np.ndarray:
     return owner
 
 
-def exchanged(costs: np.ndarray, owner: np.ndarray, bins: int) -> np.ndarray:
+def exchanged(
+    costs: np.ndarray, owner: np.ndarray, bins: int, enough: float | None = None, before: np.ndarray | None = None
+) -> np.ndarray:
     """`owner` after exchanges that bring parts nearer to each other; no part gets costlier than the costliest was.
 
     In a round each part of the costlier half meets one of the cheaper half, another one each time, and the two
     exchange an item for an item, or for none, where that lessens the gap between them, so as to lessen it most.
+
+    enough: only parts that cost more than so many times the mean look for an exchange; by default all do. before:
+    as of `greedy`.
     """
     owner, half = owner.copy(), bins // 2
     rising = np.argsort(costs, kind="stable")
     for number in range(ROUNDS if half else 0):
         loads = np.bincount(owner, weights=costs, minlength=bins)
-        if loads.max() <= ENOUGH * loads.sum() / bins:
+        loads = loads if before is None else loads + before
+        most = (enough or ENOUGH) * loads.sum() / bins
+        if loads.max() <= most:
             break
         items = rising[np.argsort(owner[rising], kind="stable")]  # of the first part, rising, then of the next
         counts = np.bincount(owner, minlength=bins)
@@ -86,16 +95,23 @@ def exchanged(costs: np.ndarray, owner: np.ndarray, bins: int) -> np.ndarray:
         # At first the costliest meets the cheapest. Later they are turned against each other by the golden ratio,
         # which comes close to no former turn.
         rich, poor = falling[:half], np.roll(falling[::-1][:half], int(number * 0.6180339887 % 1 * half))
+        if enough is not None:
+            rich, poor = rich[loads[rich] > most], poor[loads[rich] > most]
         gaps = loads[rich] - loads[poor]
         given, prices = _offers(costs, items, counts, rich)
         taken, returns = _offers(costs, items, counts, poor)
-        left = np.abs(gaps[:, None, None] - 2 * (prices[:, :, None] - returns[:, None, :])).reshape(half, -1)
-        best = left.argmin(axis=1)
-        gain = left[np.arange(half), best] < gaps * (1 - 1e-9)  # not for the sake of rounding
-        if not gain.any():
+        shifts = (prices[:, :, None] - returns[:, None, :]).reshape(len(rich), -1)
+        if enough is None:
+            lacking, left = gaps, np.abs(gaps[:, None] - 2 * shifts)
+        else:  # anything between what is too much and half of the gap
+            lacking = np.minimum(loads[rich] - most, gaps / 2)
+            left = np.maximum(np.maximum(lacking[:, None] - shifts, shifts - gaps[:, None] / 2), 0.0)
+        pairs, best = np.arange(len(rich)), left.argmin(axis=1)
+        gain = left[pairs, best] < lacking * (1 - 1e-9)  # not for the sake of rounding
+        if enough is None and not gain.any():
             break
-        there = np.where(gain, given[np.arange(half), best // taken.shape[1]], -1)
-        back = np.where(gain, taken[np.arange(half), best % taken.shape[1]], -1)
+        there = np.where(gain, given[pairs, best // taken.shape[1]], -1)
+        back = np.where(gain, taken[pairs, best % taken.shape[1]], -1)
         owner[there[there >= 0]] = poor[there >= 0]
         owner[back[back >= 0]] = rich[back >= 0]
     return owner

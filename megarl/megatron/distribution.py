@@ -1,8 +1,9 @@
 """What of a batch each rank's model computes: rows come from where the sequences are, numbers per token go back there.
 
-The plan of micro-batches follows from the lengths, so every rank knows what every other needs, and nobody asks. A first
-stage needs the tokens, the last one those and what a loss reads, one in between nothing but lengths; the record of
-routing goes to the stages with experts, each its own layers.
+The plan of micro-batches follows from lengths and homes, so every rank knows what every other needs, and nobody asks. A
+first stage needs the tokens, the last one those and what a loss reads, one in between nothing but lengths; the record
+of routing goes to the stages with experts, each its own layers. What a replica of the model has already stays there, as
+far as the replicas then still have equally much to do.
 """
 
 from __future__ import annotations
@@ -107,8 +108,14 @@ class Distribution:
         return self.here is not None and self.here.speaks
 
     def plan(self, batch: TrainBatch, forward_only: bool) -> Plan:
-        together = batch.group if self.together and not forward_only else None
-        return plan_micro_batches(batch.lengths, self.dp, self.budget, self.quadratic, self.multiple, together)
+        """Sequences stay with the replica that their home is of, where they can."""
+        together, home = batch.group if self.together and not forward_only else None, None
+        if batch.shares is not None:
+            replica = torch.full((dist.get_world_size(),), -1, dtype=torch.int64)
+            for rank, place in self.places.items():
+                replica[rank] = place.dp_rank
+            home = replica[batch.shares.home]
+        return plan_micro_batches(batch.lengths, self.dp, self.budget, self.quadratic, self.multiple, together, home)
 
     def give(self, batch: TrainBatch, plan: Plan, columns: Iterable[str]) -> Rows:
         """What this rank needs of the batch for its micro-batches. columns: what a last stage reads. Of a batch in
@@ -204,9 +211,9 @@ class Distribution:
         self.give(batch, plan, ("tokens",))
         return self.take_back(batch, plan, [], names)
 
-    def train_elsewhere(self, batch: TrainBatch) -> None:
-        """`MegatronModel.train_step` on a rank that the model is not on."""
-        self.give(batch, self.plan(batch, forward_only=False), batch.columns())
+    def train_elsewhere(self, batch: TrainBatch, columns: Iterable[str]) -> None:
+        """`MegatronModel.train_step` on a rank that the model is not on. columns: what the loss reads."""
+        self.give(batch, self.plan(batch, forward_only=False), columns)
 
 
 def assemble(batch: TrainBatch, gathered: Sequence[Sequence[Spoken]]) -> dict[str, torch.Tensor]:

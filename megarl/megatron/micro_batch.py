@@ -9,7 +9,7 @@ are asked for there: a stage in the middle has none of the loss's, a loss those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import lcm
 from typing import Any, Self
@@ -19,7 +19,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.megatron.context import zigzag
 from megarl.megatron.replay import Share
-from megarl.types import TrainBatch
+from megarl.strict import ConfigError
+from megarl.types import COLUMNS, TrainBatch
+from megarl.types.reads import ALWAYS, named_by
 
 
 class Arriving:
@@ -40,7 +42,33 @@ class Arriving:
 
 
 class ArrivingBatch(Arriving, TrainBatch):
-    """What a loss is given."""
+    """What a loss is given. Columns that it has not named cannot be read: they may not be here."""
+
+    named: tuple[str, ...] | None = None
+    """What the loss has named; None where it may read everything."""
+
+    def for_loss(self, loss: Callable[..., Any]) -> Self:
+        object.__setattr__(self, "named", named_by(loss))
+        return self
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in COLUMNS and not self._given(name):
+            names = ", ".join(f'"{one}"' for one in (*(self.named or ()), name))
+            raise ConfigError(f"the loss reads the column {name!r}, which it does not name: mark it @reads({names})")
+        return super().__getattribute__(name)
+
+    def _given(self, name: str) -> bool:
+        return self.named is None or name in self.named or name in ALWAYS
+
+    def with_(self, **changes: Any) -> TrainBatch:
+        kept = {item.name: object.__getattribute__(self, item.name) for item in fields(self)}
+        made = ArrivingBatch(**kept | changes)
+        object.__setattr__(made, "place", self.place)
+        object.__setattr__(made, "named", None if self.named is None else (*self.named, *changes))
+        return made
+
+    def columns(self) -> tuple[str, ...]:
+        return tuple(name for name in COLUMNS if self._given(name) and getattr(self, name) is not None)
 
 
 @dataclass(frozen=True)
@@ -48,7 +76,7 @@ class MicroBatch(Arriving):
     """Some sequences of a batch."""
 
     indices: list[int]  # of the sequences in the whole batch
-    batch: TrainBatch  # those sequences, T tokens, without padding and routing; T may be 0
+    batch: ArrivingBatch  # those sequences, T tokens, without padding and routing; T may be 0
     tokens: torch.Tensor  # [1, P / cp] int64, of this context parallel rank
     positions: torch.Tensor  # [1, P / cp] int64
     ahead: torch.Tensor  # [1 + MTP layers, P / cp] int64, the next token of the sequence, and those that follow it; 0

@@ -35,6 +35,7 @@ from megarl.models.routing import RoutingShape, routing_shape
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, active, all_gather_objects
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
+from megarl.types.reads import read_by
 
 LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
 Get = Callable[[Param, int, int], torch.Tensor]
@@ -251,14 +252,14 @@ class MegatronModel:
         # Our loss is scaled up by the global one, and is what it says after the division.
         total_tokens = int(batch.lengths.sum())
         plan = self.distribution.plan(batch, forward_only=False)
-        rows = self.distribution.give(batch, plan, batch.columns())
+        rows = self.distribution.give(batch, plan, read_by(loss_fn, batch))
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             own = 0 if self.ranks.cp_rank else len(micro.real)  # each token is counted once
             tokens = torch.tensor(own, dtype=torch.int, device=emitted.device)
             if not micro.indices:  # padding, so that this rank takes part in its peers' collectives
                 return emitted.float().sum() * 0.0, tokens, {}
-            result = loss_fn(self._reader.read(micro, emitted, temperature), micro.batch)
+            result = loss_fn(self._reader.read(micro, emitted, temperature), micro.batch.for_loss(loss_fn))
             weights = micro.batch.loss_weights
             assert weights is not None
             loss = (weights * result.loss).sum()

@@ -45,6 +45,7 @@ record covers those before it.
 from megarl.types.arrays import Ids, Logprobs, ids_of, no_logprobs
 from megarl.types.batch import COLUMNS, ModelOutput, Shares, TokenLoss, TrainBatch
 from megarl.types.everyone import ALONE, Alone, Everyone, Total, alone
+from megarl.types.reads import reads
 from megarl.types.rollouts import FIGURES, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn
 
 __all__ = [
@@ -70,4 +71,5 @@ __all__ = [
     "alone",
     "ids_of",
     "no_logprobs",
+    "reads",
 ]

@@ -123,9 +123,9 @@ class TrainBatch:
         result[rows[:, 0].long()] = rows[:, 1].to(figures.dtype)
         return result
 
-    def with_(self, **changes: torch.Tensor | None) -> TrainBatch:
+    def with_(self, **changes: Any) -> TrainBatch:
         """A new batch with the named tensors in place of the old ones."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return replace(self, **changes)
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The sub-batch of the given sequences, in the given order; each of them stays where it is."""
@@ -146,7 +146,7 @@ class TrainBatch:
             known = {name: getattr(self.shares, name)[numbers] for name in ("lengths", "routed", "home")}
             changes["shares"] = replace(self.shares, own=own, **known)
         changes |= {"group": self.group[numbers], "sequence_reward": self.sequence_reward[numbers]}
-        return replace(self, cu_seqlens=starts, **changes)
+        return self.with_(cu_seqlens=starts, **changes)
 
     def columns(self) -> tuple[str, ...]:
         """Names of the [T] tensors that there are."""

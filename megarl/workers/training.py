@@ -9,6 +9,7 @@ import torch
 from megarl.config import ConfigError
 from megarl.megatron.model import LossFn, MegatronModel
 from megarl.types import TrainBatch
+from megarl.types.reads import read_by
 from megarl.workers.context import Context
 from megarl.workers.handles import Reported
 from megarl.workers.model import ModelWorker
@@ -21,16 +22,17 @@ class TrainingWorker(ModelWorker):
         """Of the latest updates, if they were skipped: in which step each was."""
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> Mapping[str, float]:
-        """One optimizer step on a mini-batch with `loss_weights`; metrics under the role's name."""
+        """One optimizer step on a mini-batch with `loss_weights`; metrics under the role's name. Of a loss that names
+        what it reads, see `types.reads`, nothing else is sent or looked at."""
         rewards = batch.sequence_reward
         if len(odd := rewards[~torch.isfinite(rewards)]):
             self.complain("sequence_reward in the batch", float(odd[0]), len(odd), len(rewards))
-        given = {name: getattr(batch, name) for name in batch.columns()}
+        given = {name: getattr(batch, name) for name in read_by(loss_fn, batch)}
         self.require_finite({f"{name} in the batch": x for name, x in given.items() if x.is_floating_point()}, batch)
         mine = None
         with self.clock.phase(f"{self.role}_update", self.at_work):
             if self.model is None:
-                self.distribution.train_elsewhere(batch)
+                self.distribution.train_elsewhere(batch, given)
             else:
                 mine = self._take_step(self.model, batch, loss_fn)
         return Reported(self.members[0], mine) if self.apart or mine is None else mine

@@ -193,6 +193,49 @@ def arrived(recorded: TrainBatch) -> dict[str, list[str]]:
     return found
 
 
+def unnamed_columns() -> dict[str, Any]:
+    """What a loss that has named `advantages` may read of its part of a batch, and what it is told of the rest."""
+    from megarl.megatron.micro_batch import make_micro_batch
+    from megarl.types import reads
+
+    def negative(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+        assert output.logprobs is not None and part.advantages is not None
+        return TokenLoss(-output.logprobs * part.advantages)
+
+    @reads("advantages")
+    def wrong(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+        return TokenLoss(negative(output, part).loss * part.returns)
+
+    def told(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except ConfigError as failure:
+            return str(failure)
+        return "no error"
+
+    batch = tiny.batch((5, 6))
+    part: Any = make_micro_batch(batch, [0, 1], torch.device("cpu")).batch
+    everything = part.for_loss(negative).columns()
+    part = part.for_loss(wrong)
+    found: dict[str, Any] = {
+        "everything": everything,
+        "columns": part.columns(),
+        "selected": part.select([1]).columns(),
+        "read": {
+            "part.values": told(lambda: part.values),
+            "part.with_(returns=part.advantages).values": told(lambda: part.with_(returns=part.advantages).values),
+        },
+    }
+    assert torch.equal(part.with_(values=part.advantages).values, batch.advantages)
+    assert torch.equal(part.select([1]).advantages, batch.advantages[5:])
+    found["trained"] = [
+        build("qwen2").train_step(batch, loss)
+        for loss in (lambda *both: negative(*both), reads("advantages")(negative))
+    ]
+    found["while training"] = told(lambda: build("qwen2").train_step(batch, wrong))
+    return found
+
+
 def attention() -> dict[str, float]:
     """One call per sequence against one call with a block-diagonal mask, and how long a usual micro-batch takes."""
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -643,7 +686,7 @@ def placing() -> dict[str, Any]:
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
     refusals, folder, half, schedule, critic, aux_losses, training, waking, numbers, comparing, nothing, spared,
-    placing,
+    placing, unnamed_columns,
 ]  # fmt: skip
 
 if __name__ == "__main__":

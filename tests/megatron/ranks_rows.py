@@ -1,0 +1,133 @@
+"""Rows to a model and numbers back, on ranks that have some sequences each: what comes, and how many bytes are sent.
+
+    ranks_rows.py everywhere|replicas|apart
+
+`everywhere`: each rank is a replica of the model; `replicas`: each two ranks are one; `apart`: the last two ranks are
+replicas, the others have the sequences.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+
+from megarl.config import ParallelConfig  # noqa: E402
+from megarl.data.packing import plan_micro_batches  # noqa: E402
+from megarl.megatron.distribution import Distribution, Place, Plan  # noqa: E402
+from megarl.parallel import everyone, ranks  # noqa: E402
+from megarl.types import Shares, TokenLoss, TrainBatch, reads  # noqa: E402
+from megarl.types.reads import read_by  # noqa: E402
+
+BUDGET = 400
+
+
+@reads("old_logprobs", "advantages")
+def loss(output: Any, part: TrainBatch) -> TokenLoss:
+    raise AssertionError("nothing is trained here")
+
+
+def whole_batch(holders: list[int]) -> TrainBatch:
+    """256 sequences with every column that there is, each with a home among `holders`."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(20, 80, (256,), generator=draw)
+    total = int(lengths.sum())
+    column = {
+        name: torch.randn(total, generator=draw)
+        for name in "rollout_logprobs old_logprobs ref_logprobs values rewards advantages returns loss_weights".split()
+    }
+    home = torch.tensor(holders)[torch.randint(0, len(holders), (256,), generator=draw)]
+    own = torch.arange(256)
+    return TrainBatch(
+        tokens=torch.randint(0, 200, (total,), generator=draw, dtype=torch.int32),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        loss_mask=torch.rand(total, generator=draw) < 0.5,
+        group=own // 8,
+        sequence_reward=torch.zeros(256),
+        shares=Shares(lengths, torch.zeros_like(lengths), home, own, everyone.AllRanks()),
+        **column,
+    )
+
+
+def in_shares(whole: TrainBatch, rank: int) -> TrainBatch:
+    assert whole.shares is not None
+    own = (whole.shares.home == rank).nonzero().squeeze(1)
+    part = replace(whole, shares=None).select(own.tolist())
+    shares = replace(whole.shares, own=own)
+    return replace(part, group=whole.group, sequence_reward=whole.sequence_reward, shares=shares)
+
+
+def crossing(batch: TrainBatch, plan: Plan, places: dict[int, Place]) -> int:
+    """Tokens that another rank than their home has to read."""
+    assert batch.shares is not None
+    wanted = {
+        i: {rank for rank, at in places.items() if at.dp_rank == r} for r, own in enumerate(plan) for i in sum(own, [])
+    }
+    home, lengths = batch.shares.home.tolist(), batch.lengths.tolist()
+    return sum(lengths[i] for i, readers in wanted.items() if readers - {home[i]})
+
+
+def main() -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    ranks.initialize(ParallelConfig(world_size=world), timeout_s=60.0)
+    rank, post = dist.get_rank(), everyone.post()
+    size = 2 if sys.argv[1] == "replicas" else 1
+    members = list(range(world))[-2:] if sys.argv[1] == "apart" else list(range(world))
+    places = {member: Place(n // size, True, True, n % size == 0, ()) for n, member in enumerate(members)}
+    distribution = Distribution(places, len(members) // size, BUDGET, 0.0, 1, False, None)
+    whole = whole_batch(members if size == 1 and len(members) == world else list(range(world - 2)))
+    batch, here = in_shares(whole, rank), places.get(rank)
+    found: dict[str, Any] = {"wrong": []}
+
+    def sent() -> int:
+        return int(everyone.total(torch.tensor(post.sent["machine"])))
+
+    def right(rows: Any, plan: Plan, names: tuple[str, ...]) -> None:
+        for indices in plan[here.dp_rank] if here else ():
+            taken, expected = rows.take(indices), replace(whole, shares=None).select(indices)
+            wrong = [name for name in names if not torch.equal(getattr(taken, name), getattr(expected, name))]
+            wrong += [
+                name
+                for name in set(whole.columns()) - {*names, "tokens", "loss_mask", "rollout_logprobs"}
+                if getattr(taken, name) is not None
+            ]
+            found["wrong"] += wrong
+
+    plan = distribution.plan(batch, forward_only=True)
+    free = plan_micro_batches(batch.lengths, distribution.dp, BUDGET)
+    found |= {"crossing": crossing(batch, plan, places), "without homes": crossing(batch, free, places)}
+    found |= {"tokens": int(batch.lengths.sum()), "as without homes": plan == free}
+    before = sent()
+    rows = distribution.give(batch, plan, ("tokens",))
+    right(rows, plan, ("tokens",))
+    found["tokens sent"] = sent() - before
+    done = [(indices, {"x": rows.take(indices).tokens * 2.0}) for indices in (plan[here.dp_rank] if here else ())]
+    before = sent()
+    numbers = distribution.take_back(batch, plan, done, ("x",))()
+    if not torch.equal(numbers["x"], batch.tokens * 2.0):
+        found["wrong"].append("numbers back")
+    found["numbers sent"] = sent() - before
+
+    mini = batch.select(range(0, 256, 2))
+    plan = distribution.plan(mini, forward_only=False)
+    whole = whole.select(range(0, 256, 2))
+    found["crossing of an update"] = crossing(mini, plan, places)
+    for what, given in (("named", read_by(loss, mini)), ("all", read_by(lambda output, part: None, mini))):
+        before = sent()
+        right(distribution.give(mini, plan, given), plan, given)
+        found[f"{what} sent"], found[what] = sent() - before, given
+    print("RESULT " + json.dumps(found), flush=True)
+    ranks.barrier()
+    everyone.close_post()
+    ranks.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Rows go where a plan needs them and nowhere else: bytes are those of the tokens that are not at home, and of the
+columns that a loss has named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+SCRIPT = "tests/megatron/ranks_rows.py"
+NAMED = ["tokens", "loss_mask", "old_logprobs", "advantages", "loss_weights"]  # of 4, 1, 4, 4 and 4 bytes
+ALL = 4 + 1 + 8 * 4
+
+
+def sent(found: dict[str, Any]) -> None:
+    assert found["tokens sent"] == 4 * found["crossing"]
+    assert found["named"] == NAMED and found["named sent"] == 17 * found["crossing of an update"]
+    assert found["all sent"] == ALL * found["crossing of an update"]
+
+
+def test_sequences_stay_with_the_replica_that_has_them(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
+    for found in run_ranks(4, SCRIPT, "everywhere"):
+        assert found["wrong"] == []
+        sent(found)
+        assert found["numbers sent"] == 4 * found["crossing"]
+        assert found["crossing"] < 0.12 * found["tokens"] and found["without homes"] > 0.65 * found["tokens"]
+        assert found["crossing of an update"] < 0.2 * found["tokens"] / 2  # of every other sequence
+
+
+def test_what_a_replica_of_several_ranks_has_its_ranks_read(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
+    """The homes are the two ranks of the first replica: half of the sequences have to go, and all are read by two."""
+    for found in run_ranks(4, SCRIPT, "replicas"):
+        assert found["wrong"] == []
+        sent(found)
+        assert found["crossing"] == found["tokens"]  # once, however many read them
+        # The first rank of a replica reports: nothing is sent of what stays with the rank that is both.
+        assert 0.7 * 4 * found["tokens"] < found["numbers sent"] < 0.8 * 4 * found["tokens"]
+
+
+def test_a_model_without_homes_is_planned_as_ever(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
+    for found in run_ranks(4, SCRIPT, "apart"):
+        assert found["wrong"] == [] and found["as without homes"]
+        sent(found)
+        assert found["crossing"] == found["tokens"] and found["numbers sent"] == 4 * found["tokens"]
+
+
+@pytest.mark.parametrize("reader", ["part.values", "part.with_(returns=part.advantages).values"])
+def test_a_column_that_a_loss_has_not_named_cannot_be_read(units: dict[str, Any], reader: str) -> None:
+    said = units["unnamed_columns"]
+    assert said["read"][reader] == (
+        "the loss reads the column 'values', which it does not name: mark it @reads("
+        + ('"advantages", "values")' if reader == "part.values" else '"advantages", "returns", "values")')
+    )
+
+
+def test_a_loss_reads_what_it_has_named_and_what_is_always_there(units: dict[str, Any]) -> None:
+    said = units["unnamed_columns"]
+    assert said["columns"] == ["tokens", "loss_mask", "advantages", "loss_weights"]
+    assert said["selected"] == ["tokens", "loss_mask", "advantages", "loss_weights"]
+    assert said["everything"] == ["tokens", "loss_mask", "rollout_logprobs", "advantages", "returns", "loss_weights"]
+    assert said["trained"][0] == said["trained"][1]  # a loss that names its columns and one that does not: bitwise
+    assert said["while training"].startswith("the loss reads the column 'returns', which it does not name: mark it ")

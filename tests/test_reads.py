@@ -1,0 +1,32 @@
+"""What losses name of a batch."""
+
+import pytest
+import torch
+
+from megarl.config import ConfigError
+from megarl.types import Prompt, Rollout, TrainBatch, Turn, reads
+from megarl.types.reads import named_by, read_by
+
+PACKED = TrainBatch.from_rollouts([Rollout(Prompt("p", ()), (Turn((1, 2)), Turn((3,), (-0.5,), True)))])
+
+
+def test_a_loss_is_given_what_it_names_and_what_all_are_given():
+    batch = PACKED.with_(values=torch.zeros(3), returns=torch.ones(3), loss_weights=torch.ones(3))
+
+    @reads("returns", "advantages")
+    def loss(output, part):
+        return output
+
+    assert named_by(loss) == ("returns", "advantages")
+    assert read_by(loss, batch) == ("tokens", "loss_mask", "returns", "loss_weights")  # there are no advantages
+    assert read_by(reads()(lambda output, part: None), batch) == ("tokens", "loss_mask", "loss_weights")
+
+
+def test_a_loss_that_says_nothing_is_given_everything():
+    assert named_by(lambda output, part: None) is None
+    assert read_by(lambda output, part: None, PACKED) == PACKED.columns() == ("tokens", "loss_mask", "rollout_logprobs")
+
+
+def test_a_name_that_is_no_column_is_refused():
+    with pytest.raises(ConfigError, match="@reads: 'advantage' is no column of a batch; there are tokens, loss_mask, "):
+        reads("returns", "advantage")
