@@ -31,7 +31,7 @@ from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
-from megarl.parallel import device, everyone, ranks, watching
+from megarl.parallel import device, everyone, last_words, ranks, watching
 from megarl.parallel.layouts import lay_out
 from megarl.parallel.placement import placement_of
 from megarl.parallel.roles import with_role
@@ -144,7 +144,8 @@ class HybridFlow(Items):
             return metrics
         except BaseException as error:
             ending.begin()
-            self.log.ended(error, isinstance(error, ending.ORDERLY))
+            kind, _, _ = ending.describe(error)
+            self.log.ended(error, isinstance(error, ending.ORDERLY), last_words.exchanged(error, kind))
             raise
         finally:
             for worker in reversed(self.workers):
@@ -244,9 +245,7 @@ class HybridFlow(Items):
         watching.watch(self.clock.span)
         newest = self._find_checkpoint()
         critic = config.critic.path or config.model.path if "critic" in self.declared.roles else None
-        self.needs = room.needs(
-            self.hf_config, load_hf_config(critic) if critic else None, config, self.declared.trains_head
-        )
+        self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config, self.declared)
         for note in self._notes:
             self.log.say(note)
         context = Context(
