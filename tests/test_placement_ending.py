@@ -27,6 +27,8 @@ from whole_run import ROOT, command_of, make_folder, train, with_host
 from megarl.observe.rollout_log import read_rollouts
 
 AHEAD = "rollout.ahead=1"
+LONGEST_S = 500.0
+"""That a run may take to where it is waited for, and to its end."""
 REWARD = """
 import time
 from pathlib import Path
@@ -62,9 +64,11 @@ class Running:
         )
 
     def wait_for(self, there: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + LONGEST_S
         while not there():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
+            if time.monotonic() > deadline:
+                self.process.kill()  # its ranks go with it
+            assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
 
     def family(self) -> list[psutil.Process]:
@@ -78,7 +82,11 @@ class Running:
     def ended(self) -> tuple[int, list[str]]:
         """Exit status and the lines on stderr, when all of the run's processes are gone."""
         family = self.family()
-        _, err = self.process.communicate(timeout=240)
+        try:
+            _, err = self.process.communicate(timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
         _, left = psutil.wait_procs(family, timeout=30)
         assert left == []
         return self.process.returncode, [line for line in err.splitlines() if line.strip()]

@@ -77,4 +77,4 @@ def test_it_is_enough_for_what_is_written(tmp_path: Path, replays: bool) -> None
     ]
     size = write_groups(tmp_path / "engine", groups).bytes
     planned = kept_conversations(HF, config(replays=replays))
-    assert 0.5 * planned < size < planned
+    assert 0.4 * planned < size < planned  # not all words are as long as they may be
