@@ -236,7 +236,7 @@ def check_room(
     hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Declared, warnings: list[str]
 ) -> None:
     """Room for what the run will write. One that is resumed may have written it already."""
-    run, needs = config.run, room.needs(hf, critic_hf, config, declared.trains_head)
+    run, needs = config.run, room.needs(hf, critic_hf, config, declared)
     try:
         free = room.free(Path(run.dir))
     except OSError:

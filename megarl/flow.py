@@ -31,7 +31,7 @@ from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
-from megarl.parallel import device, everyone, ranks, watching
+from megarl.parallel import device, everyone, last_words, ranks, watching
 from megarl.parallel.layouts import lay_out
 from megarl.parallel.placement import placement_of
 from megarl.parallel.roles import with_role
@@ -97,12 +97,15 @@ class HybridFlow(Items):
 
     def __getattr__(self, name: str) -> Any:
         """Of a role that is not there: what to do, instead of a name that is missing."""
-        if name.startswith("_") or (declared := vars(self).get("declared")) is None:
+        declared = vars(self).get("declared")
+        if declared is None and name in {*HybridFlow.__annotations__, *vars(self).get("registered", ())}:
+            raise NotThere(f"flow.{name} is not there before flow.run(...): the workers start in it")
+        if name.startswith("_") or declared is None:
             raise AttributeError(f"a HybridFlow has no {name!r}")
         if name in declared.roles:
             raise NotThere(f"flow.{name} is not there yet: the workers start after `items`, which reads the data")
-        listed = ", ".join(declared.roles)
-        raise NotThere(f"flow.{name} is not there: `roles()` of {declared.name} lists {listed}; add it to them")
+        roles = f"`roles()` of {declared.name} lists {', '.join(declared.roles)}"
+        raise NotThere(f"flow.{name} is not there: {roles}; add it to them")
 
     def set_placement(self, placement: Mapping[str, str | int]) -> None:
         """Say which ranks the roles are on, as the key `placement` does."""
@@ -144,7 +147,8 @@ class HybridFlow(Items):
             return metrics
         except BaseException as error:
             ending.begin()
-            self.log.ended(error, isinstance(error, ending.ORDERLY))
+            cause = last_words.exchanged(error, ending.describe(error)[0])
+            self.log.ended(error, isinstance(error, ending.ORDERLY), cause)
             raise
         finally:
             for worker in reversed(self.workers):
@@ -244,9 +248,7 @@ class HybridFlow(Items):
         watching.watch(self.clock.span)
         newest = self._find_checkpoint()
         critic = config.critic.path or config.model.path if "critic" in self.declared.roles else None
-        self.needs = room.needs(
-            self.hf_config, load_hf_config(critic) if critic else None, config, self.declared.trains_head
-        )
+        self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config, self.declared)
         for note in self._notes:
             self.log.say(note)
         context = Context(
@@ -350,11 +352,10 @@ class HybridFlow(Items):
     def _find_checkpoint(self) -> Path | None:
         """The one to go on from, before anything is loaded; what is said and recorded of the run goes on after it."""
         run, parallel, placement = self.config.run, self.config.parallel, placement_of(self.config)
-        sizes = parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
+        sizes = self.job.world, parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
         apart = () if placement.colocated else (placement.describe(self.declared.roles),)
-        layout = (self.job.world, *sizes, *apart)
         self.store = CheckpointStore(
-            self.log.run_dir, run.keep_checkpoints, run.storage_timeout_s, layout, self.log.say
+            self.log.run_dir, run.keep_checkpoints, run.storage_timeout_s, (*sizes, *apart), self.log.say
         )
         if run.resume != "auto":
             return None

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 from megarl.ending import LAUNCHER, REQUEUE_EXIT_CODE, SAME_S, Kind, name_of
 
@@ -69,11 +69,13 @@ class Words:
         self._socket.close()
 
 
-def verdict(codes: Mapping[int, int], words: Sequence[Word], asked: int = 0) -> tuple[int, str]:
+def verdict(
+    codes: Mapping[int, int], words: Sequence[Word], asked: int = 0, roles: Mapping[int, str] = MappingProxyType({})
+) -> tuple[int, str]:
     """Exit status of the run, and the line that says why, empty where all is well.
 
     codes: how ranks ended, by rank, negative by a signal; without those that the launcher has killed. asked: the signal
-    by which all were to end.
+    by which all were to end. roles: of ranks that have not all the same, in words.
     """
     if codes and all(code in (0, REQUEUE_EXIT_CODE) for code in codes.values()):
         stopped = [word for word in words if word.kind == "stopped"]
@@ -84,7 +86,7 @@ def verdict(codes: Mapping[int, int], words: Sequence[Word], asked: int = 0) -> 
     killed = {rank: -code for rank, code in codes.items() if code < 0 and rank not in spoke and -code != asked}
     for rank, number in killed.items():
         if number != signal.SIGABRT:  # by which libraries end, too, when a peer is lost
-            return 128 + number, _killed(rank, number)
+            return 128 + number, _killed(rank, number, roles)
     for kind, status in (("mistake", 2), ("fault", 1)):
         for word in words:
             if word.kind == kind:
@@ -92,28 +94,40 @@ def verdict(codes: Mapping[int, int], words: Sequence[Word], asked: int = 0) -> 
     if asked:
         return 128 + asked, f"ended by {name_of(asked)}"
     for rank, number in killed.items():
-        return 128 + number, _killed(rank, number)
+        return 128 + number, _killed(rank, number, roles)
     for rank, code in codes.items():
         if code > 0 and rank not in spoke:
-            return code, f"error: rank {rank} ended with status {code} and said nothing"
+            return code, f"error: {_who(rank, roles)} ended with status {code} and said nothing"
     for word in words:
         if word.kind == "lost":
             return 1, word.text
         if word.kind == "ended":  # not by us
-            return codes.get(word.rank, 1), f"error: rank {word.rank} was {word.text}"
+            return codes.get(word.rank, 1), f"error: {_who(word.rank, roles)} was {word.text}"
     return 1, "error: the ranks did not end in time and were killed"
 
 
-def _killed(rank: int, number: int) -> str:
+def _killed(rank: int, number: int, roles: Mapping[int, str]) -> str:
     name = name_of(number)
-    return f"error: rank {rank} was killed by {name}{_WHY.get(name, '')}"
+    return f"error: {_who(rank, roles)} was killed by {name}{_WHY.get(name, '')}"
+
+
+def _who(rank: int, roles: Mapping[int, str]) -> str:
+    return f"rank {rank} ({roles[rank]})" if rank in roles else f"rank {rank}"
 
 
 class Launch:
-    """One run of `command` as `world` ranks. saves: whether a first SIGTERM is answered by saving, at its leisure."""
+    """One run of `command` as `world` ranks. saves: whether a first SIGTERM is answered by saving, at its leisure.
+    roles: see `verdict`."""
 
-    def __init__(self, command: Sequence[str], world: int, saves: bool, grace: float = GRACE_S) -> None:
-        self.command, self.world, self.saves, self.grace = command, world, saves, grace
+    def __init__(
+        self,
+        command: Sequence[str],
+        world: int,
+        saves: bool,
+        grace: float = GRACE_S,
+        roles: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self.command, self.world, self.saves, self.grace, self.roles = command, world, saves, grace, roles
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.pending: list[int] = []  # signals that have come
         self.asked = 0
@@ -135,7 +149,7 @@ class Launch:
                 time.sleep(_LOOK_S)
             self._look()  # what came to all at once
             codes = {n: rank.returncode for n, rank in enumerate(self.ranks) if n not in killed}
-            status, text = verdict(codes, words.read(), self.asked)
+            status, text = verdict(codes, words.read(), self.asked, self.roles)
         finally:
             self._send(signal.SIGKILL)
             for rank in self.ranks:

@@ -81,6 +81,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     from megarl.dry_run import validate
     from megarl.observe import run_folder
     from megarl.parallel.meeting import keep_store
+    from megarl.parallel.placement import roles_of_ranks
     from megarl.rollout.engine import start_host
     from megarl.rollout.hosting import SHARED
 
@@ -93,10 +94,13 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
             "start it with slurm/ppo_moe.sh or launch/multi_node.sh"
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    ranks = launcher.Launch((sys.executable, "-m", "megarl.train", *arguments), world, saves=config.run.save_every > 0)
+    declared = declare(config)
+    roles = roles_of_ranks(config, declared.roles)
+    command = (sys.executable, "-m", "megarl.train", *arguments)
+    ranks = launcher.Launch(command, world, saves=config.run.save_every > 0, roles=roles)
     with launcher.noted(ranks.pending):
         host = None
-        if declare(config).generates and not config.rollout.replay and SHARED not in os.environ:
+        if declared.generates and not config.rollout.replay and SHARED not in os.environ:
             with launcher.blocked((signal.SIGINT, signal.SIGUSR1)):
                 host = start_host(config)  # one for all engines, and they load while the ranks do
             os.environ[SHARED] = host.path

@@ -195,6 +195,16 @@ def test_the_first_cause_is_named() -> None:
     assert verdict({}, [])[0] == 1
 
 
+def test_a_rank_is_named_by_its_roles_where_it_has_its_own() -> None:
+    roles = {0: "actor, reference", 1: "critic"}
+    assert verdict({0: 1, 1: -15}, [LOST], roles=roles) == (143, "error: rank 1 (critic) was killed by SIGTERM")
+    assert verdict({0: 7}, [], roles=roles) == (
+        7,
+        "error: rank 0 (actor, reference) ended with status 7 and said nothing",
+    )
+    assert verdict({2: 7}, [], roles=roles)[1].startswith("error: rank 2 ended")
+
+
 # --- the whole program ------------------------------------------------------------------------------------------------
 
 

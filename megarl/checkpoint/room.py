@@ -16,9 +16,15 @@ from megarl.models.cuts import Param
 from megarl.models.family import HFConfig
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, trained_mtp
+from megarl.models.routing import routing_shape
+from megarl.rollout.queue import under_way
+from megarl.types.declared import Declared
 
 STATES = 12
 """Bytes for each trained element beside the weight itself: an fp32 master and Adam's two moments."""
+TOKEN, WORDS = 8, 12
+"""Bytes of a kept conversation's token: its id and its log-prob, and what it is in the messages, some of which are the
+prompt's, too, and are in it twice."""
 
 
 class Needs(NamedTuple):
@@ -28,11 +34,11 @@ class Needs(NamedTuple):
     export: int
 
 
-def needs(hf: HFConfig, critic_hf: HFConfig | None, config: Config, head: bool = False) -> Needs:
-    """critic_hf: of the critic, None where there is none. head: a classifier is trained, with a head of one value."""
+def needs(hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Declared) -> Needs:
+    """critic_hf: of the critic, None where there is none."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     policy = family_of(hf).params(hf, 1, mtp=bool(trained_mtp(hf, config)))
-    if head:
+    if declared.trains_head:  # a classifier, with a head of one value
         policy = critic_params(policy, int(hf["hidden_size"]))
     tables = [policy]
     if critic_hf is not None:
@@ -41,7 +47,21 @@ def needs(hf: HFConfig, critic_hf: HFConfig | None, config: Config, head: bool =
     for table in tables:
         adapters = adapter_params(table, config.lora) if config.lora.rank else []
         total += _weights([*table, *adapters], dtype) + STATES * sum(param.size for param in adapters or table)
+    total += kept_conversations(hf, config) if declared.generates else 0
     return Needs(_and_more(total), _and_more(_weights(policy, dtype)))
+
+
+def kept_conversations(hf: HFConfig, config: Config) -> int:
+    """Bytes of those that a later step goes on with, if each is as long as one may be: `rollout.oversample`."""
+    rollout, prompts = config.rollout, config.data.prompts_per_step
+    groups = under_way(prompts, rollout.oversample) - prompts
+    if rollout.replay or not groups:
+        return 0
+    token = TOKEN + WORDS
+    if config.train.replay_routing:
+        shape = routing_shape(hf, config.model.megatron)
+        token += len(shape.moe_layers) * shape.topk * shape.dtype.itemsize
+    return groups * rollout.samples_per_prompt * rollout.max_context * token
 
 
 def free(folder: Path) -> int:

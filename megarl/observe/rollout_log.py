@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.config import Config, ConfigError
+from megarl.config import Config, ConfigError, load_config
 from megarl.observe.rollout_table import FORMAT, REPEATED, SCHEMA, Record, check_turns, rows, to_batch, to_record
 from megarl.types import Rollout
 
@@ -290,11 +290,23 @@ def _check_recorded(run_dir: Path, step: int, config: Config) -> None:
                     f"{config.rollout.max_context}: it is of another configuration"
                 )
             sizes[row["group"]] += 1
-    if sizes != dict.fromkeys(range(prompts), samples):
+    asked = dict.fromkeys(range(prompts), samples)
+    first = {group: size for group, size in sizes.items() if group in asked}
+    # Groups beyond are of further generations of the step, which may have other sizes, and leave some of the first out.
+    several = len(first) < len(sizes) and _prompts_of(run_dir) == prompts
+    if sizes != asked and not (several and set(first.values()) <= {samples}):
         raise ConfigError(
             f"{step_folder(run_dir, step)} holds {sizes.total()} rollouts of {len(sizes)} prompts, not {samples} of "
             f"each of {prompts} (rollout.samples_per_prompt, data.prompts_per_step): it is of another configuration"
         )
+
+
+def _prompts_of(run_dir: Path) -> int | None:
+    """Prompts that a step of a run is given, which is the same for all of its steps; None where it does not say."""
+    try:
+        return load_config(run_dir / "config.yaml").data.prompts_per_step
+    except ConfigError:
+        return None
 
 
 def _check_range(file: Path, part: pq.ParquetFile) -> None:

@@ -153,11 +153,12 @@ class RunLog:
         self._tracker.log(step, metrics)
         self._note(self._progress.evaluation(step, metrics))
 
-    def ended(self, error: BaseException, orderly: bool) -> None:
-        """Say in log.txt what ends the run early. Where that is neither `orderly` nor a mistake of the user's, the
-        traceback goes to logs/rank_N.log, and the error gets a note that says so."""
+    def ended(self, error: BaseException, orderly: bool, cause: str = "") -> None:
+        """Say in log.txt what ends the run early; cause: what another rank said that this one has lost. Where it is
+        neither `orderly` nor a mistake of the user's, the traceback goes to logs/rank_N.log, and the error gets a note
+        that says so."""
         if self.writes:
-            self._note(str(error) if orderly else f"{type(error).__name__}: {error}")
+            self._note(cause or (str(error) if orderly else f"{type(error).__name__}: {error}"))
         if orderly or (isinstance(error, ConfigError) and error.__cause__ is None):
             return
         file = self.run_dir / "logs" / f"rank_{self._rank}.log"

@@ -122,6 +122,16 @@ def engine_ranks(config: Config) -> list[tuple[int, ...]]:
     return [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
 
 
+def roles_of_ranks(config: Config, roles: Iterable[str]) -> dict[int, str]:
+    """What each rank is there for, in words, where not all ranks have all roles."""
+    placement = placement_of(config)
+    if placement.colocated:
+        return {}
+    there = {role: placement.of(role) for role in roles if _has_model(config, role)}
+    found = {rank: [role for role in there if rank in there[role]] for rank in range(placement.world)}
+    return {rank: ", ".join(names) or "no role" for rank, names in found.items()}
+
+
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 

@@ -35,8 +35,11 @@ from megarl.rollout.tool_calls import parser_name
 _LOG_LINES = 20
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.I)
 _PORT_TRIES = 3
-_NOISE = re.compile(r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$")
-"""What libraries print about themselves when a process ends; it would hide the reason."""
+_NOISE = re.compile(
+    r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$"
+    r"|\[[^]]*\] Ignore import error|Multi-thread loading shards"
+)
+"""What libraries print about themselves as a process begins and ends; it would hide the reason."""
 _PARTS = ("weights", "kv_cache", "cuda_graph")
 """Of an engine's memory, each of which can sleep by itself: SGLang's tags."""
 

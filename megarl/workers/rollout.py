@@ -170,7 +170,8 @@ class RolloutWorker(Worker):
         self._generations += 1
         name = f"megarl/generation/{self._generations}"
         plan = self._surplus.plan(prompts, self.step, greedy)
-        first_group = 0 if greedy else self._groups(len(plan.prompts)).start
+        numbers = max(len(plan.prompts), plan.needed or 0)  # fewer are begun where others are gone on with
+        first_group = 0 if greedy else self._groups(numbers).start
         tickets = Tickets(len(plan.prompts), len(self.engines), ranks.count, name, plan.held)
 
         def work(talks: Conversations) -> Gathered:

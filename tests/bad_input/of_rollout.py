@@ -21,10 +21,20 @@ PART = f"{STEP_2}/rank_00001.parquet"
 
 
 def record(
-    folder: Path, steps: int = 2, prompts: int = 4, samples: int = 4, tokens: int = 2, logprob: float = -0.5
+    folder: Path,
+    steps: int = 2,
+    prompts: int = 4,
+    samples: int = 4,
+    tokens: int = 2,
+    logprob: float = -0.5,
+    says: str = "",
 ) -> Path:
-    """A recorded run as this configuration would leave it, on two ranks; the second one's file of step 2."""
+    """A recorded run as this configuration would leave it, on two ranks; the second one's file of step 2. says: the
+    run's configuration."""
     run_dir = folder / "recorded"
+    if says:
+        run_dir.mkdir()
+        (run_dir / "config.yaml").write_text(says)
     for step in range(1, steps + 1):
         rollouts = [
             Rollout(
@@ -211,7 +221,31 @@ CASES = [
     Case("recorded with more samples", (OTHER, "rollout.samples_per_prompt"), REPLAY, recorded(samples=8)),
     Case("recorded with fewer prompts", (OTHER, "12 rollouts of 3 prompts"), REPLAY, recorded(prompts=3)),
     Case("recorded with more prompts", (OTHER, "data.prompts_per_step"), REPLAY, recorded(prompts=5)),
+    Case(
+        "a step that generated again, of other samples",
+        (OTHER, "24 rollouts of 12 prompts"),
+        REPLAY,
+        recorded(prompts=12, samples=2, says="data: {prompts_per_step: 4}"),
+    ),
+    Case(
+        "more prompts, and a word of as many",
+        (OTHER, "data.prompts_per_step"),
+        REPLAY,
+        recorded(prompts=5, says="data: {prompts_per_step: 5}"),
+    ),
+    Case(
+        "more prompts than a recording has",
+        ("rollout.oversample=1.5 with rollout.replay", "set the first to 1"),
+        (*REPLAY, "rollout.oversample=1.5"),
+        recorded(),
+    ),
     Case("prompts for samples", (OTHER, "16 rollouts of 8 prompts"), REPLAY, recorded(prompts=8, samples=2)),
+    Case(
+        "prompts in the run's configuration that are no number",
+        (OTHER, "20 rollouts of 5 prompts"),
+        REPLAY,
+        recorded(prompts=5, says="data: {prompts_per_step: four}"),
+    ),
     Case("recorded with longer conversations", (OTHER, "rollout.max_context=192"), REPLAY, recorded(tokens=300)),
     # Parts of a step.
     Case("a file is missing", (STEP_2, "8 of the 16 rollouts", "rollout 1 is missing"), REPLAY, spoilt(Path.unlink)),

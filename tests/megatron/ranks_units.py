@@ -683,10 +683,25 @@ def placing() -> dict[str, Any]:
     return flow.config.placement
 
 
+def unread() -> Any:
+    """What is said of roles of a flow that does not run yet, and of what is none."""
+    from megarl.flow import HybridFlow
+
+    flow = HybridFlow(tiny.config())
+    flow.register_worker("judge", "lab.judges:Judge")
+    said = []
+    for name in ("actor", "judge", "teacher"):
+        try:
+            getattr(flow, name)
+        except AttributeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
     refusals, folder, half, schedule, critic, aux_losses, training, waking, numbers, comparing, nothing, spared,
-    placing, unnamed_columns,
+    placing, unnamed_columns, unread,
 ]  # fmt: skip
 
 if __name__ == "__main__":

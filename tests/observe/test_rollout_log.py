@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megarl.config import ConfigError
+from megarl.config import ConfigError, from_dict
 from megarl.observe import exact_json, rollout_log
 from megarl.observe.rollout_log import (
     RolloutLog,
+    check_replay,
     is_whole,
     part_file,
     read_records,
@@ -350,3 +351,30 @@ def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
     file.mkdir()
     with pytest.raises(ConfigError, match=damaged):
         read_rollouts(tmp_path, 12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prompts", "fits"),
+    [
+        ((4, 4, 4), 3, True),
+        ((4, 4, 4, 4, 4), 3, True),
+        ((4, 4, 4, 2, 1), 3, True),  # another generation may have other samples
+        ((4, 0, 4, 4), 3, True),  # a group of the first that the algorithm has put another in the place of
+        ((4, 0, 4), 3, False),
+        ((4, 4, 2, 4), 3, False),
+        ((4, 4, 4, 4), 4, False),  # of a run with more prompts a step
+    ],
+)
+def test_a_step_may_have_generated_several_times(
+    tmp_path: Path, sizes: tuple[int, ...], prompts: int, fits: bool
+) -> None:
+    """Groups beyond a step's prompts are of further generations, where the run says that it had as many prompts."""
+    written(tmp_path, [example(group) for group, size in enumerate(sizes) for _ in range(size)], step=1)
+    (tmp_path / "config.yaml").write_text(f"data: {{prompts_per_step: {prompts}}}")
+    tree = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 3}, "rollout": {"replay": str(tmp_path)}}
+    tree["rollout"] |= {"samples_per_prompt": 4, "max_context": 64, "max_new_tokens": 8}
+    if fits:
+        check_replay(from_dict(tree))
+        return
+    with pytest.raises(ConfigError, match="it is of another configuration"):
+        check_replay(from_dict(tree))

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 import tiny  # noqa: E402
 
-from megarl.parallel import ranks  # noqa: E402
+from megarl.parallel import last_words, ranks  # noqa: E402
 
 
 def timeouts() -> list[float]:
@@ -52,16 +52,18 @@ def main() -> dict[str, object]:
     heard = []
     ranks.raise_alarm("first") if place.job.rank else None
     ranks.barrier()
-    heard += [ranks.alarm_raised("first"), ranks.alarm_raised("second")]
+    heard += [ranks.alarm_raised("first"), ranks.alarm_raised("second"), last_words.exchanged(OSError("x"), "lost")]
     result: dict[str, object] = {"made": made, "inside": inside, "after": after, "heard": heard}
     if place.job.rank:
+        for text in ("the first thing", "another"):
+            last_words.exchanged(ValueError(text), "fault")
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)  # as the kernel ends a process that is killed: without a word to anybody
     try:
         with ranks.patient(3600.0):
             ranks.barrier()
     except RuntimeError as error:
-        result["gone"] = type(error).__name__
+        result["gone"] = [type(error).__name__, last_words.exchanged(error, "lost")]
     print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)
 

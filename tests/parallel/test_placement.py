@@ -14,6 +14,7 @@ from megarl.parallel.placement import (
     placement_of,
     role_config,
     role_parallel,
+    roles_of_ranks,
     spans,
 )
 
@@ -182,3 +183,22 @@ def test_engines_fit_their_ranks(rollout: str, tp: int, here: int, message: str)
 
 def test_a_script_places_roles_as_the_key_does(units: dict[str, Any]) -> None:
     assert units["placing"] == {"actor": "0-3", "critic": "4-7"}
+
+
+def test_roles_that_are_read_before_the_run(units: dict[str, Any]) -> None:
+    assert units["unread"] == [
+        "NotThere: flow.actor is not there before flow.run(...): the workers start in it",
+        "NotThere: flow.judge is not there before flow.run(...): the workers start in it",
+        "AttributeError: a HybridFlow has no 'teacher'",
+    ]
+
+
+def test_ranks_that_have_roles_of_their_own_are_named_by_them() -> None:
+    placed = {"actor": "0-1", "critic": 2, "rollout": "2-3"}
+    assert roles_of_ranks(config(placed, world=5), ("rollout", "reward", "actor", "reference", "critic")) == {
+        **dict.fromkeys((0, 1), "actor, reference"),
+        2: "rollout, critic",
+        3: "rollout",
+        4: "no role",
+    }
+    assert roles_of_ranks(config({"rollout": "all"}, world=5), ("rollout", "actor")) == {}

@@ -1,0 +1,22 @@
+"""What a rank says as it ends of an error of its own, for those that will only see that they have lost it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Literal
+
+import torch.distributed as dist
+
+_KEY = "megarl/last words"
+
+
+def exchanged(error: BaseException, kind: Literal["stopped", "ended", "mistake", "fault", "lost"]) -> str:
+    """Leave word of a mistake or a fault, of which the first in the job stays; where this rank has `lost` another, what
+    was said so, empty where nothing was: that rank was killed, or does not answer."""
+    with suppress(RuntimeError):  # the store may be gone, too
+        store = dist.distributed_c10d._get_default_store()
+        if kind in ("mistake", "fault"):
+            store.compare_set(_KEY, "", f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+        elif kind == "lost" and store.check([_KEY]):
+            return str(store.get(_KEY).decode(errors="replace"))
+    return ""

@@ -1,0 +1,80 @@
+"""Room that a checkpoint needs beside its models: for conversations that a later step goes on with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.checkpoint.room import kept_conversations
+from megarl.config import Config, from_dict
+from megarl.rollout.kept import write_groups
+from megarl.rollout.partial import Partial
+from megarl.types import Prompt, Turn
+
+HF: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 300,
+    "num_experts_per_tok": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
+}
+
+
+def config(oversample: float = 1.5, replays: bool = False, **rollout: Any) -> Config:
+    sizes = {"oversample": oversample, "samples_per_prompt": 4, "max_context": 1000, "max_new_tokens": 500}
+    tree = {"data": {"prompts_per_step": 5}, "rollout": {**sizes, **rollout}, "train": {"replay_routing": replays}}
+    return from_dict(tree)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (config(1.0), 0),
+        (config(), 3 * 4 * 1000 * 20),  # 7.5 groups are begun, of which 5 are used
+        (config(oversample=2), 5 * 4 * 1000 * 20),
+        (config(replays=True), 3 * 4 * 1000 * (20 + 3 * 2 * 2)),  # two of 300 experts in each of three layers
+        (config(replay="runs/other"), 0),
+    ],
+)
+def test_what_is_kept_at_most(chosen: Config, expected: int) -> None:
+    assert kept_conversations(HF, chosen) == expected
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_it_is_enough_for_what_is_written(tmp_path: Path, replays: bool) -> None:
+    """All conversations as long as one may be, half of it the prompt, with five letters a token."""
+    asked = {"role": "user", "content": "words" * 500}
+    said = {"role": "assistant", "content": "words" * 500}
+    prompt = Prompt("train-1", (asked,), range(500))
+    turns = (Turn(range(500)), Turn([7] * 500, [-1.0] * 500, is_action=True, weight_version=3))
+    routing = (torch.zeros(1000, 3, 2, dtype=torch.int16),) if replays else ()
+    groups = [
+        tuple(
+            replace(
+                Partial.begin(prompt, seed),
+                turns=turns,
+                messages=(asked, said),
+                routing=tuple(map(torch.clone, routing)),
+            )
+            for seed in range(4)
+        )
+        for _ in range(3)
+    ]
+    size = write_groups(tmp_path / "engine", groups).bytes
+    planned = kept_conversations(HF, config(replays=replays))
+    assert 0.4 * planned < size < planned  # not all words are as long as they may be

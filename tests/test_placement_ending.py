@@ -1,0 +1,235 @@
+"""What ends a run whose roles are on ranks of their own: that it says so in one line, leaves nobody behind, and what it
+has saved is gone on from, also in another placement.
+
+The first run has an engine. It is asked to stop, and is then gone on with; the others replay its rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_placement_end_to_end import ALONE, SPLIT, assert_same_weights, steps_of
+from transformers import AutoModelForSequenceClassification
+from whole_run import ROOT, command_of, make_folder, train, with_host
+
+from megarl.observe.rollout_log import read_rollouts
+
+AHEAD = "rollout.ahead=1"
+LONGEST_S = 500.0
+"""That a run may take to where it is waited for, and to its end."""
+REWARD = """
+import time
+from pathlib import Path
+from sum_reward import even
+
+here = Path(__file__).parent
+
+def seen(rollout):
+    (here / "seen").touch()
+    while (here / "wait").exists():
+        time.sleep(0.01)
+    return even(rollout)
+
+def odd(rollout):
+    return float("nan") if rollout.turns[-1].weight_version else even(rollout)
+"""
+
+
+class Running:
+    """A run in the background. Its reward `watched:seen` leaves a file that says that a step is under way, and waits
+    as long as there is a file `wait`."""
+
+    def __init__(self, folder: Path, place: Path, *overrides: str, host: str = "") -> None:
+        self.seen, self.wait, self.run_dir = place / "seen", place / "wait", place / "run"
+        (place / "watched.py").write_text(REWARD)
+        environment = with_host(host)
+        environment["PYTHONPATH"] += os.pathsep + str(place)
+        command = command_of(folder, self.run_dir, "reward.functions=[watched:seen]", *overrides)
+        self.before = set(psutil.Process().children(recursive=True))
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+
+    def wait_for(self, there: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LONGEST_S
+        while not there():
+            if time.monotonic() > deadline:
+                self.process.kill()  # its ranks go with it
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def family(self) -> list[psutil.Process]:
+        """The run's processes, and those of its engines, which may be children of a host."""
+        return [one for one in psutil.Process().children(recursive=True) if one not in self.before]
+
+    def rank(self, number: int) -> int:
+        (found,) = [one for one in psutil.Process(self.process.pid).children() if is_rank(one, number)]
+        return int(found.pid)
+
+    def ended(self) -> tuple[int, list[str]]:
+        """Exit status and the lines on stderr, when all of the run's processes are gone."""
+        family = self.family()
+        try:
+            _, err = self.process.communicate(timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        _, left = psutil.wait_procs(family, timeout=30)
+        assert left == []
+        return self.process.returncode, [line for line in err.splitlines() if line.strip()]
+
+    def saved(self) -> list[str]:
+        return sorted(path.name for path in (self.run_dir / "checkpoints").glob("step_*"))
+
+
+def is_rank(process: psutil.Process, number: int) -> bool:
+    environment = process.environ()
+    return environment.get("RANK") == str(number) and "WORLD_SIZE" in environment
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def stopped(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was asked to stop in its first step: it has saved that one, with all roles, and nothing else."""
+    run = Running(folder, tmp_path_factory.mktemp("stopped"), *SPLIT, "run.save_every=100", host=host)
+    run.wait.touch()
+    run.wait_for(run.seen.exists)
+    os.killpg(run.process.pid, signal.SIGTERM)
+    run.wait.unlink()
+    assert run.ended() == (85, ["asked to stop: saved step 1, start again with run.resume=auto"])
+    assert run.saved() == ["step_000001"]
+    saved = run.run_dir / "checkpoints" / "step_000001"
+    assert {"actor", "critic", "host.json"} <= {path.name for path in saved.iterdir()}
+    return run.run_dir
+
+
+@pytest.fixture(scope="module")
+def whole(stopped: Path, folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run to its end, after two more steps, in the placement that it had."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    shutil.copytree(stopped, run_dir)
+    train(folder, run_dir, *SPLIT, "run.save_every=100", "run.resume=auto", host=host)
+    assert [row["step"] for row in steps_of(run_dir)] == [1, 2, 3]
+    assert steps_of(run_dir)[0] == steps_of(stopped)[0]
+    assert all(row["rollout/logprob_diff_p95"] <= 1e-4 for row in steps_of(run_dir))  # the engine has the weights, too
+    return run_dir
+
+
+def test_a_run_that_was_stopped_goes_on_on_one_rank(stopped: Path, whole: Path, folder: Path, tmp_path: Path) -> None:
+    """To the same weights, bit for bit: those that were saved, and what an optimizer needs beside them."""
+    shutil.copytree(stopped, tmp_path / "run")
+    train(folder, tmp_path / "run", *ALONE, "run.resume=auto", f"rollout.replay={whole}")
+    assert [row["step"] for row in steps_of(tmp_path / "run")] == [1, 2, 3]
+    assert_same_weights(whole, tmp_path / "run")
+    assert "placement" in (tmp_path / "run" / "changes.jsonl").read_text()
+
+
+def test_a_critic_that_is_killed_in_a_step_is_named(whole: Path, folder: Path, tmp_path: Path) -> None:
+    """And not what the others see of it."""
+    run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "run.epochs=2000", "run.num_update=2000")
+    run.wait_for(run.seen.exists)
+    os.kill(run.rank(1), signal.SIGKILL)
+    line = "error: rank 1 (critic) was killed by SIGKILL (the kernel does that when memory is short)"
+    assert run.ended() == (137, [line])
+    assert run.saved() == []
+
+
+def test_a_reward_that_is_no_number_is_named(whole: Path, folder: Path, tmp_path: Path) -> None:
+    """In the second step; the first stays as it was saved."""
+    run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "reward.functions=[watched:odd]")
+    code, (line,) = run.ended()
+    assert code == 2 and line.startswith("error: reward function odd on the sample 'train-")
+    assert line.endswith("' returned nan; it must return a finite number")
+    assert run.saved() == ["step_000001"]
+
+
+def test_values_that_are_no_numbers_are_named(whole: Path, folder: Path, tmp_path: Path) -> None:
+    """They are found where the rollouts are, which are not where the critic is, nor where log.txt is written."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    weights = load_file(folder / "model" / "model.safetensors")
+    weights["model.norm.weight"][:] = 3e38  # finite, as it must be to be loaded; what comes of it is not
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", f"critic.path={tmp_path}/model")
+    code, (line,) = run.ended()
+    assert code == 2, line
+    told = re.fullmatch(
+        r"error: step 1: not finite: values of the critic, (nan|inf) in (\d+) of (\d+) places; look at the rewards and "
+        r"the data, or lower critic\.optimizer\.lr",
+        line,
+    )
+    actions = sum(one.num_actions for one in read_rollouts(whole, 1))
+    assert told and 0 < int(told[2]) <= int(told[3]) == actions
+    assert line.removeprefix("error: ") in (run.run_dir / "log.txt").read_text()
+    assert run.saved() == []
+
+
+def test_an_engine_that_is_killed_beside_training_is_named(folder: Path, host: str, tmp_path: Path) -> None:
+    """It is at the answers of the second step when the rollouts of the first are rewarded."""
+    run = Running(folder, tmp_path, *SPLIT, AHEAD, host=host)
+    run.wait_for(run.seen.exists)
+    (scheduler,) = [one.pid for one in run.family() if one.name().startswith("sglang::schedul")]
+    os.kill(scheduler, signal.SIGKILL)
+    code, (line,) = run.ended()
+    log = run.run_dir / "logs" / "engine_0.log"
+    assert code == 2 and "exit code -9" in line, line
+    assert re.match(rf"error: engine 0 (is not running|does not answer .*); the last lines of {log}: ", line), line
+
+
+# --- a reward model ---------------------------------------------------------------------------------------------------
+
+
+def test_grpo_with_a_reward_model_on_a_rank_of_its_own(folder: Path, host: str, tmp_path: Path) -> None:
+    """And with the experts replayed that the engine chose, whose records travel. On one rank, where recorded rollouts
+    have no routing, the trainer chooses the same ones, for nothing is updated twice a step."""
+    model = tmp_path / "reward_model"
+    make_reward_model(folder / "model", model)
+    given = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
+    given += ["run.num_update=1", "run.epochs=1"]
+    split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.replay_routing=true"]
+    train(folder, tmp_path / "split", *split, *given, host=host)
+    rows = steps_of(tmp_path / "split")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["rollout/logprob_diff"] <= 1e-4  # of every token, for replayed experts cannot tie
+        assert row["actor/grad_norm"] > 0
+        assert all(math.isfinite(number) for number in row.values())
+    found = [one.reward for one in read_rollouts(tmp_path / "split", 3)]
+    assert found == pytest.approx(scores(model, tmp_path / "split", 3), abs=1e-4)
+    assert max(found) - min(found) > 0.01
+    train(folder, tmp_path / "alone", *ALONE, *given, f"rollout.replay={tmp_path}/split")
+    for mine, theirs in zip(rows, steps_of(tmp_path / "alone"), strict=True):
+        for name in ("rollout/reward_mean", "actor/grad_norm", "actor/loss", "actor/entropy"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), (mine["step"], name)
+
+
+def make_reward_model(policy: Path, target: Path) -> None:
+    """The policy's trunk with a random head."""
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32)
+    model.score.weight.data.normal_(std=0.3)
+    shutil.copytree(policy, target)
+    model.save_pretrained(target)
+
+
+def scores(reward_model: Path, run_dir: Path, step: int) -> list[float]:
+    """By transformers, of the ids that the engine wrote."""
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    with torch.no_grad():
+        return [float(model(torch.tensor([one.token_ids.tolist()])).logits) for one in read_rollouts(run_dir, step)]
