@@ -92,8 +92,8 @@ class HybridFlow(Items):
 
         model, parallel: HF folder and layout of the role's own model, as the configuration would have them.
         """
-        self.config = with_role(self.config, role, model, parallel)
-        self.registered[role] = Registered(worker, backend, options)
+        self.config = with_role(self.config, role, model, parallel, backend)
+        self.registered[role] = Registered(worker, options)
 
     def __getattr__(self, name: str) -> Any:
         """Of a role that is not there: what to do, instead of a name that is missing."""
@@ -265,7 +265,7 @@ class HybridFlow(Items):
         makers = {role: find_worker(config, self.declared, role, cast[role]) for role in cast}
         for role, make in makers.items():
             given = {"actor": self.actor} if role == "reference" else {}
-            worker = make(dataclasses.replace(context, role=role), **given, **cast[role].options)
+            worker = make(dataclasses.replace(context, role=role), **given)
             setattr(self, role, worker)
             self.workers.append(worker)
             ranks.together(worker.start)

@@ -397,7 +397,7 @@ def test_training_a_reward_model_needs_no_engine(plan) -> None:
 
 
 def test_a_script_with_its_own_reward_needs_no_reward_functions(plan) -> None:
-    assert plan("reward.functions=[]", registered={"reward": Registered()}).ok
+    assert plan("reward.functions=[]", registered={"reward": Registered(options={"reward_fn": len})}).ok
 
 
 def test_sft_ignores_what_only_rollouts_need(plan) -> None:

@@ -151,7 +151,8 @@ def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_roles(config, declared, {})
     assert who_plays(config, declared, "judge", Registered()) == "lab.judge:Judge"
     assert who_plays(config, declared, "actor", Registered()) == "megarl.workers.actor:ActorWorker"
-    assert who_plays(config, declared, "actor", Registered(backend="megatron")) == "megarl.workers.actor:ActorWorker"
+    said = with_role(config, "actor", None, None, "megatron")
+    assert who_plays(said, declared, "actor", Registered()) == "megarl.workers.actor:ActorWorker"
     assert find_worker(config, declared, "judge", Registered("lab.mine:short")).__name__ == "short"
     named = from_dict({"algorithm": "lab.mine:Liked", "roles": {"judge": {"worker": "lab.mine:short"}}})
     assert find_worker(named, declared, "judge", Registered()).__name__ == "short"
