@@ -99,8 +99,9 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
     passes(checks.check_run_dir, config)
     passes(checks.check_algorithm, config, declared, warnings)
     reward = (registered or {}).get("reward", Registered())
-    if ours(config, declared, "reward", reward):
-        passes(check_reward, config, declared, options_of(config, "reward", reward))
+    judged = "reward" in declared.roles and ours(config, declared, "reward", reward)
+    if judged:
+        judged = passes(check_reward, config, declared, options_of(config, "reward", reward))
     laid_out = laid_out and passes(check_ahead, config, declared, warnings)
     passes(check_oversampling, config, declared, warnings)
     passes(checks.check_data, config, declared, dry_run, warnings)
@@ -113,7 +114,9 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
     hf, critic_hf = models
     assert hf is not None
     served: list[Served] = []
-    if not passes(lambda: served.append(served_models(hf, config, declared, registered or {}, dry_run, warnings))):
+    if not passes(
+        lambda: served.append(served_models(hf, config, declared, registered or {}, judged, dry_run, warnings))
+    ):
         return Report(errors, warnings, {}, [])
     (others,) = served
     divides = passes(checks.check_training_layout, hf, config) and passes(checks.check_mtp, hf, config, declared)

@@ -22,7 +22,7 @@ from megarl.parallel.placement import role_config
 from megarl.parallel.roles import OURS, on_megatron, role_settings
 from megarl.rewards.classifier import ClassifierOptions, label_of, positions
 from megarl.types.declared import Declared
-from megarl.workers.registry import TEACHER, Registered, options_of, ours, who_plays
+from megarl.workers.registry import TEACHER, Registered, options_of, who_plays
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,18 @@ def served_models(
     config: Config,
     declared: Declared,
     registered: Mapping[str, Registered],
+    judged: bool,
     dry_run: bool,
     warnings: list[str],
 ) -> Served:
-    """All of them. hf: the policy's. Raises ConfigError; `warnings` gets a line for what is surely not meant."""
+    """All of them. hf: the policy's. judged: whether one of our workers rewards, with options that it has. Raises
+    ConfigError; `warnings` gets a line for what is surely not meant."""
 
     def of(role: str) -> Registered:
         return registered.get(role, Registered())
 
     judge = None
-    if "reward" in declared.roles and ours(config, declared, "reward", of("reward")):
+    if judged:
         judge = _classifier(hf, config, options_of(config, "reward", of("reward")), dry_run, warnings)
     rewards = _reward_model(hf, config, declared, dry_run, warnings)
     teachers = [role for role in declared.roles if who_plays(config, declared, role, of(role)) == TEACHER]

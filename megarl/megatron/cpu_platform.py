@@ -56,8 +56,8 @@ def install() -> bool:
         return False
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before megarl.megatron.cpu_platform.install()")
-    # torch remembers what makes tensors on a device, for `with torch.device("meta")`, in which transformers loads models;
-    # asked for the first time after they are patched, it would take the patches for them, and make garbage of buffers.
+    # torch remembers what makes tensors on a device, for `with torch.device("meta")`, in which transformers loads a
+    # model. Asked for the first time when they are patched, it would take the patches for them: buffers stay unset.
     _device._device_constructors()
     _patch_cuda_namespace()
     _patch_generator()

@@ -15,13 +15,9 @@ from megarl.types.declared import Declared
 def check_reward(config: Config, declared: Declared, options: dict[str, Any]) -> None:
     """Raise ConfigError where nothing would reward anything, or a backend and its options do not go together.
 
-    options: of one of our workers, `reward_fn` among them.
+    options: of the role's worker, one of ours; `reward_fn` may be among them.
     """
-    if not declared.generates:
-        return
     functions, model = load_functions(config.reward.functions), config.reward.model
-    if "reward" not in declared.roles:
-        return
     backend = role_settings(config, "reward").backend or MEGATRON
     rest = {name: value for name, value in options.items() if name != "reward_fn"}
     if backend == "http":
