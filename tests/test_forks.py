@@ -50,6 +50,18 @@ class Liked(SFTController):
         return StepResult(means.result() | {"judge/liked": batch.num_sequences / len(items)})
 
 
+class Taught(SFTController):
+    @classmethod
+    def roles(cls, config):
+        return ("actor", "teacher")
+
+    def step(self, flow, items):
+        batch = TrainBatch.from_rollouts(flow.deal(items))
+        logprobs = flow.teacher.forward(batch).logprobs[batch.loss_mask]
+        result = super().step(flow, items)
+        return StepResult(result.metrics | {"teacher/nll": -float(logprobs.mean())})
+
+
 class Lonely(Liked):
     workers = {}
 
@@ -116,6 +128,20 @@ def test_a_new_algorithm_is_a_file_and_a_line(lab: Path) -> None:
     assert all(0 < row["judge/liked"] <= 1 and row["actor/nll"] > 0 for row in rows)
     assert (lab / "run" / "export" / "model.safetensors").is_file()
     assert "algorithm: lab.mine:Liked" in (lab / "run" / "config.yaml").read_text().replace('"', "")
+
+
+def test_a_teacher_is_a_role_and_a_folder(lab: Path) -> None:
+    """Here the policy's own: it says what the policy says before its first update, and stays."""
+    given = ["algorithm=lab.mine:Taught", f"roles={{teacher: {{model: {lab}/q/model}}}}", "data.shuffle=false"]
+    planned = train(lab, *given, "--dry-run")
+    assert planned.returncode == 0 and "teacher weights" in planned.stdout, planned.stderr
+    done = train(lab, *given, f"run.dir={lab}/taught", "rollout.temperature=1")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (lab / "taught" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["teacher/nll"] == pytest.approx(rows[0]["actor/nll"], abs=1e-5)
+    assert rows[1]["teacher/nll"] > rows[1]["actor/nll"] and "time/teacher_logprobs" in rows[1]
+    missing = train(lab, given[0])
+    assert missing.returncode == 2 and "roles.teacher.model is not set; it must name the HF folder" in missing.stderr
 
 
 @pytest.mark.parametrize(

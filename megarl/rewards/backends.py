@@ -20,6 +20,8 @@ def check_reward(config: Config, declared: Declared, options: dict[str, Any]) ->
     functions, model = load_functions(config.reward.functions), config.reward.model
     backend = role_settings(config, "reward").backend or MEGATRON
     rest = {name: value for name, value in options.items() if name != "reward_fn"}
+    if backend in (MEGATRON, "pool") and rest:
+        raise ConfigError(f"roles.reward.options.{min(rest)}: the backend {backend} takes no options; leave it out")
     if backend == "http":
         ServiceOptions.read(rest)
     if backend == "transformers":

@@ -30,11 +30,8 @@ CASES = [
     ),
     reward("a service without an address", "{backend: http}", "roles.reward.options.url is not set"),
     reward("a service of no address", "{backend: http, options: {url: judge}}", "'judge' is no address"),
-    reward(
-        "a service that is not there", "{backend: http, options: {url: 'http://127.0.0.1:9/x', tries: 1}}", "(1 tries)"
-    ),
     reward("an option that is none", "{backend: http, options: {urls: x}}", "did you mean roles.reward.options.url"),
-    reward("an option of nobody", "{options: {url: x}}", "the options of the role reward", "'url'"),
+    reward("an option of nobody", "{options: {url: x}}", "roles.reward.options.url", "takes no options"),
     reward("a service and a model", "{backend: http, options: {url: 'http://a'}}", "has no model", given=MODEL),
     reward("a pool and a model", "{backend: pool}", "has no model", given=MODEL),
     reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
@@ -44,12 +41,6 @@ CASES = [
         "reward: a classifier of two labels",
         ("has 2 labels", "LABEL_0, LABEL_1"),
         ("roles={reward: {backend: transformers}}", "reward.model=FOLDER/judge"),
-        judge,
-    ),
-    Case(
-        "reward: a classifier without its head",
-        ("score.weight is missing",),
-        ("roles={reward: {backend: transformers, options: {label: 0}}}", "reward.model=FOLDER/judge"),
         judge,
     ),
     Case("a worker that is not there", ("no_such_lab",), ("roles={reward: {worker: 'no_such_lab:Judge'}}",)),

@@ -97,6 +97,10 @@ def found(
         "odd": save(folder / "odd", Classifier.from_config(llama(**last)), tokenizer(tuple(reversed(WORDS)), None)),
         "teacher": save(folder / "teacher", LlamaForCausalLM(llama(24, hidden_size=32, num_hidden_layers=4)), known),
     }
+    save(folder / "headless", LlamaForCausalLM(policy), known)
+    named = json.loads((folder / "headless" / "config.json").read_text())
+    named |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    (folder / "headless" / "config.json").write_text(json.dumps(named))
     broken = Classifier.from_config(llama(**last))
     save(folder / "nan", broken, known)
     broken.score.weight.data.fill_(math.nan)
@@ -126,6 +130,7 @@ def found(
         "odd": judge("odd"),
         "labels": judge("bert"),
         "policy": judge("policy"),
+        "headless": judge("headless"),
         "nan": judge("nan"),
         "service": {"what": "score", "config": {**PLACED, "roles": service, "reward": beside}},
         "gone": {"what": "score", "config": {**PLACED, "roles": gone}},
@@ -186,12 +191,9 @@ def test_another_tokenizer_reads_the_conversation_by_its_own_template(found: dic
 
 
 def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
-    """Of 9 tokens: the third has 5 + 2 + 2 + 2 = 11, the sixth 13."""
-    assert {rank["short"] for rank in found["ranks"]} == {found["ranks"][0]["short"]}
-    assert (
-        "the sample '5' is 13 tokens" in found["ranks"][0]["short"] or "'2' is 11 tokens" in found["ranks"][0]["short"]
-    )
-    assert "whose context is 9: lower rollout.max_context, or set roles.reward.options" in found["ranks"][0]["short"]
+    """Of 9 tokens: of those on the last rank, the third has 3 + 2 + 5, the sixth 3 + 2 + 7."""
+    (said,) = {rank["short"] for rank in found["ranks"]}
+    assert said.startswith("the sample '2' is 10 tokens for reward.model=") and "whose context is 9: lower" in said
     result = of_all(found, "cut")
     assert result["figures"] == {"reward/cut_frac": pytest.approx(2 / 6)}
     assert result["reward"] == pytest.approx(scores(found, "short", last=9), abs=1e-5)
@@ -204,6 +206,7 @@ def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
         ("odd", "has another tokenizer than the policy, and no chat template by which"),
         ("labels", "has 3 labels, and a score is one number: set roles.reward.options.label to the one whose logit"),
         ("policy", "is no sequence classifier: config.json has LlamaForCausalLM for its architecture"),
+        ("headless", "headless: score.weight is missing; it is not a whole classifier"),
         ("nan", "step 3: not finite: scores of the reward, nan in 6 of 6 places; look at the model of reward.model="),
         ("gone", "(2 tries); see that it runs, or set roles.reward.options.url"),
     ],
