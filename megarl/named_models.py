@@ -108,19 +108,20 @@ def _check_tokenizer(folder: str, size: int) -> None:
 def whole_folder(path: str, key: str, head: bool, mtp: bool = False) -> HFConfig:
     """config.json of a folder that has all the weights that it describes. head: not of the output layer, in place of
     which there is a head of one value, or will be. mtp: with those of multi-token prediction."""
-    check_folder(path, key)
-    hf = _known(load_hf_config(path))
+    hf = _known(folder_config(path, key))
     heads = (VALUE_HEAD, "lm_head.weight") if head or is_classifier(hf) else ()
     open_hf(path).check(dict(hf), optional=heads, mtp=mtp)
     return hf
 
 
-def check_folder(path: str, key: str) -> None:
-    """Raise ConfigError where there are no weights that could be read."""
+def folder_config(path: str, key: str) -> HFConfig:
+    """config.json of a folder. Raises ConfigError where it has none, or no weights that could be read."""
     if not Path(path).is_dir():
         raise ConfigError(f"{key}={path}: there is no such folder; put the model there, or correct the path")
+    found = load_hf_config(path)
     if not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"{key}={path} has no *.safetensors files; convert the weights to safetensors")
+    return found
 
 
 def _known(hf: HFConfig) -> HFConfig:

@@ -16,8 +16,8 @@ from megarl.config import Config, ConfigError
 from megarl.models.classifier import VALUE_HEAD, is_classifier
 from megarl.models.family import HFConfig
 from megarl.models.memory import ServedStage, served_stages, served_whole
-from megarl.models.registry import load_hf_config, param_count
-from megarl.named_models import check_folder, check_positions, check_same_tokenizer, whole_folder
+from megarl.models.registry import param_count
+from megarl.named_models import check_positions, check_same_tokenizer, folder_config, whole_folder
 from megarl.parallel.placement import role_config
 from megarl.parallel.roles import OURS, on_megatron, role_settings
 from megarl.rewards.classifier import ClassifierOptions, label_of, positions
@@ -121,8 +121,7 @@ def _classifier(
     if dry_run and not Path(path).exists():
         warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
         return hf, sum(param_count(hf).values()), options.dtype
-    check_folder(path, "reward.model")
-    found = load_hf_config(path)
+    found = folder_config(path, "reward.model")
     label_of(found, options, path)
     if not list(Path(path).glob("tokenizer*")) and not (Path(path) / "vocab.txt").is_file():
         raise ConfigError(f"reward.model={path} has no tokenizer; put tokenizer.json beside config.json")
@@ -158,7 +157,7 @@ def _of_roles(
             found |= {role: hf} if on_megatron(config, role) else {}
             continue
         if not on_megatron(config, role):
-            check_folder(path, key)
+            folder_config(path, key)
             continue
         found[role] = whole_folder(path, key, head=False)
         if role in teachers and is_classifier(found[role]):

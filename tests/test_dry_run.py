@@ -521,8 +521,8 @@ def test_any_classifier_may_judge(plan, tmp_path: Path) -> None:
     bert |= {"intermediate_size": 16, "max_position_embeddings": 512, "id2label": {"0": "bad", "1": "good"}}
     missing = {
         "there is no such folder": folder.mkdir,
+        "no config.json": lambda: (folder / "config.json").write_text(json.dumps(bert)),
         r"no \*.safetensors files": lambda: save_file({"w": torch.zeros(3, 4), "b": torch.zeros(5)}, weights),
-        "config.json": lambda: (folder / "config.json").write_text(json.dumps(bert)),
         "has 2 labels, and a score is one number": lambda: (folder / "config.json").write_text(json.dumps(single)),
         "no tokenizer": lambda: write_tokenizer(folder, ("a", "c")),
     }
