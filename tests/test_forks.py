@@ -18,7 +18,7 @@ from megarl.models import dense
 from megarl.models.registry import family_of
 from megarl.parallel.placement import role_parallel
 from megarl.parallel.roles import role_settings, with_role
-from megarl.workers.registry import Registered, check_roles, find_worker, who_plays
+from megarl.workers.registry import Registered, check_roles, find_worker, options_of, who_plays
 
 ROOT = Path(__file__).resolve().parent.parent
 MINE = '''
@@ -183,6 +183,10 @@ def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = from_dict({"algorithm": "lab.mine:Liked", "roles": {"judge": {"worker": "lab.mine:short"}}})
     assert find_worker(named, declared, "judge", Registered()).__name__ == "short"
     assert find_worker(named, declared, "judge", Registered(print)) is print
+    given = find_worker(config, declared, "judge", Registered(options={"longest": 3}))
+    assert given.keywords == {"longest": 3}  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"^the options of the role judge: .*'widest'; see its worker, Judge$"):
+        find_worker(config, declared, "judge", Registered(options={"widest": 3}))
 
 
 @pytest.mark.parametrize(
@@ -217,11 +221,16 @@ def test_a_script_says_what_the_configuration_would() -> None:
     config = with_role(from_dict({}), "teacher", "/big", {"tp": 2})
     config = with_role(config, "critic", "/critic", {"pp": 2})
     config = with_role(config, "actor", None, {"tp": 4})
-    config = with_role(config, "reward", "/judge", None)
+    config = with_role(config, "reward", "/judge", {"pp": 2}, "transformers")
     settings = role_settings(config, "teacher")
     assert (settings.model, settings.parallel) == ("/big", {"tp": 2})
     assert (config.critic.path, config.critic.parallel) == ("/critic", {"pp": 2})
     assert (config.parallel.tp, config.reward.model) == (4, "/judge")
+    judge = role_settings(config, "reward")
+    assert (judge.backend, judge.parallel, judge.worker) == ("transformers", {"pp": 2}, "")
+    named = from_dict({"roles": {"reward": {"worker": "lab:Judge", "options": {"batch": 2}}}})
+    assert role_settings(with_role(named, "reward", None, None, "http"), "reward").worker == ""
+    assert options_of(named, "reward", Registered(options={"url": "u"})) == {"batch": 2, "url": "u"}
     assert config.model.path == "" and from_dict({}).roles == {}
     with pytest.raises(ConfigError, match=r"^register_worker\('rollout'\): the rollout has no model of its own"):
         with_role(config, "rollout", "/x", None)

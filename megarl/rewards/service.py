@@ -142,17 +142,25 @@ class Service:
 
 
 def _body(batch: Sequence[Rollout]) -> bytes:
-    conversations = []
-    for rollout in batch:
-        prompt = rollout.prompt
-        about = {"ground_truth": prompt.ground_truth, "extra": prompt.extra, "prompt": prompt.messages}
-        about |= {"id": prompt.id, "data_source": prompt.data_source, "status": rollout.status}
-        conversations.append(about | {"messages": rollout.messages, "answer": rollout.answer})
-        try:
-            orjson.dumps(about, option=orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError as error:
-            raise ConfigError(f"the sample {prompt.id!r} cannot be sent to a reward service as JSON: {error}") from None
-    return orjson.dumps({"conversations": conversations}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return b'{"conversations": [' + b", ".join(map(_sent, batch)) + b"]}"
+
+
+def _sent(rollout: Rollout) -> bytes:
+    prompt = rollout.prompt
+    about = {
+        "id": prompt.id,
+        "data_source": prompt.data_source,
+        "prompt": prompt.messages,
+        "messages": rollout.messages,
+        "answer": rollout.answer,
+        "status": rollout.status,
+        "ground_truth": prompt.ground_truth,
+        "extra": prompt.extra,
+    }
+    try:
+        return orjson.dumps(about, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise ConfigError(f"the sample {prompt.id!r} cannot be sent to a reward service as JSON: {error}") from None
 
 
 def _read(url: str, data: bytes, batch: Sequence[Rollout]) -> list[Parts]:

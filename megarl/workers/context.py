@@ -52,7 +52,7 @@ class Context:
     updates: Mapping[str, int]
     """Optimizer steps in the whole run by role, for its learning-rate schedule."""
     layouts: Mapping[str, Ranks | None] = field(default_factory=dict)
-    """This rank's coordinates in the layout of each role that has a model; None of one that is on other ranks."""
+    """This rank's coordinates in the layout of each role that has a model on Megatron; None of one on other ranks."""
     role: str = ""
     """Which role the worker plays."""
     upcoming: Callable[[], Sequence[Prompt]] = tuple
