@@ -83,6 +83,13 @@ def who_plays(config: Config, declared: Declared, role: str, registered: Registe
     )
 
 
+def find_workers(
+    config: Config, declared: Declared, registered: Mapping[str, Registered]
+) -> dict[str, Callable[..., Any]]:
+    """What makes the worker of each role, in their order. Raises ConfigError."""
+    return {role: find_worker(config, declared, role, registered.get(role, Registered())) for role in declared.roles}
+
+
 def find_worker(config: Config, declared: Declared, role: str, registered: Registered) -> Callable[..., Any]:
     """What makes the role's worker, with its options. Raises ConfigError."""
     found = who_plays(config, declared, role, registered)
