@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint import room
 from megarl.checkpoint.hf import check_target, open_hf
-from megarl.config import Config, ConfigError
+from megarl.config import Config, ConfigError, LoraConfig
 from megarl.data.first_rows import check_first_rows
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
@@ -22,8 +23,7 @@ from megarl.models.registry import family_of, trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.observe.rollout_log import check_replay
-from megarl.parallel.placement import check_engine_ranks, role_config, role_parallel
-from megarl.rewards.functions import load_functions
+from megarl.parallel.placement import about_role, check_engine_ranks, role_config, role_parallel
 from megarl.rollout import server_args, tool_calls
 from megarl.rollout.tools import load_tools
 from megarl.types.declared import Declared
@@ -87,12 +87,13 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     check_lora(hf, config)
 
 
-def check_critic_layout(hf: HFConfig, config: Config) -> None:
-    """The same for the critic, which may have a layout of its own."""
+def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
+    """The same for another role's model, which may have a layout of its own; adapters are of those that are trained."""
+    own = role_config(config, role)
     try:
-        check_training_layout(hf, role_config(config, "critic"))
+        check_training_layout(hf, own if role == "critic" else replace(own, lora=LoraConfig()))
     except ConfigError as error:
-        raise ConfigError(f"the critic: {str(error).replace('parallel.', 'critic.parallel.')}") from None
+        raise about_role(config, role, error) from None
 
 
 def check_lora(hf: HFConfig, config: Config) -> None:
@@ -272,17 +273,12 @@ def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
         )
 
 
-def check_algorithm(config: Config, declared: Declared, warnings: list[str], own_reward: bool) -> None:
-    """What the algorithm needs of sampling, rewards and the KL to a reference, where it has such."""
+def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> None:
+    """What the algorithm needs of sampling and the KL to a reference, where it has such."""
     name, kl, samples = declared.name, config.kl, config.rollout.samples_per_prompt
     if not declared.generates:
         return
-    load_functions(config.reward.functions)
     load_tools(config.rollout.tools)
-    if "reward" in declared.roles and not config.reward.functions and not config.reward.model and not own_reward:
-        raise ConfigError(
-            f"reward.functions is empty; {name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or reward.model"
-        )
     if declared.compares_samples and samples < 2:
         raise ConfigError(
             f"algorithm={name} compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 "

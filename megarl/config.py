@@ -303,7 +303,8 @@ class RewardConfig:
     sum."""
     model: str = ""
     """HF folder of a reward model, as `algorithm: reward_model` exports it, with the policy's tokenizer: its score of
-    the whole conversation is added to the reward. It is computed in fp32 on the job's ranks, laid out as the policy."""
+    the whole conversation is added to the reward. It is computed in fp32 on the job's ranks, laid out as the policy, or
+    by `roles.reward.parallel`; with `roles.reward.backend=transformers` it may be any sequence classifier."""
     timeout: Seconds = 60.0
     """Seconds that one call of a reward function may take; the run stops then and names it."""
 
@@ -331,8 +332,9 @@ class Config:
     the same ranks, and take turns, or none in common, and work at once. `parallel` is the actor's layout, and that of
     all that have none of their own."""
     roles: dict[str, Any] = field(default_factory=dict)
-    """Who plays a role, and with what: `{teacher: {worker: lab.roles:Teacher, model: /models/big, parallel: {tp: 2}}}`,
-    as `flow.register_worker` has it. Models and layouts of our own roles are in their sections."""
+    """Who plays a role, and with what: `{teacher: {model: /models/big, parallel: {tp: 2}}, reward: {backend: http,
+    options: {url: http://judge:8000/score}}, mine: {worker: lab.roles:Mine}}`, as `flow.register_worker` has it. Models
+    and layouts of our own roles are in their sections. `workers/README.md` lists the backends."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

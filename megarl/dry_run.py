@@ -6,7 +6,7 @@ report and stops there. It starts no process, device, Megatron or SGLang: a 512-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +25,16 @@ from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.parallel.placement import Placement, check_placement, placement_of, role_parallel, spans
+from megarl.parallel.roles import role_settings
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.reshard.planner import Plan
+from megarl.rewards.backends import check_reward
 from megarl.rollout.beforehand import check_asynchronous, check_oversampling
 from megarl.rollout.engine import check_here
 from megarl.rollout.waits import check_waits
+from megarl.served_models import Served, served_models
 from megarl.types.declared import Declared
-from megarl.workers.registry import Registered, check_roles
+from megarl.workers.registry import Registered, check_roles, options_of, ours
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
@@ -94,7 +97,11 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
     laid_out = passes(check_placement, config, declared.roles, warnings)
     laid_out = laid_out and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
-    passes(checks.check_algorithm, config, declared, warnings, "reward" in (registered or {}))
+    passes(checks.check_algorithm, config, declared, warnings)
+    reward = (registered or {}).get("reward", Registered())
+    judged = "reward" in declared.roles and ours(config, declared, "reward", reward)
+    if judged:
+        judged = passes(check_reward, config, declared, options_of(config, "reward", reward))
     laid_out = laid_out and passes(check_asynchronous, config, declared, warnings)
     passes(check_oversampling, config, declared, warnings)
     passes(checks.check_data, config, declared, dry_run, warnings)
@@ -106,14 +113,19 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
         return Report(errors, warnings, {}, [])
     hf, critic_hf = models
     assert hf is not None
-    if not passes(lambda: models.append(named_models.reward_model(hf, config, declared, dry_run, warnings))):
+    served: list[Served] = []
+    if not passes(
+        lambda: served.append(served_models(hf, config, declared, registered or {}, judged, dry_run, warnings))
+    ):
         return Report(errors, warnings, {}, [])
-    reward_hf = models[-1]
+    (others,) = served
     divides = passes(checks.check_training_layout, hf, config) and passes(checks.check_mtp, hf, config, declared)
     if critic_hf is not None and (critic_hf is not hf or config.critic.parallel or "critic" in config.placement):
-        divides = passes(checks.check_critic_layout, critic_hf, config) and divides
-    if reward_hf is not None and reward_hf is not hf:
-        divides = passes(checks.check_training_layout, reward_hf, config) and divides
+        divides = passes(checks.check_role_layout, critic_hf, config, "critic") and divides
+    for role, model in others.laid_out.items():
+        if model is hf and not role_settings(config, role).parallel:
+            continue
+        divides = passes(checks.check_role_layout, model, config, role) and divides
     if declared.generates:
         divides = passes(checks.check_engine, hf, config) and divides
         if not dry_run:
@@ -128,22 +140,22 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
         return Report(errors, warnings, {}, [])
     if not dry_run:
         passes(checks.check_room, hf, critic_hf, config, declared, warnings)
+    stages = others.stages(config, declared)
     plans = {
-        who: plan_memory(hf, config, declared, critic_hf, reward_hf, role)
-        for who, role in _ranks_of(config, declared.roles).items()
+        who: plan_memory(hf, config, declared, critic_hf, stages, role)
+        for who, role in _ranks_of(config, declared.roles, stages).items()
     }
-    (whose, memory), *others = plans.items()
-    facts = _facts(hf, critic_hf, config, declared)
-    return Report(errors, warnings, facts, memory, whose if others else "", dict(others))
+    (whose, memory), *elsewhere = plans.items()
+    facts = _facts(hf, critic_hf, others, config, declared)
+    return Report(errors, warnings, facts, memory, whose if elsewhere else "", dict(elsewhere))
 
 
-def _ranks_of(config: Config, roles: Sequence[str]) -> dict[str, str]:
+def _ranks_of(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
     """Each set of ranks that have the same roles, by what it is called -> the role whose model's stages it has, of the
     actor's ranks first; `rollout` where there are engines only."""
     placement = placement_of(config)
-    models = [role for role in ("actor", "reward_model", "critic", "reward") if role in roles and placement.of(role)]
-    if not config.reward.model and len(models) > 1 and models[-1] == "reward":
-        models.remove("reward")  # functions need no memory to speak of
+    trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
+    models = [role for role in (*trained, *served) if placement.of(role)]  # functions need no memory to speak of
     found: dict[str, str] = {}
     taken: set[int] = set()
     for role in models:
@@ -168,7 +180,7 @@ def _push_plan(hf: HFConfig, config: Config) -> Plan:
 
 
 def _facts(
-    hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Declared
+    hf: HFConfig, critic_hf: HFConfig | None, others: Served, config: Config, declared: Declared
 ) -> dict[str, list[tuple[str, str]]]:
     parallel, rollout, run = config.parallel, config.rollout, config.run
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
@@ -181,6 +193,7 @@ def _facts(
         ("architecture", family_of(hf).architecture),
         ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
         ("critic", "none" if critic_hf is None else _count(sum(critic_counts.values()))),
+        *((role, _count(others.elements(role))) for role in others.roles),
     ]
     if config.lora.rank:
         adapters = adapter_params(family_of(hf).params(hf, 1), config.lora)
@@ -200,6 +213,9 @@ def _facts(
     ]
     if "critic" in roles and placement.of("critic") != placement.of("actor"):
         layout += _cuts(role_parallel(config, "critic"), "critic's ", bool(experts))
+    for role, model_of in others.laid_out.items():
+        if placement.of(role) != placement.of("actor") or role_settings(config, role).parallel:
+            layout += _cuts(role_parallel(config, role), f"{role}'s ", bool(family_of(model_of).num_experts(model_of)))
     sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.epochs)
     what = checks.unit(declared)
     samples = f" prompts x {rollout.samples_per_prompt}" if declared.generates else ""

@@ -42,7 +42,7 @@ from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.reference import ReferenceWorker
-from megarl.workers.registry import Registered, find_worker
+from megarl.workers.registry import Registered, find_workers
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 from megarl.workers.rollout import RolloutWorker
@@ -92,8 +92,8 @@ class HybridFlow(Items):
 
         model, parallel: HF folder and layout of the role's own model, as the configuration would have them.
         """
-        self.config = with_role(self.config, role, model, parallel)
-        self.registered[role] = Registered(worker, backend, options)
+        self.config = with_role(self.config, role, model, parallel, backend)
+        self.registered[role] = Registered(worker, options)
 
     def __getattr__(self, name: str) -> Any:
         """Of a role that is not there: what to do, instead of a name that is missing."""
@@ -133,6 +133,7 @@ class HybridFlow(Items):
         self._read_chat()
         self.job = ranks.join(self.config.parallel.world_size, run.timeout_s)
         self.layouts = lay_out(self.config, self.declared.roles)
+        self.makers = find_workers(self.config, self.declared, self.registered)
         with ranks.patient(run.storage_timeout_s):
             self._read_data()
         self.log = RunLog(self.config, self.job)
@@ -263,11 +264,9 @@ class HybridFlow(Items):
             updates={role: self.controller.updates(role) for role in self.declared.roles},
             source=self.loader,
         )
-        cast = {role: self.registered.get(role, Registered()) for role in self.declared.roles}
-        makers = {role: find_worker(config, self.declared, role, cast[role]) for role in cast}
-        for role, make in makers.items():
+        for role, make in self.makers.items():
             given = {"actor": self.actor} if role == "reference" else {}
-            worker = make(dataclasses.replace(context, role=role), **given, **cast[role].options)
+            worker = make(dataclasses.replace(context, role=role), **given)
             setattr(self, role, worker)
             self.workers.append(worker)
             ranks.together(worker.start)

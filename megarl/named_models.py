@@ -1,4 +1,5 @@
-"""The models that a configuration names, as they are on disk: whole folders, known families, one vocabulary.
+"""The models that a configuration names, as they are on disk: whole folders, known families, one vocabulary. Here those
+that are trained; `served_models.py` has the others.
 
 Pure, like `checks.py`: they read files, raise ConfigError, and append to `warnings` what is surely not meant.
 """
@@ -25,7 +26,7 @@ def policy_and_critic(
     if dry_run and config.model.hf_config:
         hf = _known(load_hf_config(config.model.hf_config))
     elif config.model.path:
-        hf = _whole_folder(config.model.path, "model.path", declared.trains_head, mtp=config.train.mtp > 0)
+        hf = whole_folder(config.model.path, "model.path", declared.trains_head, mtp=config.train.mtp > 0)
         _check_tokenizer(config.model.path, int(hf["vocab_size"]))
     else:
         raise ConfigError("model.path is not set; it must name the HF folder of the policy")
@@ -43,7 +44,7 @@ def policy_and_critic(
     if dry_run and config.model.hf_config and not Path(config.critic.path).exists():
         warnings.append(f"critic.path={config.critic.path} is not here; planned as if it were the policy's model")
         return hf, hf
-    critic = _whole_folder(config.critic.path, "critic.path", head=True)
+    critic = whole_folder(config.critic.path, "critic.path", head=True)
     if critic.get("vocab_size") != hf.get("vocab_size"):
         raise ConfigError(
             f"critic.path={config.critic.path} has a vocabulary of {critic.get('vocab_size')}, the policy of "
@@ -52,45 +53,26 @@ def policy_and_critic(
     return hf, critic
 
 
-def reward_model(
-    hf: HFConfig, config: Config, declared: Declared, dry_run: bool, warnings: list[str]
-) -> HFConfig | None:
-    """config.json of the reward model that serves; None where there is none. It reads the policy's token ids."""
-    path = config.reward.model
-    if not path:
-        return None
-    if "reward" not in declared.roles:
-        warnings.append(f"reward.model is set, but {declared.name} has no rollouts to score")
-        return None
-    if dry_run and not Path(path).exists():
-        warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
-        return hf
-    found = _whole_folder(path, "reward.model", head=True)
-    if VALUE_HEAD not in open_hf(path).names():
-        raise ConfigError(
-            f"reward.model={path} has no {VALUE_HEAD}: it is no reward model; train one with algorithm=reward_model"
-        )
-    must = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
-    if found.get("vocab_size") != hf.get("vocab_size"):
-        raise ConfigError(
-            f"reward.model={path} has a vocabulary of {found.get('vocab_size')}, the policy of "
-            f"{hf.get('vocab_size')}; {must}"
-        )
-    if config.model.path and Path(config.model.path).exists():
-        theirs, ours = _vocabulary(path), _vocabulary(config.model.path)
-        if theirs != ours:
-            odd = sorted(theirs.items() ^ ours.items(), key=lambda item: item[1])[0] if theirs and ours else None
-            what = f"they differ in {odd[0]!r}, token {odd[1]}" if odd else "one of them has no vocabulary to compare"
-            raise ConfigError(
-                f"reward.model={path} has another tokenizer than model.path={config.model.path}: {what}; {must}"
-            )
-    longest = int(family_of(found).gpt_kwargs(found)["max_sequence_length"])
+def check_same_tokenizer(config: Config, which: str, path: str, must: str) -> None:
+    """Raise ConfigError unless a model's tokenizer has the words of the policy's, which may not be at hand. which: the
+    key and the path. must: why."""
+    if not config.model.path or not Path(config.model.path).exists():
+        return
+    theirs, ours = _vocabulary(path), _vocabulary(config.model.path)
+    if theirs == ours:
+        return
+    odd = sorted(theirs.items() ^ ours.items(), key=lambda item: item[1])[0] if theirs and ours else None
+    what = f"they differ in {odd[0]!r}, token {odd[1]}" if odd else "one of them has no vocabulary to compare"
+    raise ConfigError(f"{which} has another tokenizer than model.path={config.model.path}: {what}; {must}")
+
+
+def check_positions(hf: HFConfig, config: Config, which: str) -> None:
+    """Raise ConfigError where a conversation may have more tokens than a model has positions."""
+    longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if config.rollout.max_context > longest:
         raise ConfigError(
-            f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of "
-            f"reward.model={path}; lower it"
+            f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of {which}; lower it"
         )
-    return found
 
 
 def _vocabulary(folder: str) -> dict[str, int]:
@@ -123,17 +105,23 @@ def _check_tokenizer(folder: str, size: int) -> None:
         )
 
 
-def _whole_folder(path: str, key: str, head: bool, mtp: bool = False) -> HFConfig:
+def whole_folder(path: str, key: str, head: bool, mtp: bool = False) -> HFConfig:
     """config.json of a folder that has all the weights that it describes. head: not of the output layer, in place of
     which there is a head of one value, or will be. mtp: with those of multi-token prediction."""
-    if not Path(path).is_dir():
-        raise ConfigError(f"{key}={path}: there is no such folder; put the model there, or correct the path")
-    hf = _known(load_hf_config(path))
-    if not list(Path(path).glob("*.safetensors")):
-        raise ConfigError(f"{key}={path} has no *.safetensors files; convert the weights to safetensors")
+    hf = _known(folder_config(path, key))
     heads = (VALUE_HEAD, "lm_head.weight") if head or is_classifier(hf) else ()
     open_hf(path).check(dict(hf), optional=heads, mtp=mtp)
     return hf
+
+
+def folder_config(path: str, key: str) -> HFConfig:
+    """config.json of a folder. Raises ConfigError where it has none, or no weights that could be read."""
+    if not Path(path).is_dir():
+        raise ConfigError(f"{key}={path}: there is no such folder; put the model there, or correct the path")
+    found = load_hf_config(path)
+    if not list(Path(path).glob("*.safetensors")):
+        raise ConfigError(f"{key}={path} has no *.safetensors files; convert the weights to safetensors")
+    return found
 
 
 def _known(hf: HFConfig) -> HFConfig:

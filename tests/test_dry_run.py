@@ -6,10 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
 from megarl.dry_run import Report, render, validate
@@ -389,6 +392,206 @@ def test_a_reward_model_must_have_a_head_and_the_policys_tokens(plan, tmp_path: 
     assert plan(f"model.path={good}", "algorithm=reward_model", dry_run=False).ok
 
 
+CONTROLLER = """
+from megarl.controllers.grpo import GRPOController
+
+
+class Distilled(GRPOController):
+    @classmethod
+    def roles(cls, config):
+        return (*super().roles(config), "teacher")
+
+
+class Judged(GRPOController):
+    workers = {"judge": "no.such:Judge"}
+
+    @classmethod
+    def roles(cls, config):
+        return (*super().roles(config), "judge")
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "dry_lab.py").write_text(CONTROLLER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("dry_lab", None)
+
+
+def test_a_teacher_is_planned(plan, lab: None) -> None:
+    """Of the same model: its weights alone, on ranks of its own or beside the others."""
+    distilled = ["algorithm=dry_lab:Distilled", "roles={teacher: {model: /big}}"]
+    beside, without = plan(*distilled), plan("algorithm=grpo")
+    assert beside.ok and "roles.teacher.model=/big is not here; planned as if" in beside.warnings[0], beside
+    assert dict(beside.facts["model"])["teacher"] == dict(beside.facts["model"])["parameters"].partition(",")[0]
+    states, before = beside.memory[0].states, without.memory[0].states
+    assert states == before | {"teacher weights": before["actor weights"]}
+    apart = ["parallel.world_size=4", "parallel.tp=1", "parallel.ep=1"]
+    own = {"teacher": {"model": "/big", "parallel": {"tp": 1, "pp": 2}}}
+    report = plan(distilled[0], f"roles={json.dumps(own)}", *apart, "placement={actor: 0-1, teacher: 2-3}")
+    assert report.ok, report.errors
+    assert dict(report.facts["layout"])["teacher's dense layers"] == "tp 1 x pp 2 x dp 1"
+    ((whose, stages),) = report.others.items()
+    assert whose == "ranks 2-3: rollout, teacher" and [stage.layers for stage in stages] == [(0, 1), (2, 3)]
+    assert all(stage.states.keys() == {"teacher weights"} and stage.training["activations"] for stage in stages)
+    assert stages[0].training["logits"] == 0 < stages[1].training["logits"]
+    assert "teacher weights" not in report.memory[0].states and "teacher weights" in render(report)
+    errors = plan(distilled[0], f"roles={json.dumps(own)}", *apart, "placement={actor: 0, teacher: 1-3}").errors
+    assert re.search(r"^the teacher: placement.teacher=1-3 \(3 ranks\) is not a multiple of tp x pp", errors[0])
+    own["teacher"]["parallel"] = {"tp": 1, "pp": 1, "ep": 3}
+    errors = plan(distilled[0], f"roles={json.dumps(own)}", *apart, "placement={actor: 0, teacher: 1-3}").errors
+    assert errors == [
+        "the teacher: roles.teacher.parallel.ep=3 does not divide the model's 8 experts; sizes that do: 1, 2, 4, 8"
+    ]
+
+
+def test_a_teacher_must_read_the_policys_tokens(plan, lab: None, tmp_path: Path) -> None:
+    policy = write_model(tmp_path / "policy", MOE, ("a", "b"))
+    distilled, head = ["algorithm=dry_lab:Distilled", f"model.path={policy}"], ("score.weight",)
+    classifier = {**MOE, "architectures": ["Qwen3MoeForSequenceClassification"]}
+    larger = {**DENSE, "vocab_size": 2048, "num_hidden_layers": 2}
+    cases: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], str]] = {
+        "smaller": (
+            MOE | {"vocab_size": 512},
+            ("a", "b"),
+            (),
+            "vocabulary of 512, the policy of 1024; the teacher reads",
+        ),
+        "words": (
+            larger,
+            ("a", "c"),
+            (),
+            r"roles.teacher.model=.*another tokenizer than model.path=.*differ in '[bc]'",
+        ),
+        "judge": (
+            classifier,
+            ("a", "b"),
+            head,
+            "is a classifier, Qwen3MoeForSequenceClassification, which has no log-p",
+        ),
+        "short": (larger | {"max_position_embeddings": 128}, ("a", "b"), (), "beyond the 128 positions of roles.teac"),
+        "heads": (
+            larger | {"num_key_value_heads": 1},
+            ("a", "b"),
+            (),
+            "^the teacher: .*num_key_value_heads=1 does not",
+        ),
+    }
+    for name, (hf, words, tensors, message) in cases.items():
+        folder = write_model(tmp_path / name, hf, words, tensors)
+        given = f"roles={{teacher: {{model: {folder}, parallel: {{ep: 1}}}}}}"
+        errors = plan(*distilled, given, dry_run=False).errors
+        assert len(errors) == 1 and re.search(message, errors[0]), (name, errors)
+    good = write_model(tmp_path / "good", larger, ("a", "b"))
+    report = plan(*distilled, f"roles={{teacher: {{model: {good}, parallel: {{ep: 1}}}}}}", dry_run=False)
+    assert report.ok, report.errors
+    for roles, message in (
+        ("{}", "roles.teacher.model is not set; it must name the HF folder of the teacher"),
+        ("{teacher: {model: /nowhere}}", "roles.teacher.model=/nowhere: there is no such folder"),
+        ("{teacher: {model: /x, backend: sglang}}", "roles.teacher.backend=sglang: there is no such backend"),
+    ):
+        errors = plan(*distilled, f"roles={roles}", dry_run=False).errors
+        assert len(errors) == 1 and message in errors[0], errors
+
+
+def test_a_model_of_a_forks_own_role_is_looked_at(plan, lab: None, tmp_path: Path) -> None:
+    """On Megatron as others; what computes it otherwise has no layout here."""
+    policy = write_model(tmp_path / "policy", MOE, ("a", "b"))
+    judged = ["algorithm=dry_lab:Judged", f"model.path={policy}"]
+    assert plan(*judged, dry_run=False).ok  # it needs none
+    errors = plan(*judged, "roles={judge: {model: /nowhere}}", dry_run=False).errors
+    assert len(errors) == 1 and "roles.judge.model=/nowhere: there is no such folder" in errors[0]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+    (other / "model.safetensors").touch()
+    errors = plan(*judged, f"roles={{judge: {{model: {other}}}}}", dry_run=False).errors
+    assert len(errors) == 1 and "no table for the architecture BertForMaskedLM" in errors[0]
+    assert plan(*judged, f"roles={{judge: {{model: {other}, backend: mine}}}}", dry_run=False).ok
+    report = plan("roles={teacher: {model: /x}}")
+    assert report.ok and report.warnings == ["roles.teacher is set, but ppo has no teacher"]
+
+
+def test_any_classifier_may_judge(plan, tmp_path: Path) -> None:
+    policy, folder = write_model(tmp_path / "policy", MOE, ("a", "b")), tmp_path / "judge"
+    judged = ["algorithm=grpo", f"model.path={policy}", "reward.functions=[]", f"reward.model={folder}"]
+    chosen = "roles={reward: {backend: transformers}}"
+    bert = {"architectures": ["BertForSequenceClassification"], "num_hidden_layers": 1, "hidden_size": 8}
+    bert |= {"intermediate_size": 16, "max_position_embeddings": 512, "id2label": {"0": "bad", "1": "good"}}
+    missing = {
+        "there is no such folder": folder.mkdir,
+        "no config.json": lambda: (folder / "config.json").write_text(json.dumps(bert)),
+        r"no \*.safetensors files": lambda: save_file({"w": torch.zeros(3, 4), "b": torch.zeros(5)}, weights),
+        "has 2 labels, and a score is one number": lambda: (folder / "config.json").write_text(json.dumps(single)),
+        "no tokenizer": lambda: write_tokenizer(folder, ("a", "c")),
+    }
+    weights, single = folder / "model.safetensors", bert | {"id2label": {"0": "good"}}
+    for message, put_there in missing.items():
+        errors = plan(*judged, chosen, dry_run=False).errors
+        assert len(errors) == 1 and re.search(message, errors[0]), (message, errors)
+        put_there()
+    assert plan(*judged, chosen, dry_run=False).ok
+    (folder / "config.json").write_text(json.dumps(bert))
+    said = "roles={reward: {backend: transformers, options: {label: good}}}"
+    apart = ["parallel.tp=1", "placement={actor: 0-1, reward: 2-3}", "parallel.ep=2"]
+    report = plan(*judged, said, *apart, dry_run=False)
+    assert report.ok, report.errors
+    ((whose, (stage,)),) = report.others.items()
+    assert whose == "ranks 2-3: rollout, reward" and stage.states == {"reward model weights": 4 * 17}
+    assert stage.generation["reward model activations"] == 4 * 3072 * (6 * 8 + 3 * 16) and stage.layers == (0,)
+    (folder / "config.json").write_text(json.dumps(bert | {"max_position_embeddings": 128}))
+    (warning,) = plan(*judged, said, dry_run=False).warnings
+    assert "is beyond the 128 positions of reward.model=" in warning and "longer=cut" in warning
+    errors = plan(
+        *judged, chosen.replace("transformers}", "transformers, options: {label: fine}}"), dry_run=False
+    ).errors
+    assert len(errors) == 1 and "label=fine: reward.model=" in errors[0]
+
+
+def test_a_reward_model_may_have_a_layout_of_its_own(plan) -> None:
+    split = ["algorithm=grpo", "reward.model=/x", "placement={actor: 0-1, reward: 2-3}"]
+    report = plan(*split, "roles={reward: {parallel: {tp: 1, pp: 2, ep: 1}}}")
+    assert report.ok, report.errors
+    assert dict(report.facts["layout"])["reward's dense layers"] == "tp 1 x pp 2 x dp 1"
+    assert [stage.layers for stage in report.others["ranks 2-3: rollout, reward"]] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    "roles, overrides, message",
+    [
+        ("{backend: http}", [], "roles.reward.options.url is not set"),
+        ("{backend: http, options: {url: judge}}", [], "'judge' is no address"),
+        ("{backend: http, options: {url: http://a/b}}", ["reward.model=/x"], "=http, which has no model: leave one"),
+        ("{backend: pool}", ["reward.model=/x"], "reward.model=/x with roles.reward.backend=pool, which has no model"),
+        ("{backend: pool}", ["reward.functions=[]"], "reward.functions is empty; ppo needs at least one"),
+        ("{backend: transformers}", [], "roles.reward.backend=transformers needs reward.model"),
+        (
+            "{backend: transformers, options: {labels: 1}}",
+            ["reward.model=/x"],
+            "unknown key roles.reward.options.labels",
+        ),
+        (
+            "{backend: grpc}",
+            [],
+            "roles.reward.backend=grpc: .* of the reward; it has megatron, transformers, pool, http",
+        ),
+        ("{model: /x}", [], "roles.reward.model: for the reward this is reward.model; set that"),
+        ("{options: 3}", [], "roles.reward.options must be a mapping"),
+    ],
+)
+def test_rewards_that_do_not_fit(plan, roles: str, overrides: list[str], message: str) -> None:
+    errors = plan(f"roles={{reward: {roles}}}", *overrides).errors
+    assert len(errors) == 1 and re.search(message, errors[0]), errors
+
+
+def test_a_service_needs_no_functions(plan) -> None:
+    report = plan("reward.functions=[]", "roles={reward: {backend: http, options: {url: http://a:80/b}}}")
+    assert report.ok and report.warnings == []
+    script = {"reward": Registered(options={"url": ["http://a/b", "http://c/d"]})}
+    assert plan("reward.functions=[]", "roles={reward: {backend: http}}", registered=script).ok
+
+
 def test_training_a_reward_model_needs_no_engine(plan) -> None:
     report = plan("algorithm=reward_model", "rollout.tp=3", "reward.functions=[]", "rollout.max_context=100000")
     assert report.ok, report.errors
@@ -397,7 +600,7 @@ def test_training_a_reward_model_needs_no_engine(plan) -> None:
 
 
 def test_a_script_with_its_own_reward_needs_no_reward_functions(plan) -> None:
-    assert plan("reward.functions=[]", registered={"reward": Registered()}).ok
+    assert plan("reward.functions=[]", registered={"reward": Registered(options={"reward_fn": len})}).ok
 
 
 def test_sft_ignores_what_only_rollouts_need(plan) -> None:

@@ -18,7 +18,7 @@ from megarl.models import dense
 from megarl.models.registry import family_of
 from megarl.parallel.placement import role_parallel
 from megarl.parallel.roles import role_settings, with_role
-from megarl.workers.registry import Registered, check_roles, find_worker, who_plays
+from megarl.workers.registry import Registered, check_roles, find_worker, options_of, who_plays
 
 ROOT = Path(__file__).resolve().parent.parent
 MINE = '''
@@ -48,6 +48,18 @@ class Liked(SFTController):
         for mini in mini_batches(batch, self.config, seed=0):
             means.add(flow.actor.update(mini, loss))
         return StepResult(means.result() | {"judge/liked": batch.num_sequences / len(items)})
+
+
+class Taught(SFTController):
+    @classmethod
+    def roles(cls, config):
+        return ("actor", "teacher")
+
+    def step(self, flow, items):
+        batch = TrainBatch.from_rollouts(flow.deal(items))
+        logprobs = flow.teacher.forward(batch).logprobs[batch.loss_mask]
+        result = super().step(flow, items)
+        return StepResult(result.metrics | {"teacher/nll": -float(logprobs.mean())})
 
 
 class Lonely(Liked):
@@ -118,6 +130,20 @@ def test_a_new_algorithm_is_a_file_and_a_line(lab: Path) -> None:
     assert "algorithm: lab.mine:Liked" in (lab / "run" / "config.yaml").read_text().replace('"', "")
 
 
+def test_a_teacher_is_a_role_and_a_folder(lab: Path) -> None:
+    """Here the policy's own: it says what the policy says before its first update, and stays."""
+    given = ["algorithm=lab.mine:Taught", f"roles={{teacher: {{model: {lab}/q/model}}}}", "data.shuffle=false"]
+    planned = train(lab, *given, "--dry-run")
+    assert planned.returncode == 0 and "teacher weights" in planned.stdout, planned.stderr
+    done = train(lab, *given, f"run.dir={lab}/taught", "rollout.temperature=1")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (lab / "taught" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["teacher/nll"] == pytest.approx(rows[0]["actor/nll"], abs=1e-5)
+    assert rows[1]["teacher/nll"] > rows[1]["actor/nll"] and "time/teacher_logprobs" in rows[1]
+    missing = train(lab, given[0])
+    assert missing.returncode == 2 and "roles.teacher.model is not set; it must name the HF folder" in missing.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
@@ -151,11 +177,16 @@ def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_roles(config, declared, {})
     assert who_plays(config, declared, "judge", Registered()) == "lab.judge:Judge"
     assert who_plays(config, declared, "actor", Registered()) == "megarl.workers.actor:ActorWorker"
-    assert who_plays(config, declared, "actor", Registered(backend="megatron")) == "megarl.workers.actor:ActorWorker"
+    said = with_role(config, "actor", None, None, "megatron")
+    assert who_plays(said, declared, "actor", Registered()) == "megarl.workers.actor:ActorWorker"
     assert find_worker(config, declared, "judge", Registered("lab.mine:short")).__name__ == "short"
     named = from_dict({"algorithm": "lab.mine:Liked", "roles": {"judge": {"worker": "lab.mine:short"}}})
     assert find_worker(named, declared, "judge", Registered()).__name__ == "short"
     assert find_worker(named, declared, "judge", Registered(print)) is print
+    given = find_worker(config, declared, "judge", Registered(options={"longest": 3}))
+    assert given.keywords == {"longest": 3}  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"^the options of the role judge: .*'widest'; see its worker, Judge$"):
+        find_worker(config, declared, "judge", Registered(options={"widest": 3}))
 
 
 @pytest.mark.parametrize(
@@ -190,11 +221,16 @@ def test_a_script_says_what_the_configuration_would() -> None:
     config = with_role(from_dict({}), "teacher", "/big", {"tp": 2})
     config = with_role(config, "critic", "/critic", {"pp": 2})
     config = with_role(config, "actor", None, {"tp": 4})
-    config = with_role(config, "reward", "/judge", None)
+    config = with_role(config, "reward", "/judge", {"pp": 2}, "transformers")
     settings = role_settings(config, "teacher")
     assert (settings.model, settings.parallel) == ("/big", {"tp": 2})
     assert (config.critic.path, config.critic.parallel) == ("/critic", {"pp": 2})
     assert (config.parallel.tp, config.reward.model) == (4, "/judge")
+    judge = role_settings(config, "reward")
+    assert (judge.backend, judge.parallel, judge.worker) == ("transformers", {"pp": 2}, "")
+    named = from_dict({"roles": {"reward": {"worker": "lab:Judge", "options": {"batch": 2}}}})
+    assert role_settings(with_role(named, "reward", None, None, "http"), "reward").worker == ""
+    assert options_of(named, "reward", Registered(options={"url": "u"})) == {"batch": 2, "url": "u"}
     assert config.model.path == "" and from_dict({}).roles == {}
     with pytest.raises(ConfigError, match=r"^register_worker\('rollout'\): the rollout has no model of its own"):
         with_role(config, "rollout", "/x", None)

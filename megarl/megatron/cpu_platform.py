@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _device
 
 from megarl.parallel import device
 
@@ -55,6 +56,9 @@ def install() -> bool:
         return False
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before megarl.megatron.cpu_platform.install()")
+    # torch remembers what makes tensors on a device, for `with torch.device("meta")`, in which transformers loads a
+    # model. Asked for the first time when they are patched, it would take the patches for them: buffers stay unset.
+    _device._device_constructors()
     _patch_cuda_namespace()
     _patch_generator()
     _patch_tensors()

@@ -77,6 +77,15 @@ class StageMemory:
         return max(self.training_total, self.generation_total, self.push_total)
 
 
+class ServedStage(NamedTuple):
+    """A rank of a pipeline stage of a model that computes and is not trained; bytes."""
+
+    layers: tuple[int, ...]
+    weights: int
+    activations: int  # of one layer at a time
+    logits: int = 0
+
+
 class Elements(NamedTuple):
     """What a rank holds, in elements: trained dense parameters, vocabulary padding included; trained parameters of
     routed experts; those that LoRA leaves as they are; and biases of routers, not trained and kept in fp32."""
@@ -92,12 +101,12 @@ def plan_memory(
     config: Config,
     declared: Declared,
     critic_hf: HFConfig | None = None,
-    reward_hf: HFConfig | None = None,
+    served: Mapping[str, Sequence[ServedStage]] | None = None,
     whose: str = "",
 ) -> list[StageMemory]:
     """Memory of a rank of each pipeline stage of the actor, or of the reward model in training. `critic_hf`: of the
     critic's model; None where there is no critic. Of a critic in a layout of its own the fullest of the stages counts
-    that the ranks have. `reward_hf`: likewise, of the reward model that serves, in fp32 and with its weights alone.
+    that the ranks have. `served`: likewise, by role, models that are not trained: of `served_stages`, or whole.
     What `placement` has on other ranks is left out.
 
     whose: the role whose ranks, and whose model's stages, these are instead; of ranks with engines only, which have no
@@ -106,20 +115,18 @@ def plan_memory(
     lead = whose or declared.main
     placement = placement_of(config)
     ranks = set(placement.of(lead))
-    here = {role for role in ("actor", "critic", "reward", "rollout") if ranks & set(placement.of(role))} | {lead}
+    given = served or {}
+    here = {role for role in ("actor", "critic", *given, "rollout") if ranks & set(placement.of(role))} | {lead}
     if lead == "rollout":
         here = {lead}
-    of = {"actor": hf, "reward_model": hf, "critic": critic_hf, "reward": reward_hf, "rollout": None}
+    of = {"actor": hf, "reward_model": hf, "critic": critic_hf}
     rollout, size = config.rollout, BYTES[config.model.dtype]
     tokens = _tokens(config, declared)
     trained = {
         role: _states_and_activations(model, role_config(config, role), role.replace("_", " "), tokens)
-        for role in (() if lead == "reward" else (lead, "critic"))
-        if role in here and (model := of[role]) is not None
+        for role in (() if lead in given else (lead, "critic"))
+        if role in here and (model := of.get(role)) is not None
     }
-    served = (
-        [] if reward_hf is None or "reward" not in here else _served(reward_hf, role_config(config, "reward"), tokens)
-    )
     engine: dict[str, int] = {}
     if declared.generates and "rollout" in here:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
@@ -130,12 +137,15 @@ def plan_memory(
     stages: list[StageMemory] = []
     layers: list[tuple[int, ...]] = [()]
     tp = 1
-    if (model := of[lead]) is not None:
+    if lead in given:
+        layers = [stage.layers for stage in given[lead]]
+    elif (model := of.get(lead)) is not None:
         parallel = role_config(config, lead).parallel
         layers, tp = _layers(_settings(model, config), parallel), parallel.tp
     for stage, mine in enumerate(layers):
         states: dict[str, int] = {}
-        training = {"activations": 0, "logits": 0, "micro-batches": 0} if trained else {}
+        computes = trained or here & given.keys() - {"reward"}
+        training = {"activations": 0, "logits": 0, "micro-batches": 0} if computes else {}
         for model_stages in trained.values():
             held, kept, cut = max(_beside(model_stages, stage, len(layers)), key=lambda one: sum(one[0].values()))
             states |= held
@@ -147,9 +157,15 @@ def plan_memory(
             at_once = config.train.logits_at_once
             training["logits"] = logits_bytes(words, hidden, tp, tokens, at_once, size)
         generation, push, host = dict(engine), {}, {}
-        if served:
-            weights, activations = max(_beside(served, stage, len(layers)))
-            states[REWARD_WEIGHTS], generation["reward model activations"] = weights, activations
+        for role in (role for role in given if role in here):
+            fullest = max(_beside(given[role], stage, len(layers)), key=lambda one: one.weights)
+            if role == "reward":  # while the engine is awake
+                states[REWARD_WEIGHTS] = fullest.weights
+                generation["reward model activations"] = fullest.activations
+                continue
+            states[f"{role} weights"] = fullest.weights
+            training["activations"] = max(training["activations"], fullest.activations)
+            training["logits"] = max(training["logits"], fullest.logits)
         if declared.generates:
             weights, taken = states.get("actor weights", 0), engine.get("engine weights", 0)
             if weights or taken:
@@ -200,17 +216,30 @@ def _states_and_activations(
     return found
 
 
-def _served(hf: HFConfig, config: Config, tokens: int) -> list[tuple[int, int]]:
-    """By pipeline stage: bytes of the weights of a reward model that serves, in fp32 in the policy's layout, and of
-    its activations, which it has of one layer at a time."""
-    parallel = config.parallel
+def served_stages(
+    hf: HFConfig, config: Config, declared: Declared, head: bool, dtype: str = "float32"
+) -> list[ServedStage]:
+    """By pipeline stage of a model that is not trained, in a role's layout. head: it has one of one value."""
+    parallel, tokens, size = config.parallel, _tokens(config, declared), BYTES[dtype]
     settings = _settings(hf, config)
     layers = _layers(settings, parallel)
     found = []
-    for mine, elements in zip(layers, stage_elements(hf, parallel, layers, head=True), strict=True):
+    for mine, elements in zip(layers, stage_elements(hf, parallel, layers, head), strict=True):
         widest = max((layer_elements(settings, layer, parallel.etp) for layer in mine), default=0)
-        found.append((4 * sum(elements), 4 * widest * tokens // parallel.tp))
+        weights = size * (sum(elements) - elements.biases) + 4 * elements.biases
+        found.append(ServedStage(mine, weights, size * widest * tokens // parallel.tp))
+    if not head:
+        words, hidden, at_once = int(hf["vocab_size"]), int(hf["hidden_size"]), config.train.logits_at_once
+        found[-1] = found[-1]._replace(logits=logits_bytes(words, hidden, parallel.tp, tokens, at_once, size))
     return found
+
+
+def served_whole(hf: HFConfig, elements: int, dtype: str, config: Config) -> list[ServedStage]:
+    """Of any classifier, whole on each of its ranks; its activations by what is usual in a layer: six times its width,
+    three times that of its MLP."""
+    layers, size = tuple(range(int(hf.get("num_hidden_layers") or 1))), BYTES[dtype]
+    wide = 6 * int(hf.get("hidden_size") or 0) + 3 * int(hf.get("intermediate_size") or 0)
+    return [ServedStage(layers, size * elements, size * wide * config.train.token_budget)]
 
 
 def _tokens(config: Config, declared: Declared) -> int:

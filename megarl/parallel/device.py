@@ -19,6 +19,11 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _HAS_CUDA else torch.device("cpu")
 
 
+def host() -> torch.device:
+    """Where what leaves the device goes."""
+    return torch.device("cpu")
+
+
 def backend() -> str:
     """torch.distributed backend; with CUDA, host tensors still travel by gloo."""
     return "cpu:gloo,cuda:nccl" if _HAS_CUDA else "gloo"

@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl import strict
 from megarl.config import Config, ConfigError, ParallelConfig, to_dict
-from megarl.parallel.roles import OURS, role_settings
+from megarl.parallel.roles import has_model, on_megatron, role_settings
 
 ALL, HOST = "all", "cpu"
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -102,13 +102,25 @@ def placement_of(config: Config) -> Placement:
 def role_parallel(config: Config, role: str) -> ParallelConfig:
     """The layout of a role's model, with the number of its ranks as world_size. Raises ConfigError."""
     own = config.critic.parallel if role == "critic" else role_settings(config, role).parallel
-    key = f"{role}.parallel." if role == "critic" else f"roles.{role}.parallel."
+    key = layout_key(role)
     for name in ("world_size", "ranks_per_node"):
         if name in own:
             raise ConfigError(f"{key}{name}: the {role}'s ranks are those of placement.{role}; leave it out")
     tree = {**to_dict(config.parallel), **own, "world_size": len(placement_of(config).of(role))}
     parallel: ParallelConfig = strict.build(ParallelConfig, tree, key, root=Config)
     return parallel
+
+
+def layout_key(role: str) -> str:
+    """Before the keys of a layout of its own."""
+    return "critic.parallel." if role == "critic" else f"roles.{role}.parallel."
+
+
+def about_role(config: Config, role: str, error: ConfigError) -> ConfigError:
+    """The same of a role other than the actor, whose layout may be its own."""
+    own = role == "critic" or role_settings(config, role).parallel
+    said = str(error).replace("parallel.", layout_key(role)) if own else str(error)
+    return ConfigError(f"the {role}: {said}")
 
 
 def role_config(config: Config, role: str) -> Config:
@@ -152,7 +164,7 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
             )
     placement = placement_of(config)
     for role in roles:
-        if not placement.of(role) and _has_model(config, role):
+        if not placement.of(role) and has_model(config, role):
             what = "reward.model is computed" if role == "reward" else f"the {role} computes"
             raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name some, or leave the role out")
     if "reference" in roles and placement.of("reference") != placement.of("actor"):
@@ -162,7 +174,7 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
         )
     _check_overlaps(placement, roles)
     for role in roles:
-        if role not in ("rollout", "reference") and _has_model(config, role):
+        if on_megatron(config, role):
             _check_model(config, placement, role)
     used = {rank for role in roles for rank in placement.of(role)}
     if idle := [rank for rank in range(placement.world) if rank not in used]:
@@ -170,13 +182,6 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
             f"placement leaves rank {spans(idle)} of {placement.world} without a role; give it one, or lower "
             "parallel.world_size"
         )
-
-
-def _has_model(config: Config, role: str) -> bool:
-    """Whether it computes on ranks, as all of ours do but a reward by functions alone."""
-    if role == "reward":
-        return bool(config.reward.model)
-    return role in OURS or bool(role_settings(config, role).model)
 
 
 def _check_overlaps(placement: Placement, roles: Collection[str]) -> None:
@@ -202,9 +207,9 @@ def _check_model(config: Config, placement: Placement, role: str) -> None:
     try:
         check_layout(own, "" if whole else f"placement.{role}={placement.text(role)} ({own.world_size} ranks)")
     except ConfigError as error:
-        if role != "critic":
+        if role in ("actor", "reward_model"):
             raise
-        raise ConfigError(f"the critic: {str(error).replace('parallel.', 'critic.parallel.')}") from None
+        raise about_role(config, role, error) from None
 
 
 def check_engine_ranks(config: Config) -> None:

@@ -1,6 +1,7 @@
 """Settings of a role by its name, of the section `roles` or `flow.register_worker`: any name that a controller calls.
 
 Ours have their settings in sections that are as old as they are; those are named where somebody looks for them here.
+What computes a role's model is its backend: Megatron, in a layout over the role's ranks, unless another is named.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ OURS: dict[str, tuple[str, str]] = {
     "actor": ("model.path", "parallel"),
     "reward_model": ("model.path", "parallel"),
     "critic": ("critic.path", "critic.parallel"),
-    "reward": ("reward.model", ""),
+    "reward": ("reward.model", "roles.reward.parallel"),
     "reference": ("", ""),
     "rollout": ("", ""),
 }
 """Of each role of ours, the keys of its model and of its layout; empty where it has none of its own."""
+
+
+MEGATRON = "megatron"
 
 
 @dataclass(frozen=True)
@@ -29,25 +33,45 @@ class RoleConfig:
     worker: str = ""
     """Who plays it, as `module:name`; empty for who the controller says, or is known to."""
     backend: str = ""
-    """Which of those that are known to play it; empty for the first of them."""
+    """Which of those that are known to play it; empty for the first of them. Of a worker of your own: what computes its
+    model, empty for Megatron."""
     model: str = ""
     """HF folder of a model of its own, with the policy's vocabulary."""
     parallel: dict[str, Any] = field(default_factory=dict)
     """Layout of that where it differs: keys of `parallel` but world_size and ranks_per_node."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What its worker is given besides, by name."""
 
 
 def role_settings(config: Config, role: str) -> RoleConfig:
     """Raises ConfigError for what the section cannot hold, or another one holds."""
     found: RoleConfig = strict.build(RoleConfig, config.roles.get(role, {}), f"roles.{role}.", root=Config)
     for name, key in zip(("model", "parallel"), OURS.get(role, ()), strict=False):
-        if getattr(found, name):
+        if getattr(found, name) and key != f"roles.{role}.{name}":
             where = f"is {key}; set that" if key else "is that of the actor; leave it out"
             raise ConfigError(f"roles.{role}.{name}: for the {role} this {where}")
     return found
 
 
-def with_role(config: Config, role: str, model: str | None, parallel: Mapping[str, Any] | None) -> Config:
-    """The configuration with a role's model and layout, wherever they belong."""
+def has_model(config: Config, role: str) -> bool:
+    """Whether it computes on ranks, as all of ours do but a reward without a model."""
+    if role == "reward":
+        return bool(config.reward.model)
+    return role in OURS or bool(role_settings(config, role).model)
+
+
+def on_megatron(config: Config, role: str) -> bool:
+    """Whether it has a model that is laid out over its ranks, as those of Megatron are."""
+    laid_out = role not in ("rollout", "reference") and has_model(config, role)
+    return laid_out and role_settings(config, role).backend in ("", MEGATRON)
+
+
+def with_role(
+    config: Config, role: str, model: str | None, parallel: Mapping[str, Any] | None, backend: str = ""
+) -> Config:
+    """The configuration with a role's model, layout and backend, wherever they belong."""
+    if backend:  # in place of a worker that the configuration names
+        config = _with(_with(config, ["roles", role, "backend"], backend), ["roles", role, "worker"], "")
     for name, value in (("model", model), ("parallel", parallel)):
         if value is None:
             continue

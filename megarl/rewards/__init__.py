@@ -1,5 +1,5 @@
-"""Reward functions of a finished rollout, and what calls them.
+"""What judges a finished rollout: functions and what calls them, classifiers, services.
 
-May import `data/`, `types/` and `config.py`; imported by workers and controllers. A reward of yours may live in any
-module: name it `module:name` in `reward.functions`.
+May import `data/`, `models/`, `parallel/` (the device, settings of roles), `types/` and `config.py`; imported by
+workers and controllers. A reward of yours may live in any module: name it `module:name` in `reward.functions`.
 """

@@ -21,6 +21,9 @@ RewardFunction = Callable[[Rollout], float]
 """Looks at a finished rollout and returns a number of at most `LARGEST`; a bool counts as 0 or 1. It is given a copy of
 what could be changed, without the engine's record of routing."""
 
+Parts = tuple[float, dict[str, float]]
+"""What is added to a rollout's reward, and the parts of it by name."""
+
 LARGEST = 1e6
 """Beyond it fp32 can no longer tell advantages apart: squares that are summed have 24 bits."""
 _OURS = Path(__file__).parents[1]
@@ -93,7 +96,7 @@ def _call(name: str, function: RewardFunction, rollout: Rollout, deadline: Deadl
             if deadline is not None:
                 deadline.begin(about)
             value: Any = function(shown)
-            number = _number(value, about)
+            number = number_of(value, about)
         finally:
             if deadline is not None:
                 deadline.end()
@@ -112,7 +115,8 @@ def _call(name: str, function: RewardFunction, rollout: Rollout, deadline: Deadl
     return number
 
 
-def _number(value: Any, about: str) -> float:
+def number_of(value: Any, about: str) -> float:
+    """A number that a reward may be. Raises RewardError, which begins with `about`, for what is none."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()  # a scalar of numpy or torch
     if not isinstance(value, bool | int | float):

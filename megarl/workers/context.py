@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.checkpoint.manifest import Entry
 from megarl.config import Config
-from megarl.megatron.model import MegatronModel
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Job, Ranks
 from megarl.rollout.chat import Chat
@@ -19,16 +18,24 @@ if TYPE_CHECKING:
     from megarl.data.prompts import PromptLoader
 
 
+class Parked(Protocol):
+    """A model that can leave the device, and comes back when it is next asked for something."""
+
+    def park(self, weights: bool = True) -> int:
+        """weights: whether those go, too. Returns how many bytes of the device are free then."""
+        ...
+
+
 class OnDevice:
     """The models that are on the device, and leave it to the engines where `train.offload` says so."""
 
     def __init__(self) -> None:
-        self._models: list[MegatronModel] = []
+        self._models: list[Parked] = []
 
-    def add(self, model: MegatronModel) -> None:
+    def add(self, model: Parked) -> None:
         self._models.append(model)
 
-    def park(self, pushed: MegatronModel | None = None) -> None:
+    def park(self, pushed: Parked | None = None) -> None:
         """Send them to the host, but for the weights of the one that is about to be pushed."""
         for model in self._models:
             model.park(weights=model is not pushed)
@@ -45,7 +52,7 @@ class Context:
     updates: Mapping[str, int]
     """Optimizer steps in the whole run by role, for its learning-rate schedule."""
     layouts: Mapping[str, Ranks | None] = field(default_factory=dict)
-    """This rank's coordinates in the layout of each role that has a model; None of one that is on other ranks."""
+    """This rank's coordinates in the layout of each role that has a model on Megatron; None of one on other ranks."""
     role: str = ""
     """Which role the worker plays."""
     upcoming: Callable[[int], Sequence[Sequence[Prompt]]] = lambda steps: ()

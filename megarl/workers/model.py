@@ -43,6 +43,8 @@ class ModelWorker(Worker):
     def build(self, hf: Mapping[str, Any], path: str, config: Config, trains: bool = True) -> None:
         """The model, from a folder, on the ranks that have it."""
         with self.clock.phase("load"):
+            if self.name not in self.context.layouts:
+                raise ConfigError(f"roles.{self.name}.model is not set; it must name the HF folder of the {self._name}")
             layout = self.context.layouts[self.name]
             if layout is None:
                 return
@@ -58,7 +60,7 @@ class ModelWorker(Worker):
     @property
     def at_work(self) -> str:
         """Who is in this role's phases on this rank."""
-        return ELSEWHERE if self.model is None else self.role
+        return ELSEWHERE if self.model is None else self.name
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """What the model says of the tokens that are here, [T] fp32 on the host; a handle where the role is apart."""
@@ -104,10 +106,7 @@ class ModelWorker(Worker):
                 self.complain(what, next(value for here in seen for value in here), count, counts[0])
 
     def complain(self, what: str, value: float, count: int, places: int) -> NoReturn:
-        raise ConfigError(
-            f"step {self.step}: not finite: {what} of the {self._name}, {value} in {count} of {places} places; "
-            f"{self._remedy}"
-        )
+        raise not_finite(self.step, f"{what} of the {self._name}", value, count, places, self._remedy)
 
     @property
     def _name(self) -> str:
@@ -117,3 +116,7 @@ class ModelWorker(Worker):
     def _remedy(self) -> str:
         optimizer = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
         return f"look at the rewards and the data, or lower {optimizer}.lr"
+
+
+def not_finite(step: int, what: str, value: float, count: int, places: int, remedy: str) -> ConfigError:
+    return ConfigError(f"step {step}: not finite: {what}, {value} in {count} of {places} places; {remedy}")

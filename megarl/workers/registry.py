@@ -6,8 +6,10 @@ All by `module:name`, so that a plan on paper need not import Megatron to know t
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megarl import forks
@@ -15,13 +17,20 @@ from megarl.config import Config, ConfigError
 from megarl.parallel.roles import role_settings
 from megarl.types.declared import Declared
 
+TEACHER = "megarl.workers.teacher:TeacherWorker"
 WORKERS: dict[str, dict[str, str]] = {
     "rollout": {"sglang": "megarl.workers.rollout:RolloutWorker"},
     "actor": {"megatron": "megarl.workers.actor:ActorWorker"},
     "reference": {"megatron": "megarl.workers.reference:ReferenceWorker"},
     "critic": {"megatron": "megarl.workers.critic:CriticWorker"},
-    "reward": {"megatron": "megarl.workers.reward:RewardWorker"},
+    "reward": {
+        "megatron": "megarl.workers.reward_serving:MegatronRewardWorker",
+        "transformers": "megarl.workers.reward_classifier:ClassifierRewardWorker",
+        "pool": "megarl.workers.reward:RewardWorker",
+        "http": "megarl.workers.reward_service:ServiceRewardWorker",
+    },
     "reward_model": {"megatron": "megarl.workers.reward_model:RewardModelWorker"},
+    "teacher": {"megatron": TEACHER},
 }
 """By role and backend, the first of which is the default."""
 
@@ -35,7 +44,6 @@ class Registered:
     options; or its `module:name`."""
 
     worker: Callable[..., Any] | str | None = None
-    backend: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -56,13 +64,15 @@ def who_plays(config: Config, declared: Declared, role: str, registered: Registe
     """A class or `module:name`. Raises ConfigError where there is none."""
     settings = role_settings(config, role)
     known = WORKERS.get(role, {})
-    if found := registered.worker or settings.worker or declared.workers.get(role):
+    if found := registered.worker or settings.worker:
         return found
-    if backend := registered.backend or settings.backend:
-        if backend not in known:
-            have = f"it has {', '.join(known)}" if known else "it has none that are known by name"
-            raise ConfigError(f"roles.{role}.backend={backend}: there is no such backend of the {role}; {have}")
-        return known[backend]
+    if settings.backend in known:
+        return known[settings.backend]
+    if role in declared.workers:
+        return declared.workers[role]
+    if settings.backend:
+        have = f"it has {', '.join(known)}" if known else "it has none that are known by name"
+        raise ConfigError(f"roles.{role}.backend={settings.backend}: there is no such backend of the {role}; {have}")
     if known:
         return next(iter(known.values()))
     if entry := forks.entries(GROUP).get(role):
@@ -73,10 +83,38 @@ def who_plays(config: Config, declared: Declared, role: str, registered: Registe
     )
 
 
+def find_workers(
+    config: Config, declared: Declared, registered: Mapping[str, Registered]
+) -> dict[str, Callable[..., Any]]:
+    """What makes the worker of each role, in their order. Raises ConfigError."""
+    return {role: find_worker(config, declared, role, registered.get(role, Registered())) for role in declared.roles}
+
+
 def find_worker(config: Config, declared: Declared, role: str, registered: Registered) -> Callable[..., Any]:
-    """What makes the role's worker. Raises ConfigError."""
+    """What makes the role's worker, with its options. Raises ConfigError."""
     found = who_plays(config, declared, role, registered)
     made = forks.load(found, f"the worker of the role {role}") if isinstance(found, str) else found
     if not callable(made):
         raise ConfigError(f"the worker of the role {role} is a {type(made).__name__}: it must be a class of workers")
-    return made  # type: ignore[no-any-return]
+    options = options_of(config, role, registered)
+    try:
+        inspect.signature(made).bind_partial(None, **options)
+    except TypeError as error:
+        raise ConfigError(f"the options of the role {role}: {error}; see its worker, {_called(made)}") from None
+    except ValueError:  # of C, which does not say
+        pass
+    return partial(made, **options) if options else made
+
+
+def ours(config: Config, declared: Declared, role: str, registered: Registered) -> bool:
+    """Whether one of our own workers plays the role."""
+    return who_plays(config, declared, role, registered) in WORKERS.get(role, {}).values()
+
+
+def options_of(config: Config, role: str, registered: Registered) -> dict[str, Any]:
+    """What its worker is given besides the context: those of a script before those of the configuration."""
+    return {**role_settings(config, role).options, **registered.options}
+
+
+def _called(worker: Any) -> str:
+    return str(getattr(worker, "__qualname__", type(worker).__qualname__))

@@ -1,34 +1,37 @@
-"""Rewards: functions, called where the rollouts are and on the idle ranks beside, and a reward model on all ranks.
+"""Rewards by functions, in a pool of processes: those of the ranks that have the rollouts, and of the idle ones beside.
 
-The numbers go everywhere, the texts at most to another rank of the machine.
+The numbers go everywhere, the texts at most to another rank of the machine. What else judges rollouts, a model or a
+service, is a backend of its own, which adds to what the functions say.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from megarl.config import ConfigError, LoraConfig
-from megarl.models.registry import load_hf_config
+from megarl.config import ConfigError
 from megarl.parallel import everyone
-from megarl.parallel.placement import role_config
 from megarl.parallel.ranks import all_gather_objects, patient
 from megarl.rewards.deadline import GRACE_S
-from megarl.rewards.functions import LARGEST, checked, load_functions, score
-from megarl.types import Rollout, Rollouts, TrainBatch
-from megarl.workers.context import Context
-from megarl.workers.model import ModelWorker
+from megarl.rewards.functions import Parts, checked, load_functions, score
+from megarl.types import Rollout, Rollouts
+from megarl.workers.context import Context, Worker
 
 _A_DAY_S = 86400.0
-MODEL = "model"
-"""Name of the reward model's part among a rollout's `reward_parts`."""
 
 
-class RewardWorker(ModelWorker):
-    role = "reward_model"
-    placed = "reward"
+class RewardWorker(Worker):
+    """The backend `pool` of the role: functions alone.
+
+    A machine's ranks share its rollouts evenly, each calls the functions in its own process, one rollout after another,
+    under `reward.timeout`. What a function does to its process, ending it included, is that rank's.
+    """
+
+    judges = ""
+    """Name of the part that a backend adds to those of the functions; empty where it adds none."""
 
     def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None) -> None:
         super().__init__(context)
@@ -38,24 +41,12 @@ class RewardWorker(ModelWorker):
             self.functions = load_functions(self.config.reward.functions)
         self._post = everyone.post()
         self._here = min(self.job.world, self.config.parallel.ranks_per_node)
-        if not self.functions and not self.config.reward.model:
+        if not self.functions and not self.judges:
             raise ConfigError(
                 "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass reward_fn"
             )
-        if MODEL in self.functions and self.config.reward.model:
-            raise ConfigError(f"a reward function may not be called {MODEL!r} beside reward.model; rename it")
-
-    def start(self) -> None:
-        """Load the reward model in fp32, whatever the policy's type: weights alone, laid out as the policy."""
-        if path := self.config.reward.model:
-            config = role_config(self.config, self.placed)
-            settings = dataclasses.replace(config.model, dtype="float32")
-            config = dataclasses.replace(config, model=settings, lora=LoraConfig())
-            self.build(load_hf_config(path), path, config, trains=False)
-
-    def ready(self) -> None:
-        if self.config.reward.model:
-            super().ready()
+        if self.judges in self.functions:
+            raise ConfigError(f"a reward function may not be called {self.judges!r}, which is another part; rename it")
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """The rollouts with `reward` and `reward_parts`; an error of a function on one rank is raised on all.
@@ -69,7 +60,14 @@ class RewardWorker(ModelWorker):
             else:
                 here = [dataclasses.replace(rollout, reward=0.0, reward_parts={}) for rollout in rollouts.here]
             scored = rollouts.with_(here)
-            return scored.with_(self._with_model(scored)) if self.config.reward.model else scored
+            whole = scored.select(~scored.are("aborted"))
+            if not self.judges or not len(whole):
+                return scored
+            return scored.with_(_added(scored.here, self.judged(whole)))
+
+    def judged(self, whole: Rollouts) -> Sequence[Parts]:
+        """What the backend says of each of those that are here, of rollouts none of which was aborted; collective."""
+        raise NotImplementedError
 
     def _by_functions(self, rollouts: Rollouts) -> list[Rollout]:
         """Those that are here, scored here or by a rank beside."""
@@ -106,18 +104,6 @@ class RewardWorker(ModelWorker):
             scored[index] = dataclasses.replace(scored[index], reward=reward, reward_parts=parts)
         return scored
 
-    def _with_model(self, rollouts: Rollouts) -> list[Rollout]:
-        """The same with the model's score of each conversation, at its last token: the ids that the engine saw. What
-        was aborted has none."""
-        whole = rollouts.select(~rollouts.are("aborted"))
-        if not len(whole):
-            return list(rollouts.here)
-        batch = TrainBatch.from_rollouts(whole).with_(routing=None)
-        found = self._forward(batch, "scores", every=True).scores
-        assert found is not None
-        scores = iter(found[batch.cu_seqlens[1:] - 1].tolist())
-        return [rollout if rollout.status == "aborted" else _plus(rollout, next(scores)) for rollout in rollouts.here]
-
 
 def spread_out(homes: Sequence[int], here: int) -> dict[int, dict[int, int]]:
     """How many of its rollouts each rank lets another one score, itself included: [home][rank]. Pure.
@@ -146,8 +132,14 @@ def spread_out(homes: Sequence[int], here: int) -> dict[int, dict[int, int]]:
     return shares
 
 
-def _plus(rollout: Rollout, value: float) -> Rollout:
-    if not abs(value) <= LARGEST:
-        raise ConfigError(f"reward.model gave the sample {rollout.prompt.id!r} the score {value}")
-    parts = {**rollout.reward_parts, MODEL: value}
-    return dataclasses.replace(rollout, reward=rollout.reward + value, reward_parts=parts)
+def _added(here: Sequence[Rollout], judged: Sequence[Parts]) -> list[Rollout]:
+    """Those that are here, with what was said of those of them that were not aborted."""
+    said = iter(judged)
+    found = []
+    for rollout in here:
+        if rollout.status != "aborted":
+            reward, parts = next(said)
+            whole = math.fsum((rollout.reward, reward))
+            rollout = dataclasses.replace(rollout, reward=whole, reward_parts={**rollout.reward_parts, **parts})
+        found.append(rollout)
+    return found

@@ -18,6 +18,8 @@ from megarl.models.memory import (
     kinds,
     kv_elements,
     plan_memory,
+    served_stages,
+    served_whole,
     stage_elements,
     staging_bytes,
     state_bytes,
@@ -53,7 +55,7 @@ def config_of(**sections: Any) -> Config:
     return from_dict({"model": {"dtype": "bfloat16"}, **sections})
 
 
-def planned(hf: dict[str, Any], config: Config, *others: dict[str, Any] | None) -> list[StageMemory]:
+def planned(hf: dict[str, Any], config: Config, *others: Any) -> list[StageMemory]:
     return plan_memory(hf, config, declare(config), *others)
 
 
@@ -386,7 +388,9 @@ def test_what_a_run_without_rollouts_needs() -> None:
 
 def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
     layout = {"parallel": {"world_size": 4, "tp": 2, "pp": 2}, "rollout": {"max_context": 128}}
-    plain, served = (planned(QWEN2, config_of(**layout), QWEN2, reward) for reward in (None, MOE))
+    config = config_of(**layout)
+    stages = {"reward": served_stages(MOE, config, declare(config), head=True)}
+    plain, served = (planned(QWEN2, config, QWEN2, others) for others in (None, stages))
     elements = held(MOE, head=True, tp=2, pp=2)
     for before, after, weights in zip(plain, served, elements, strict=True):
         assert after.states == before.states | {"reward model weights": 4 * sum(weights)}
@@ -394,6 +398,29 @@ def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
         # One layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
         one = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
         assert after.generation == before.generation | {"reward model activations": 4 * 3072 * one // 2}
+
+
+def test_a_teacher_has_weights_and_computes_while_engines_sleep() -> None:
+    config = config_of(parallel={"world_size": 4, "tp": 2, "pp": 2}, rollout={"max_context": 128})
+    stages = {"teacher": served_stages(MOE, config, declare(config), head=False, dtype="bfloat16")}
+    plain, served = (planned(QWEN2, config, QWEN2, others) for others in (None, stages))
+    elements = held(MOE, tp=2, pp=2)
+    for before, after, weights in zip(plain, served, elements, strict=True):
+        assert after.states == before.states | {"teacher weights": 2 * sum(weights)}
+        assert after.generation == before.generation and after.training["micro-batches"] > 0
+    assert served[-1].training["logits"] == plain[-1].training["logits"] > 0  # as many words, of the same width
+    alone = planned(QWEN2, config, QWEN2, stages, "teacher")
+    # Of one layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
+    one = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
+    assert [stage.layers for stage in alone] == [(0, 1), (2, 3)]
+    assert alone[0].training == {"activations": 2 * 3072 * one // 2, "logits": 0, "micro-batches": 0}
+    assert alone[1].training["logits"] > 0
+
+
+def test_any_classifier_is_whole_on_each_of_its_ranks() -> None:
+    bert = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64}
+    (stage,) = served_whole(bert, 1000, "float32", config_of())
+    assert stage == ((0, 1, 2), 4000, 4 * 3072 * (6 * 32 + 3 * 64), 0)
 
 
 def test_lora_keeps_gradients_and_states_of_adapters_only() -> None:

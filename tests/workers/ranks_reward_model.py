@@ -80,7 +80,7 @@ def train(family: str, folder: str) -> list[float]:
 
 def serve(family: str, folder: str) -> list[dict[str, Any]]:
     """The same sequences as rollouts, in two turns each, with a function beside the model."""
-    from megarl.workers.reward import RewardWorker
+    from megarl.workers.reward_serving import MegatronRewardWorker
 
     made, batch = context(f"{folder}/{family}", folder), tiny.pairs()
     config = made.config
@@ -92,12 +92,12 @@ def serve(family: str, folder: str) -> list[dict[str, Any]]:
         own = tuple(ids.tolist())
         turns = (Turn(own[:1]), Turn(own[1:], (0.0,) * (len(own) - 1), True))
         rollouts.append(Rollout(Prompt(str(i), ()), turns, group=0))
-    worker = RewardWorker(made, reward_fn=length)
+    worker = MegatronRewardWorker(made, reward_fn=length)
     worker.start()
     worker.ready()
     assert worker.model is not None and worker.model.optimizer is None
     assert {tensor.dtype for tensor in worker.model.local_params().values()} == {torch.float32}
-    alone = RewardWorker(made)
+    alone = MegatronRewardWorker(made)
     alone.model = worker.model
     alone.ready()
     own = range(1 - RANKS.job.rank, len(rollouts), 2)

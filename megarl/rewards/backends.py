@@ -1,0 +1,39 @@
+"""What is to be said of the reward role's settings before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import Config, ConfigError
+from megarl.parallel.roles import MEGATRON, role_settings
+from megarl.rewards.classifier import ClassifierOptions
+from megarl.rewards.functions import load_functions
+from megarl.rewards.service import ServiceOptions
+from megarl.types.declared import Declared
+
+
+def check_reward(config: Config, declared: Declared, options: dict[str, Any]) -> None:
+    """Raise ConfigError where nothing would reward anything, or a backend and its options do not go together.
+
+    options: of the role's worker, one of ours; `reward_fn` may be among them.
+    """
+    functions, model = load_functions(config.reward.functions), config.reward.model
+    backend = role_settings(config, "reward").backend or MEGATRON
+    rest = {name: value for name, value in options.items() if name != "reward_fn"}
+    if backend in (MEGATRON, "pool") and rest:
+        raise ConfigError(f"roles.reward.options.{min(rest)}: the backend {backend} takes no options; leave it out")
+    if backend == "http":
+        ServiceOptions.read(rest)
+    if backend == "transformers":
+        ClassifierOptions.read(rest)
+        if not model:
+            raise ConfigError("roles.reward.backend=transformers needs reward.model, the folder of a classifier")
+    if backend in ("http", "pool") and model:
+        raise ConfigError(
+            f"reward.model={model} with roles.reward.backend={backend}, which has no model: leave one of them out"
+        )
+    if not functions and not model and "reward_fn" not in options and backend != "http":
+        raise ConfigError(
+            f"reward.functions is empty; {declared.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or "
+            "reward.model, or a service, roles.reward.backend=http"
+        )

@@ -1,0 +1,95 @@
+"""Rewards by any sequence classifier of transformers, on the ranks of the role, beside those by functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.config import ConfigError
+from megarl.data.partition import partition
+from megarl.models.registry import load_hf_config
+from megarl.parallel.placement import placement_of
+from megarl.parallel.ranks import together
+from megarl.rewards.classifier import Classifier, ClassifierOptions, Reader, label_of
+from megarl.rewards.functions import LARGEST, Parts
+from megarl.types import Rollout, Rollouts
+from megarl.workers.context import Context
+from megarl.workers.model import not_finite
+from megarl.workers.reward import RewardWorker
+
+
+class ClassifierRewardWorker(RewardWorker):
+    """The backend `transformers` of the role: `reward.model` whole on each of its ranks, of which each scores a share
+    of all conversations, about equally many tokens. Options are those of `rewards/classifier.py`."""
+
+    judges = "model"
+
+    def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None, **options: Any) -> None:
+        super().__init__(context, reward_fn)
+        self.options = ClassifierOptions.read(options)
+        self.members = placement_of(self.config).of("reward")
+        self._cut = 0.0
+
+    def start(self) -> None:
+        path = self.config.reward.model
+        with self.clock.phase("load"):
+            hf = load_hf_config(path)
+            label = label_of(hf, self.options, path)
+            self.reader = Reader(path, hf, self.context.chat.tokenizer, self.options)
+            self.classifier = None
+            if self.job.rank in self.members:
+                self.classifier = Classifier(path, label, self.options)
+                self.context.models.add(self.classifier)
+
+    def judged(self, whole: Rollouts) -> Sequence[Parts]:
+        texts: list[torch.Tensor] = []
+        cut = []
+
+        def read() -> None:
+            for rollout in whole.here:
+                ids = torch.from_numpy(np.array(self.reader.ids(rollout), dtype=np.int32))
+                texts.append(ids[-self.reader.limit :])
+                cut.append(len(ids) > self.reader.limit)
+
+        together(read)
+        count = len(whole)
+        mine = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+        table = whole.everyone.rows(torch.stack([whole.own, mine, torch.tensor(cut, dtype=torch.int64)], dim=1))
+        lengths = torch.zeros(count, dtype=torch.int64)
+        lengths[table[:, 0]] = table[:, 1]
+        self._cut = float(table[:, 2].sum()) / count
+        scores = self._scores(texts, lengths, whole)
+        odd = ~torch.isfinite(scores)
+        if bool(odd.any()):
+            remedy = f"look at the model of reward.model={self.config.reward.model}"
+            raise not_finite(self.step, "scores of the reward", float(scores[odd][0]), int(odd.sum()), count, remedy)
+        if (largest := float(scores.abs().max())) > LARGEST:
+            raise ConfigError(f"reward.model={self.config.reward.model} gave a score of {largest:g}, above {LARGEST:g}")
+        return [(score, {self.judges: score}) for score in scores[whole.own].tolist()]
+
+    def _scores(self, texts: Sequence[torch.Tensor], lengths: torch.Tensor, whole: Rollouts) -> torch.Tensor:
+        """[N] float64, on all ranks. texts: of the rollouts that are here. lengths: [N] tokens of all texts."""
+        owner = partition(lengths.double().numpy(), len(self.members))
+        shares = {rank: np.flatnonzero(owner == place).tolist() for place, rank in enumerate(self.members)}
+        wants = [shares.get(rank, []) for rank in range(self.job.world)]
+        column = torch.cat([torch.zeros(0, dtype=torch.int32), *texts])
+        arrived = self._post.deliver({"ids": column}, {"ids": (torch.int32, ())}, lengths, whole.home, wants)
+        mine = wants[self.job.rank]
+        found = [] if self.classifier is None else self.classifier.scores(arrived.rows("ids"), self._budget)
+        marked = torch.tensor(list(zip(mine, found, strict=True)), dtype=torch.float64).reshape(-1, 2)
+        table = whole.everyone.rows(marked)
+        scores = torch.full((len(whole),), math.nan, dtype=torch.float64)
+        scores[table[:, 0].long()] = table[:, 1]
+        return scores
+
+    @property
+    def _budget(self) -> int:
+        return self.config.train.token_budget
+
+    def figures(self) -> dict[str, float]:
+        """Of the step's conversations, the share that lost its beginning."""
+        return {"reward/cut_frac": self._cut} if self.options.longer == "cut" else {}

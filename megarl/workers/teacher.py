@@ -1,0 +1,45 @@
+"""A frozen policy of another folder, whose distribution somebody learns from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megarl.config import ConfigError, LoraConfig
+from megarl.models.classifier import is_classifier
+from megarl.models.registry import load_hf_config
+from megarl.parallel.placement import role_config
+from megarl.parallel.roles import role_settings
+from megarl.types import ModelOutput, TrainBatch
+from megarl.workers.model import ModelWorker
+
+
+class TeacherWorker(ModelWorker):
+    """On Megatron, in its own layout on its own ranks; it reads the ids that the engine saw, so it has the policy's
+    vocabulary. For a controller that lists the role `teacher`, or whatever it calls it in its `workers`:
+
+        roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
+        placement: {actor: 0-1, teacher: 2-3}
+    """
+
+    role = "actor"
+
+    def start(self) -> None:
+        path = role_settings(self.config, self.name).model
+        if not path:
+            raise ConfigError(f"roles.{self.name}.model is not set; it must name the HF folder of the {self._name}")
+        hf, config = load_hf_config(path), role_config(self.config, self.name)
+        if is_classifier(hf):
+            raise ConfigError(f"roles.{self.name}.model={path} is a classifier, which has no log-probs of words")
+        train = dataclasses.replace(config.train, replay_routing=False)  # of another model's experts
+        self.build(hf, path, dataclasses.replace(config, train=train, lora=LoraConfig()), trains=False)
+
+    def forward(self, batch: TrainBatch, temperature: float | None = None) -> ModelOutput:
+        """Log-probs of the batch's tokens, [T]; a handle where the teacher is apart. temperature: divides its logits;
+        by default as the policy's are, that of the rollouts."""
+        warmth = temperature or self.config.rollout.temperature or 1.0
+        with self.clock.phase(f"{self.name}_logprobs", self.at_work):
+            return self._forward(batch.with_(routing=None), "log-probs", warmth)
+
+    @property
+    def _remedy(self) -> str:
+        return f"look at the model of roles.{self.name}.model"

@@ -1,0 +1,49 @@
+"""Settings of roles that do not fit, and judges that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from case import Case
+
+
+def reward(name: str, settings: str, *says: str, given: tuple[str, ...] = ()) -> Case:
+    return Case(f"reward: {name}", says, (f"roles={{reward: {settings}}}", *given))
+
+
+def judge(folder: Path) -> None:
+    """A classifier by its config.json, with the policy's weights and tokenizer."""
+    file = folder / "model/config.json"
+    other = folder / "judge"
+    other.mkdir()
+    for path in file.parent.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    values = {**json.loads(file.read_text()), "architectures": ["Qwen3MoeForSequenceClassification"]}
+    (other / "config.json").write_text(json.dumps(values))
+
+
+MODEL = ("reward.model=FOLDER/model",)
+CASES = [
+    reward(
+        "a backend that is none", "{backend: grpc}", "roles.reward.backend=grpc", "megatron, transformers, pool, http"
+    ),
+    reward("a service without an address", "{backend: http}", "roles.reward.options.url is not set"),
+    reward("a service of no address", "{backend: http, options: {url: judge}}", "'judge' is no address"),
+    reward("an option that is none", "{backend: http, options: {urls: x}}", "did you mean roles.reward.options.url"),
+    reward("an option of nobody", "{options: {url: x}}", "roles.reward.options.url", "takes no options"),
+    reward("a service and a model", "{backend: http, options: {url: 'http://a'}}", "has no model", given=MODEL),
+    reward("a pool and a model", "{backend: pool}", "has no model", given=MODEL),
+    reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
+    reward("a policy as a classifier", "{backend: transformers}", "is no sequence classifier", given=MODEL),
+    reward("options that are a list", "{options: [1]}", "roles.reward.options must be a mapping"),
+    Case(
+        "reward: a classifier of two labels",
+        ("has 2 labels", "LABEL_0, LABEL_1"),
+        ("roles={reward: {backend: transformers}}", "reward.model=FOLDER/judge"),
+        judge,
+    ),
+    Case("a worker that is not there", ("no_such_lab",), ("roles={reward: {worker: 'no_such_lab:Judge'}}",)),
+    Case("a role of nobody", ("roles.jugde", "has no such role"), ("roles={jugde: {}}",)),
+    Case("roles that are a list", ("roles must be a mapping",), ("roles=[1]",)),
+]

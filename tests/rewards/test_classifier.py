@@ -1,0 +1,67 @@
+"""Which of a classifier's numbers is the score, how many tokens it takes, and how texts share batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import ConfigError
+from megarl.rewards.classifier import ClassifierOptions, batches, label_of, positions
+
+ONE = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+THREE = ONE | {"id2label": {"0": "bad", "1": "good", "2": "0"}}
+
+
+def label(hf: dict[str, Any], **options: Any) -> int:
+    return label_of(hf, ClassifierOptions.read(options), "/judge")
+
+
+def test_the_label_that_is_the_score() -> None:
+    assert label(ONE) == label(ONE, label="0") == label(ONE, label=0) == label(ONE, label="LABEL_0") == 0
+    assert label(THREE, label="good") == label(THREE, label=1) == 1
+    assert label(THREE, label="0") == 2  # a name comes before a number
+    assert label({"architectures": ONE["architectures"], "num_labels": 1}) == 0
+
+
+@pytest.mark.parametrize(
+    ("hf", "options", "complaint"),
+    [
+        (THREE, {}, r"^reward\.model=/judge has 3 labels, .* set roles\.reward\.options\.label .*\(bad, good, 0\)$"),
+        ({"architectures": ONE["architectures"]}, {}, r"has 2 labels.*\(LABEL_0, LABEL_1\)"),  # as transformers has it
+        (THREE, {"label": "fine"}, r"^roles\.reward\.options\.label=fine: reward\.model=/judge has the labels bad, go"),
+        (THREE, {"label": 3}, r"label=3: "),
+        ({"architectures": ["BertForMaskedLM"]}, {}, r"is no sequence classifier: config\.json has BertForMaskedLM"),
+        ({}, {}, "config.json has nothing for its architecture"),
+        (ONE, {"labels": "good"}, r"^unknown key roles\.reward\.options\.labels; did you mean .*label\?"),
+        (ONE, {"dtype": "int8"}, r"roles\.reward\.options\.dtype must be one of float32, bfloat16"),
+        (ONE, {"longer": "drop"}, r"roles\.reward\.options\.longer must be one of stop, cut"),
+    ],
+)
+def test_what_is_no_score(hf: dict[str, Any], options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        label(hf, **options)
+
+
+def test_tokens_that_it_takes() -> None:
+    assert positions({"max_position_embeddings": 514}, 512) == 512
+    assert positions({"n_positions": 1024}, 10**30) == 1024
+    assert positions({}, 77) == 77
+
+
+def test_batches_by_hand() -> None:
+    assert batches([3, 9, 4, 4], 12) == [[1], [2, 3, 0]]  # 3 x 4 tokens with the padding
+    assert batches([3, 9, 4, 4], 1) == [[1], [2], [3], [0]]
+    assert batches([], 12) == []
+
+
+def test_batches_keep_to_the_budget() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        lengths = rng.integers(1, 60, int(rng.integers(1, 40))).tolist()
+        budget = int(rng.integers(1, 200))
+        found = batches(lengths, budget)
+        assert sorted(i for part in found for i in part) == list(range(len(lengths)))
+        for part in found:
+            assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= budget

@@ -1,0 +1,150 @@
+"""A reward service, played by a real server: what is sent, what may come back, what is tried again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import ConfigError
+from megarl.rewards.service import Service, ServiceOptions
+from megarl.types import Prompt, Rollout, Turn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from judging_server import Judging  # noqa: E402
+
+
+def rollout(number: int, answer: str, **about: Any) -> Rollout:
+    messages = ({"role": "user", "content": "how many?"}, {"role": "assistant", "content": answer})
+    prompt = Prompt(str(number), messages[:1], data_source="words", **about)
+    return Rollout(prompt, (Turn((1, 2)), Turn((3,), (0.0,), True, 0)), messages=messages)
+
+
+ROLLOUTS = [rollout(number, " ".join(["word"] * (number + 1))) for number in range(7)]
+
+
+@pytest.fixture
+def server() -> Iterator[Judging]:
+    with Judging() as judging:
+        yield judging
+
+
+def service(server: Judging, **options: Any) -> Service:
+    return Service(ServiceOptions.read({"url": server.url, "pause": 0.01, **options}))
+
+
+def test_what_is_sent(server: Judging) -> None:
+    one = rollout(3, "a b", ground_truth=np.int64(2), extra={"level": [1, 2]})
+    assert service(server).scores([one]) == [(2.0, {"style": 0.5})]
+    ((kind, path, body),) = server.requests
+    assert (kind, path) == ("POST", "/score")
+    user, said = ({"role": "user", "content": "how many?"}, {"role": "assistant", "content": "a b"})
+    about = {"id": "3", "data_source": "words", "status": "stop", "ground_truth": 2, "extra": {"level": [1, 2]}}
+    assert body == {"conversations": [{**about, "prompt": [user], "messages": [user, said], "answer": "a b"}]}
+
+
+def test_answers_are_in_their_order_however_long_they_take(server: Judging) -> None:
+    server.answers = [0.3, 0.0, 0.1]
+    found = service(server, batch=2, concurrency=3).scores(ROLLOUTS)
+    assert [reward for reward, _ in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert sorted(len(batch) for batch in server.batches()) == [1, 2, 2, 2]
+    assert service(server).scores([]) == []
+
+
+def test_so_many_requests_at_once() -> None:
+    with Judging() as slow:
+        slow.answers = [0.05] * 7
+        service(slow, batch=1, concurrency=2).scores(ROLLOUTS)
+        assert slow.most == 2
+
+
+def test_plain_numbers_will_do() -> None:
+    with Judging(lambda conversation: len(conversation["answer"]) > 4) as judging:
+        assert service(judging).scores(ROLLOUTS[:2]) == [(0.0, {}), (1.0, {})]
+
+
+def test_several_addresses_in_turn(server: Judging) -> None:
+    with Judging() as second:
+        service(server, url=[server.url, second.url], batch=1).scores(ROLLOUTS)
+        assert (len(server.batches()), len(second.batches())) == (4, 3)
+
+
+def test_what_may_pass_is_tried_again(server: Judging) -> None:
+    """A lost connection, a time-out, an overload, a failure."""
+    server.answers = [None, 5.0, (429, b"slowly"), (503, b"not yet")]
+    assert service(server, timeout=0.5).scores(ROLLOUTS[:1]) == [(1.0, {"style": 0.5})]
+    assert len(server.requests) == 5
+
+
+def test_another_address_answers_for_one_that_is_lost(server: Judging) -> None:
+    found = service(server, url=[server.gone, server.url], batch=1).scores(ROLLOUTS)
+    assert len(found) == 7 and len(server.requests) == 7
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        ((404, b"no such page"), "it answered with status 404: no such page"),
+        ((500, b"trace\nback"), "it answered with status 500: trace back (2 tries); see that it runs, or set roles."),
+        ((500, b""), "status 500: nothing (2 tries)"),
+        (None, "Server"),
+        (2.0, "there was no answer within 0.5 s (2 tries)"),
+        ((200, b"<html>"), "its answer is no JSON: <html>"),
+        ((200, b"[NaN]"), "its answer is no JSON: [NaN]"),
+        ((200, b"{}"), "its answer to 1 conversations must be a list of as many, not a dict: {}"),
+        ((200, b"[1, 2]"), "must be a list of as many, not a list of 2: [1, 2]"),
+        ((200, b"[null]"), "on the sample '0' returned a NoneType"),
+        ((200, b'["good"]'), "on the sample '0' returned a str, 'good'; it must return a number"),
+        ((200, b"[1e7]"), "returned 1e+07; beyond 1e+06"),
+        ((200, b'[{"score": 1}]'), "on the sample '0' returned no `reward`, but {'score': 1}"),
+        ((200, b'[{"reward": 1, "parts": [2]}]'), "returned `parts` that are no mapping, but [2]"),
+        ((200, b'[{"reward": 1, "parts": {"a": "b"}}]'), "on the sample '0', part a returned a str, 'b'"),
+    ],
+)
+def test_what_comes_back_is_named_with_its_address(server: Judging, answer: Any, complaint: str) -> None:
+    server.answers = [answer, answer]
+    with pytest.raises(ConfigError) as caught:
+        service(server, timeout=0.5, tries=2).scores(ROLLOUTS[:1])
+    assert server.url in str(caught.value) and complaint in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_look_takes_any_answer(server: Judging) -> None:
+    service(server).look()
+    assert server.requests == [("GET", "/score", None)]
+    with pytest.raises(ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); see that it runs"):
+        service(server, url=[server.url, server.gone], tries=2).look()
+
+
+def test_what_is_no_json(server: Judging) -> None:
+    with pytest.raises(ConfigError, match="^the sample '1' cannot be sent to a reward service as JSON: "):
+        service(server).scores([rollout(1, "x", extra={"a": {1}})])
+
+
+def test_how_long_it_may_take() -> None:
+    one = Service(ServiceOptions.read({"url": "http://a/b", "batch": 4, "concurrency": 2, "timeout": 6, "tries": 3}))
+    assert one.longest(9) == 2 * 3 * (6 + 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "roles.reward.options.url is not set"),
+        ({"url": []}, "roles.reward.options.url is not set"),
+        ({"url": "judge:8000"}, "'judge:8000' is no address such as http"),
+        ({"url": ["http://a/b", "http://:80"]}, "'http://:80' is no address"),
+        ({"url": "http://a:99999/"}, "is no address"),
+        ({"url": "ftp://a/b"}, "is no address"),
+        ({"url": 3}, "roles.reward.options.url must be a list of text, not 3"),
+        ({"urls": "http://a/b"}, "unknown key roles.reward.options.urls; did you mean roles.reward.options.url?"),
+        ({"url": "http://a/b", "batch": 0}, "roles.reward.options.batch must be a whole number, at least 1"),
+        ({"url": "http://a/b", "timeout": 0}, "roles.reward.options.timeout must be a number, above 0"),
+    ],
+)
+def test_options_that_are_none(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServiceOptions.read(options)
+    assert complaint in str(caught.value)

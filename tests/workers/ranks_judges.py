@@ -1,0 +1,107 @@
+"""Judges and a teacher on two of three ranks; the rollouts are at home on the first and the last.
+
+Arguments: a folder with models and `jobs.json`, what to do. Prints what each rank has of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+torch.set_num_threads(1)
+
+from megarl.config import Config, ConfigError, from_dict  # noqa: E402
+from megarl.models.registry import load_hf_config  # noqa: E402
+from megarl.observe.clock import Clock  # noqa: E402
+from megarl.parallel import everyone, ranks  # noqa: E402
+from megarl.parallel.layouts import lay_out  # noqa: E402
+from megarl.rollout.chat import Chat  # noqa: E402
+from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn  # noqa: E402
+from megarl.types.declared import Declared  # noqa: E402
+from megarl.workers.context import Context  # noqa: E402
+from megarl.workers.registry import Registered, find_worker  # noqa: E402
+
+FOLDER = Path(sys.argv[1])
+JOBS = json.loads((FOLDER / "jobs.json").read_text())
+
+
+def length(rollout: Rollout) -> float:
+    return float(len(rollout.token_ids))
+
+
+def rollouts() -> Rollouts:
+    """Those of the file whose home is here: of every three two are at home on the first rank, one on the last."""
+    made = []
+    for number, one in enumerate(JOBS["rollouts"]):
+        ids, said = one["ids"], tuple(one["messages"])
+        turns = (Turn(ids[:2]), Turn(ids[2:], [0.0] * (len(ids) - 2), True, 0))
+        prompt = Prompt(str(number), said[:1], ids[:2], ground_truth="5")
+        made.append(Rollout(prompt, turns, one["status"], messages=said, group=number))
+    own = [number for number in range(len(made)) if {0: 0, 1: 0, 2: 2}[number % 3] == RANK]
+    return Rollouts.of([made[i] for i in own], own, everyone.AllRanks())
+
+
+def context(tree: dict[str, Any], role: str) -> Context:
+    config = config_of(tree)
+    layouts = lay_out(config, ("actor", "reward", *config.roles))
+    hf, chat = load_hf_config(config.model.path), Chat.load(config.model.path)
+    return Context(config, JOB, hf, chat, Clock(), FOLDER, {}, layouts, role)
+
+
+def config_of(tree: dict[str, Any]) -> Config:
+    base = {
+        "model": {"path": f"{FOLDER}/policy", "dtype": "float32"},
+        "parallel": {"world_size": 3, "ranks_per_node": 3},
+        "rollout": {"temperature": 0.7, "max_context": 64},
+        "train": {"token_budget": 48},
+    }
+    return from_dict(base | tree)
+
+
+def made(tree: dict[str, Any], role: str) -> Any:
+    about = context(tree, role)
+    declared = Declared("lab", "prompts", ("rollout", "actor", "reward", *about.config.roles), ("actor",))
+    worker = find_worker(about.config, declared, role, Registered())(about)
+    worker.begin_step(3)
+    ranks.together(worker.start)
+    worker.ready()
+    return worker
+
+
+def score(tree: dict[str, Any]) -> Any:
+    sys.modules["lab_judges"] = sys.modules["__main__"]
+    try:
+        worker = made(tree, "reward")
+        scored = worker.score(rollouts())
+    except ConfigError as error:
+        return str(error)
+    parts = {name: values.tolist() for name, values in scored.reward_parts.items()}
+    here = [(int(number), rollout.reward) for number, rollout in zip(scored.own, scored.here, strict=True)]
+    return {"reward": scored.reward.tolist(), "parts": parts, "here": here, "figures": worker.figures()}
+
+
+def teach(tree: dict[str, Any]) -> Any:
+    """Log-probs of the sequences that are here, by number, at the rollouts' temperature and at another."""
+    (role,) = tree["roles"]
+    worker = made(tree, role)
+    assert (worker.model is None) == (RANK == 0) and worker.name == role
+    batch, found = TrainBatch.from_rollouts(rollouts()), {}
+    for name, options in (("as sampled", {}), ("at 1", {"temperature": 1.0})):
+        logprobs = worker.forward(batch, **options).logprobs
+        parts = logprobs.split(batch.cu_seqlens.diff().tolist())
+        found[name] = {int(number): part.tolist() for number, part in zip(batch.own, parts, strict=True)}
+    return found | {"spans": sorted({span.name for span in worker.clock.spans()})}
+
+
+if __name__ == "__main__":
+    JOB = ranks.join(3, 120.0)
+    RANK = JOB.rank
+    run = {"score": score, "teach": teach}
+    result = {name: run[job["what"]](job["config"]) for name, job in JOBS["jobs"].items()}
+    print("RESULT " + json.dumps(result), flush=True)
+    everyone.close_post()
+    ranks.shutdown()

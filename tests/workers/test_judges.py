@@ -1,0 +1,242 @@
+"""A classifier of transformers, a service and a teacher, on ranks of their own, against transformers alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rewards"))
+from judging_server import Judging
+
+WORDS = ("[unk]", "[pad]", "<end>", "one", "two", "three", "four", "five", "six", "user", "assistant")
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
+ANOTHER = "{% for m in messages %}{{ m['content'] }} <end> {% endfor %}"
+STRICT = "{{ raise_exception('no system prompts') }}"
+SAID = ("one", "two three", "four five six one two", "three", "six six six", "one two three four five six one", "two")
+PLACED = {"placement": {"actor": 0, "rollout": "all"}}
+JUDGED = {"placement": {"actor": 0, "rollout": "all", "reward": "1-2"}}
+
+
+def tokenizer(words: tuple[str, ...] = WORDS, template: str | None = TEMPLATE) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[unk]"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[unk]", pad_token="[pad]", eos_token="<end>")
+    made.chat_template = template
+    return made
+
+
+def save(folder: Path, model: Any, words: Any) -> Any:
+    """With weights that make a difference, by a seed."""
+    generator = torch.Generator().manual_seed(len(folder.name))
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
+    model.float().eval().save_pretrained(folder)
+    words.save_pretrained(folder)
+    return model
+
+
+def llama(words: int = 16, **changes: Any) -> Any:
+    from transformers import LlamaConfig
+
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False)
+    return LlamaConfig(vocab_size=words, **{**sizes, **changes})
+
+
+def bert(**changes: Any) -> Any:
+    from transformers import BertConfig
+
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, pad_token_id=1)
+    return BertConfig(vocab_size=16, **sizes, **changes)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Judging]:
+    with Judging() as judging:
+        yield judging
+
+
+@pytest.fixture(scope="module")
+def found(
+    run_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory, server: Judging
+) -> dict[str, Any]:
+    """What each rank found, and the models."""
+    from transformers import AutoModelForSequenceClassification as Classifier
+    from transformers import LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("judges")
+    known = tokenizer()
+    conversations = []
+    for number, answer in enumerate(SAID):
+        messages = [{"role": "user", "content": "two"}, {"role": "assistant", "content": answer}]
+        ids = known.encode(known.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+        status = "aborted" if number == 4 else "stop"
+        conversations.append({"ids": ids, "messages": messages, "status": status})
+    policy = llama()
+    save(folder / "policy", LlamaForCausalLM(policy), known)
+    other = tokenizer(tuple(reversed(WORDS)), ANOTHER)
+    last = dict(num_labels=1, pad_token_id=1)
+    models = {
+        "own": save(folder / "own", Classifier.from_config(llama(**last)), known),
+        "bare": save(folder / "bare", Classifier.from_config(llama(num_labels=1)), tokenizer(template=None)),
+        "bert": save(folder / "bert", Classifier.from_config(bert(id2label={0: "bad", 1: "good", 2: "so"})), other),
+        "short": save(folder / "short", Classifier.from_config(llama(max_position_embeddings=9, **last)), known),
+        "strict": save(folder / "strict", Classifier.from_config(llama(**last)), tokenizer(template=STRICT)),
+        "odd": save(folder / "odd", Classifier.from_config(llama(**last)), tokenizer(tuple(reversed(WORDS)), None)),
+        "teacher": save(folder / "teacher", LlamaForCausalLM(llama(24, hidden_size=32, num_hidden_layers=4)), known),
+    }
+    save(folder / "headless", LlamaForCausalLM(policy), known)
+    named = json.loads((folder / "headless" / "config.json").read_text())
+    named |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    (folder / "headless" / "config.json").write_text(json.dumps(named))
+    broken = Classifier.from_config(llama(**last))
+    save(folder / "nan", broken, known)
+    broken.score.weight.data.fill_(math.nan)
+    broken.save_pretrained(folder / "nan")
+
+    def judge(name: str, functions: bool = False, **options: Any) -> dict[str, Any]:
+        chosen = {"reward": {"backend": "transformers", "options": options}}
+        functions_of = ["lab_judges:length"] if functions else []
+        reward = {"model": str(folder / name), "functions": functions_of}
+        return {"what": "score", "config": {**JUDGED, "roles": chosen, "reward": reward}}
+
+    def teacher(role: str, **parallel: int) -> dict[str, Any]:
+        known = {"worker": "megarl.workers.teacher:TeacherWorker"} if role != "teacher" else {}
+        chosen = {role: {"model": str(folder / "teacher"), "parallel": parallel, **known}}
+        return {"what": "teach", "config": {"placement": {**PLACED["placement"], role: "1-2"}, "roles": chosen}}
+
+    service = {"reward": {"backend": "http", "options": {"url": server.url, "batch": 2}}}
+    gone = {"reward": {"backend": "http", "options": {"url": server.gone, "tries": 2, "pause": 0}}}
+    beside = {"functions": ["lab_judges:length"]}
+    jobs = {
+        "own": judge("own", functions=True),
+        "bare": judge("bare"),
+        "bert": judge("bert", label="good"),
+        "short": judge("short"),
+        "cut": judge("short", longer="cut"),
+        "strict": judge("strict"),
+        "odd": judge("odd"),
+        "labels": judge("bert"),
+        "policy": judge("policy"),
+        "headless": judge("headless"),
+        "nan": judge("nan"),
+        "service": {"what": "score", "config": {**PLACED, "roles": service, "reward": beside}},
+        "gone": {"what": "score", "config": {**PLACED, "roles": gone}},
+        "pool": {"what": "score", "config": {**PLACED, "roles": {"reward": {"backend": "pool"}}, "reward": beside}},
+        "teacher": teacher("teacher", tp=2),
+        "tutor": teacher("tutor", pp=2),
+    }
+    (folder / "jobs.json").write_text(json.dumps({"rollouts": conversations, "jobs": jobs}))
+    results = run_ranks(3, "tests/workers/ranks_judges.py", str(folder), timeout=400.0)
+    return {"ranks": results, "models": models, "conversations": conversations, "another": other}
+
+
+WHOLE = [number for number in range(len(SAID)) if number != 4]  # which was aborted
+
+
+def scores(found: dict[str, Any], name: str, label: int = 0, last: int = 64) -> list[float]:
+    """One by one, without padding; of the aborted one 0."""
+    expected = [0.0] * len(SAID)
+    for number in WHOLE:
+        about = found["conversations"][number]
+        ids = about["ids"]
+        if name == "bert":
+            text = found["another"].apply_chat_template(about["messages"], tokenize=False)
+            ids = found["another"].encode(text, add_special_tokens=False)
+        with torch.no_grad():
+            expected[number] = float(found["models"][name](torch.tensor([ids[-last:]])).logits[0, label])
+    assert len(set(expected)) >= len(WHOLE)
+    return expected
+
+
+def of_all(found: dict[str, Any], job: str) -> Any:
+    """What a job comes to, which all ranks know; of it each has its own rollouts."""
+    first, *others = (dict(rank[job]) for rank in found["ranks"])
+    own = [one.pop("here") for one in (first, *others)]
+    assert all(other == first for other in others)
+    assert [[number for number, _ in here] for here in own] == [[0, 1, 3, 4, 6], [], [2, 5]]
+    assert all(reward == first["reward"][number] for here in own for number, reward in here)
+    return first
+
+
+def test_the_policys_own_ids_are_scored_beside_a_function(found: dict[str, Any]) -> None:
+    expected = scores(found, "own")
+    result = of_all(found, "own")
+    assert result["parts"]["model"] == pytest.approx(expected, abs=1e-5) and result["figures"] == {}
+    lengths = [len(about["ids"]) for about in found["conversations"]]
+    lengths[4] = 0
+    assert result["parts"]["length"] == lengths
+    assert result["reward"] == pytest.approx([a + b for a, b in zip(lengths, expected, strict=True)], abs=1e-5)
+
+
+def test_a_classifier_that_pads_with_nothing_reads_one_at_a_time(found: dict[str, Any]) -> None:
+    assert of_all(found, "bare")["reward"] == pytest.approx(scores(found, "bare"), abs=1e-5)
+
+
+def test_another_tokenizer_reads_the_conversation_by_its_own_template(found: dict[str, Any]) -> None:
+    result = of_all(found, "bert")
+    assert result["parts"] == {"model": pytest.approx(scores(found, "bert", label=1), abs=1e-5)}
+
+
+def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
+    """Of 9 tokens: of those on the last rank, the third has 3 + 2 + 5, the sixth 3 + 2 + 7."""
+    (said,) = {rank["short"] for rank in found["ranks"]}
+    assert said.startswith("the sample '2' is 10 tokens for reward.model=") and "whose context is 9: lower" in said
+    result = of_all(found, "cut")
+    assert result["figures"] == {"reward/cut_frac": pytest.approx(2 / 6)}
+    assert result["reward"] == pytest.approx(scores(found, "short", last=9), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("job", "complaint"),
+    [
+        ("strict", "cannot render the sample '0': TemplateError: no system prompts"),
+        ("odd", "has another tokenizer than the policy, and no chat template by which"),
+        ("labels", "has 3 labels, and a score is one number: set roles.reward.options.label to the one whose logit"),
+        ("policy", "is no sequence classifier: config.json has LlamaForCausalLM for its architecture"),
+        ("headless", "headless: score.weight is missing; it is not a whole classifier"),
+        ("nan", "step 3: not finite: scores of the reward, nan in 6 of 6 places; look at the model of reward.model="),
+        ("gone", "(2 tries); see that it runs, or set roles.reward.options.url"),
+    ],
+)
+def test_all_ranks_say_the_same_of_what_is_wrong(found: dict[str, Any], job: str, complaint: str) -> None:
+    said = {rank[job] for rank in found["ranks"]}
+    assert len(said) == 1 and complaint in next(iter(said)), said
+
+
+def test_a_service_is_asked_by_the_ranks_that_have_rollouts(found: dict[str, Any], server: Judging) -> None:
+    result = of_all(found, "service")
+    words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(SAID)]
+    lengths = of_all(found, "pool")["reward"]
+    assert result["parts"] == {"length": lengths, "service": words, "style": [0.5 if n else 0.0 for n in words]}
+    assert result["reward"] == [a + b for a, b in zip(lengths, words, strict=True)]
+    assert sorted(len(batch) for batch in server.batches()) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("role", ["teacher", "tutor"])
+def test_a_teachers_logprobs(found: dict[str, Any], role: str) -> None:
+    """In two layouts, by two names: each rank has those of its own sequences, also the one without the teacher."""
+    for temperature, name in ((0.7, "as sampled"), (1.0, "at 1")):
+        got: dict[int, list[float]] = {}
+        for rank in found["ranks"]:
+            got |= {int(number): values for number, values in rank[role][name].items()}
+        assert sorted(got) == list(range(len(SAID)))
+        for number, values in got.items():
+            ids = torch.tensor(found["conversations"][number]["ids"])
+            with torch.no_grad():
+                logits = found["models"]["teacher"](ids[None]).logits[0] / temperature
+            expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+            assert values[1:] == pytest.approx(expected, abs=1e-5)
+    assert all(f"{role}_logprobs" in rank[role]["spans"] for rank in found["ranks"])
