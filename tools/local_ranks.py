@@ -14,6 +14,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def run(
     command: Sequence[str],
     world: int,
@@ -23,11 +29,8 @@ def run(
 ) -> Any:
     """Start `world` processes of a Python command line; what the first of them found. Ends the program where it found
     nothing. root: of the checkout whose code they run. watch: is told their ids, and returns at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "WORLD_SIZE": str(world)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", *command],

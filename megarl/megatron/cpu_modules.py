@@ -24,13 +24,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.megatron.context import gather_context, zigzag
 
+ROUND = 32
+"""Sequences whose lengths are equal when rounded up to a multiple of this are attended to in one call."""
+
 
 class PackedAttention(MegatronModule):
-    """Causal core attention on `scaled_dot_product_attention`, for GQA and MLA, one call per packed sequence.
+    """Causal core attention on `scaled_dot_product_attention`, for GQA and MLA, sequence by sequence.
 
-    A call per sequence costs the sum of the squared lengths; one call with a block-diagonal mask would cost the square
-    of the sum, forty times as much for a micro-batch of forty sequences. With context parallelism every rank gathers
-    the keys and values of all, and computes the two parts of each sequence whose queries it has.
+    That costs the sum of the squared lengths; one call with a block-diagonal mask would cost the square of the sum,
+    forty times as much for a micro-batch of forty sequences. Short sequences are many, and a call for each would cost
+    more than what it computes: those of about the same length share one, see `ROUND`. What comes of a sequence does not
+    depend on the others. With context parallelism every rank gathers the keys and values of all, and computes the two
+    parts of each sequence whose queries it has.
     """
 
     def __init__(
@@ -62,15 +67,46 @@ class PackedAttention(MegatronModule):
         `packed_seq_params` [s, b, heads, d] and so on -> [s, b, heads * d_v]."""
         if packed_seq_params is None:
             return self._attend(query, key, value)
-        cu_seqlens, cp = packed_seq_params.cu_seqlens_q, self.config.context_parallel_size
-        if cp > 1:
-            group = parallel_state.get_context_parallel_group()
-            places = zigzag(cu_seqlens, cp)
-            key, value = (gather_context(x, places, group, same_gradient=False) for x in (key, value))
+        lengths = packed_seq_params.cu_seqlens_q.diff().long()
+        if self.config.context_parallel_size == 1:
+            return self._by_length(query, key, value, lengths)
+        return self._in_context(query, key, value, packed_seq_params.cu_seqlens_q)
+
+    def _by_length(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """Each sequence is padded at its end, which its tokens do not see, and has its place in a stack of those as
+        long as it."""
+        rounded = (lengths + ROUND - 1) // ROUND * ROUND
+        order = rounded.argsort(stable=True)
+        begins = torch.empty_like(rounded)
+        begins[order] = rounded[order].cumsum(0) - rounded[order]
+        starts = lengths.cumsum(0) - lengths
+        places = torch.arange(len(query), device=query.device) + torch.repeat_interleave(begins - starts, lengths)
+        sizes, counts = rounded.unique(return_counts=True)
+        stacks = list(zip(sizes.tolist(), counts.tolist(), strict=True))
+        total = int(rounded.sum())
+
+        def stacked(x: torch.Tensor) -> list[torch.Tensor]:  # each [size, sequences, heads, d]
+            padded = x.new_zeros(total, *x.shape[1:]).index_copy(0, places, x)
+            parts = padded.split([size * count for size, count in stacks])
+            return [
+                part.unflatten(0, (-1, size)).transpose(0, 1) for part, (size, _) in zip(parts, stacks, strict=True)
+            ]
+
+        outputs = [self._attend(*stack) for stack in zip(*map(stacked, (query, key, value)), strict=True)]
+        return torch.cat([output.transpose(0, 1).flatten(0, 1) for output in outputs]).index_select(0, places)
+
+    def _in_context(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        cp, group = self.config.context_parallel_size, parallel_state.get_context_parallel_group()
+        places = zigzag(cu_seqlens, cp)
+        key, value = (gather_context(x, places, group, same_gradient=False) for x in (key, value))
         outputs, at = [], 0
         for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-            size = (stop - start) // (2 * cp) if cp > 1 else stop - start
-            for part in (group.rank(), 2 * cp - 1 - group.rank()) if cp > 1 else (0,):
+            size = (stop - start) // (2 * cp)
+            for part in (group.rank(), 2 * cp - 1 - group.rank()):
                 end = start + (part + 1) * size
                 q, k, v = query[at : at + size], key[start:end], value[start:end]
                 outputs.append(self._attend(q[:, None], k[:, None], v[:, None])[:, 0])

@@ -30,8 +30,10 @@ def vocab_parallel_logprobs(
     temperature: float = 1.0,
     at_once: int = 512,
     cap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target, and the entropy of each distribution; both [T] fp32, the same on every rank.
+    with_entropy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of each target, and the entropy of each distribution, if it is wanted; both [T] fp32, the same on
+    every rank.
 
     hidden: [T, H], any float type, the same on every rank. Its gradient is this rank's part, to be summed over `group`.
     weight: [V / tp, H]; rank r has rows r * V / tp and on.
@@ -44,7 +46,7 @@ def vocab_parallel_logprobs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
-    arguments = hidden, weight, targets, vocab_size, group, 1.0 / temperature, at_once, cap
+    arguments = hidden, weight, targets, vocab_size, group, 1.0 / temperature, at_once, cap, with_entropy
     logprobs, entropy = _VocabParallelLogprobs.apply(*arguments)
     return logprobs, entropy
 
@@ -61,7 +63,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         scale: float,
         at_once: int,
         cap: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rank = 0 if group is None else group.rank()
         width, count = len(weight), len(hidden)
         columns = min(width, max(0, vocab_size - rank * width))  # of mine that are no padding
@@ -76,9 +79,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             own_peak[rows] = x.amax(dim=1)
             x -= own_peak[rows, None]
             sums[2, rows] = x.gather(1, local_targets[rows, None])[:, 0] * mine[rows]
-            exp = x.exp()
+            exp = x.exp() if with_entropy else x.exp_()
             sums[0, rows] = exp.sum(dim=1)
-            sums[1, rows] = exp.mul_(x).sum(dim=1)
+            if with_entropy:
+                sums[1, rows] = exp.mul_(x).sum(dim=1)
         # What each rank took relative to its own peak is made relative to the highest.
         peak = own_peak.clone()
         _all_reduce(peak, dist.ReduceOp.MAX, group)
@@ -90,7 +94,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         _all_reduce(sums, dist.ReduceOp.SUM, group)
 
         log_sum = sums[0].log()
-        entropy = log_sum - sums[1] / sums[0]
+        entropy = log_sum - sums[1] / sums[0] if with_entropy else None
         ctx.save_for_backward(hidden, weight, local_targets, mine, peak + log_sum, entropy)
         ctx.columns, ctx.scale, ctx.at_once, ctx.cap = columns, scale, at_once, cap
         ctx.set_materialize_grads(False)
@@ -99,7 +103,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        nothing = (None,) * 6
+        nothing = (None,) * 7
         if grad_logprobs is None and grad_entropy is None:
             return None, None, *nothing
         hidden, weight, local_targets, mine, log_z, entropy = ctx.saved_tensors
@@ -109,18 +113,21 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             total_weight = torch.zeros(columns, weight.shape[1], dtype=torch.float32, device=weight.device)
         for rows in _slices(len(hidden), ctx.at_once) if columns else ():
             log_p = _logits(hidden[rows], weight[:columns], scale, cap).sub_(log_z[rows, None])
-            p = log_p.exp()
-            total = torch.zeros_like(p)
+            # These are the largest tensors of all: where the log-probs of all words are not needed again, they are
+            # what the gradient is computed in.
+            p = log_p.exp() if cap or grad_entropy is not None else log_p.exp_()
+            factor = torch.zeros_like(log_z[rows, None]) if grad_logprobs is None else -grad_logprobs[rows, None]
+            if grad_entropy is not None:
+                total = p.mul_((log_p + entropy[rows, None]).mul_(-grad_entropy[rows, None]).add_(factor))
+            else:
+                total = p.mul_(factor)
             if grad_logprobs is not None:
-                total -= p * grad_logprobs[rows, None]
                 at_target = (grad_logprobs[rows] * mine[rows])[:, None]
                 total.scatter_add_(1, local_targets[rows, None], at_target)
-            if grad_entropy is not None:
-                total -= p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
             if cap:
                 tanh = log_p.add_(log_z[rows, None]).div_(scale * cap)
                 total *= 1 - tanh.square_()
-            grad = (total * scale).to(weight.dtype)
+            grad = total.mul_(scale).to(weight.dtype)
             grad_hidden[rows] = grad @ weight[:columns]
             if total_weight is not None:
                 total_weight += grad.T @ hidden[rows]
@@ -134,7 +141,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
     """[rows, columns] fp32."""
     logits = torch.matmul(hidden, weight.T).float()
-    return logits.div_(cap).tanh_().mul_(cap * scale) if cap else logits * scale
+    return logits.div_(cap).tanh_().mul_(cap * scale) if cap else logits.mul_(scale)
 
 
 def _all_reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:

@@ -226,7 +226,7 @@ class MegatronModel:
         names = names or NAMES[self.role]
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            output = self._reader.read(micro, emitted, temperature)
+            output = self._reader.read(micro, emitted, temperature, "entropy" in names)
             found = {name: getattr(output, name).float().cpu() for name in names}
             return emitted.new_zeros(()), torch.zeros((), dtype=torch.int), (micro.indices, found)
 

@@ -25,7 +25,9 @@ class Reader:
     at_once: int
     cap: float
 
-    def read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float) -> ModelOutput:
+    def read(
+        self, micro: MicroBatch, emitted: torch.Tensor, temperature: float, with_entropy: bool = True
+    ) -> ModelOutput:
         """[1, P / cp, hidden] states or [1, P / cp, 1] values, as emitted -> [T], shifted but for scores.
 
         Every context parallel rank has all of a micro-batch's numbers and computes the same loss of them.
@@ -35,10 +37,10 @@ class Reader:
         if self.role == "critic":
             return ModelOutput(values=micro.align(_gathered(micro, emitted[0, :, 0].float())))
         weight = self._output_weight()
-        logprobs, entropy = self._logprobs(emitted[0, :, : weight.shape[1]], weight, micro.ahead[0], temperature)
-        return ModelOutput(
-            logprobs=micro.align(_gathered(micro, logprobs)), entropy=micro.align(_gathered(micro, entropy))
-        )
+        states = emitted[0, :, : weight.shape[1]]
+        found = self._logprobs(states, weight, micro.ahead[0], temperature, with_entropy)
+        logprobs, entropy = (None if x is None else micro.align(_gathered(micro, x)) for x in found)
+        return ModelOutput(logprobs=logprobs, entropy=entropy)
 
     def mtp_loss(self, micro: MicroBatch, emitted: torch.Tensor) -> torch.Tensor:
         """Of states [1, P / cp, (1 + layers) hidden]: the mean over MTP layers of the cross-entropy of what each
@@ -47,7 +49,7 @@ class Reader:
         assert micro.batch.loss_weights is not None
         losses = []
         for number, states in enumerate(emitted[0].split(weight.shape[1], dim=1)[1:], 1):
-            logprobs, _ = self._logprobs(states, weight, micro.ahead[number], 1.0)
+            logprobs, _ = self._logprobs(states, weight, micro.ahead[number], 1.0, False)
             losses.append(-(micro.batch.loss_weights * micro.align(_gathered(micro, logprobs), number + 1)).sum())
         return torch.stack(losses).mean()
 
@@ -59,11 +61,11 @@ class Reader:
         return weight
 
     def _logprobs(
-        self, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         group = parallel_state.get_tensor_model_parallel_group()
         return vocab_parallel_logprobs(
-            states, weight, targets, self.vocab_size, group, temperature, self.at_once, self.cap
+            states, weight, targets, self.vocab_size, group, temperature, self.at_once, self.cap, with_entropy
         )
 
 

@@ -83,6 +83,10 @@ def logprobs_with(cap: float) -> dict[str, float]:
     found = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, at_once=4, cap=cap)
     (weight[0] * found[0] + weight[1] * found[1]).sum().backward()
     module._logits = make
+    options = targets, real, None, temperature, 4, cap
+    pairs = [module.vocab_parallel_logprobs(hidden, head, *options, with_entropy=wanted) for wanted in (True, False)]
+    both = [(out, *torch.autograd.grad((weight[0] * out).sum(), (hidden, head))) for out, _ in pairs]
+    same = all(torch.equal(one, other) for one, other in zip(*both, strict=True)) and pairs[1][1] is None
     exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
     logits = (exact[0] @ exact[1].T)[:, :real]
     if cap:
@@ -98,6 +102,7 @@ def logprobs_with(cap: float) -> dict[str, float]:
         "entropy": float((found[1] - truth[1]).abs().max()),
         "gradient": max(gaps),
         "at once": float(most),
+        "the same without entropy": float(same),
         "padding": float(head.grad[real:].abs().max()),
     }
 
@@ -248,23 +253,40 @@ def attention() -> dict[str, float]:
     core = PackedAttention(settings, 1, AttnMaskType.causal, "self")
     generator = torch.Generator().manual_seed(0)
 
+    def packed(lengths: list[int]) -> PackedSeqParams:
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+
     def run(lengths: list[int]) -> tuple[torch.Tensor, ...]:
         total = sum(lengths)
-        q, k, v = (torch.randn(total, heads, 16, generator=generator) for heads in (4, 2, 2))
-        starts = torch.tensor([0, *lengths]).cumsum(0).int()
-        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
-        return q, k, v, core(q, k, v, packed_seq_params=packed)
+        q, k, v = (torch.randn(total, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2))
+        return q, k, v, core(q, k, v, packed_seq_params=packed(lengths))
 
-    lengths = [5, 1, 9]
+    lengths = [5, 40, 1, 9, 70, 33, 64, 32]  # several that are as long when rounded up, and some alone
     q, k, v, found = run(lengths)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     allowed = (owner[:, None] == owner[None]) & torch.ones(len(owner), len(owner)).tril().bool()
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) / 4
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    scores = torch.einsum("qhd,khd->hqk", exact[0], exact[1].repeat_interleave(2, 1)) / 4
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-    truth = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)).flatten(1)
+    truth = torch.einsum("hqk,khd->qhd", weights, exact[2].repeat_interleave(2, 1)).flatten(1)
+    wanted = torch.randn(truth.shape, generator=generator)
+    for output in (found, truth):
+        (output * wanted).sum().backward()
+    gaps = [x.grad - y.grad for x, y in zip((q, k, v), exact, strict=True) if x.grad is not None and y.grad is not None]
+    assert len(gaps) == 3
+    alone = [
+        core(*part, packed_seq_params=packed([len(part[0])]))
+        for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    ]
     started = time.perf_counter()
     run([80] * 37)
-    return {"difference": float((found - truth).abs().max()), "seconds": time.perf_counter() - started}
+    return {
+        "difference": float((found - truth).abs().max()),
+        "gradient": max(float(gap.abs().max()) for gap in gaps),
+        "alone": float((found - torch.cat(alone)).abs().max()),
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def capped_attention() -> dict[str, float]:

@@ -14,3 +14,4 @@ def test_logprobs_and_entropy_against_log_softmax_in_fp64(units: dict[str, Any],
     assert found["gradient"] < 5e-6
     assert found["padding"] == 0.0
     assert found["at once"] == 4
+    assert found["the same without entropy"]

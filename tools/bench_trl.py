@@ -1,0 +1,376 @@
+"""A GRPO step beside TRL's, in turn, on the same cores: seconds by phase, and how many times as fast.
+
+    python3 -m venv /tmp/trl && /tmp/trl/bin/pip install torch transformers trl==1.16.0   # torch, transformers as here
+    .venv/bin/python tools/bench_trl.py --trl /tmp/trl/bin/python [--work shared] [key=value ...]
+
+Both start, and then take steps in turn, each while the other waits without a core: a step of one, a step of the other.
+Both have the same random weights (an HF folder that this makes), prompts, number of answers and of tokens in each,
+fp32, AdamW, KL to a reference in the loss, one update of all answers. TRL generates by `transformers`, in one process
+with all cores, without gradient checkpointing, in the batches of --trl-batch. MegaRL is configs/quickstart.yaml with
+GRPO and one turn; key=value goes on top. A random policy hardly ever ends an answer early; TRL is forbidden to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKS = {"quickstart": (16, 40), "shared": (4, 40)}
+"""Prompts of a step, each with 8 answers, and tokens of an answer."""
+SAMPLES = 8
+KL = 0.04
+LR = 2e-4
+PROMPT_TOKENS = 300
+"""Of the prompts of `shared`; those of the quickstart have some 22."""
+
+
+# ---- what both are given
+
+
+def make_work(folder: Path, work: str) -> None:
+    """model/, and prompts.jsonl with rows {prompt, text, ground_truth}: the chat, and the same as a model reads it."""
+    import make_quickstart
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    make_quickstart.make(make_quickstart.parse([str(folder), "--demonstrations", "1", "--train", "1024"]))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    draw = random.Random(1)
+    if work == "shared":
+        torch.manual_seed(1)
+        sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 7, "num_experts": 16}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+        known = json.loads((folder / "model/config.json").read_text())
+        rest = {name: known[name] for name in ("vocab_size", "num_experts_per_tok", "eos_token_id", "pad_token_id")}
+        rest |= {"tie_word_embeddings": False, "norm_topk_prob": True, "max_position_embeddings": 2048}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **rest, initializer_range=0.04, dtype="float32"))
+        model.save_pretrained(folder / "model")
+        config = make_quickstart.published_form(json.loads((folder / "model/config.json").read_text()))
+        make_quickstart.write_json(folder / "model/config.json", config)
+        print(f"{sum(x.numel() for x in model.parameters()) / 1e6:.1f} M parameters")
+    rows = []
+    for line in (folder / "train.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        tools = [make_quickstart.calculator.schema] if work == "quickstart" else None
+        if tools is None:
+            words = make_quickstart.PLAIN_WORDS.split()
+            row["prompt"][0]["content"] = " ".join(draw.choices(words, k=PROMPT_TOKENS - 10))
+            del row["tools"]
+        row["text"] = tokenizer.apply_chat_template(
+            row["prompt"], tools=tools, add_generation_prompt=True, tokenize=False
+        )
+        rows.append(row)
+    for name, kept in (("prompts.jsonl", ("id", "prompt", "ground_truth", "tools")), ("trl.jsonl", ("text",))):
+        lines = [json.dumps({key: row[key] for key in kept if key in row}) for row in rows]
+        (folder / name).write_text("\n".join(lines) + "\n")
+
+
+def variety(text: str) -> float:
+    """A reward that differs from answer to answer: the share of a text's characters that are different."""
+    return len(set(text)) / max(1, len(text))
+
+
+def rollout_variety(rollout: Any) -> float:
+    return variety(rollout.answer)
+
+
+# ---- turns: a process is told "go" in a line on stdin, and answers with the figures of a step in a line
+
+
+def wait_for_turn() -> None:
+    if not sys.stdin.readline():
+        os._exit(0)  # the bench is over
+
+
+def tell(figures: dict[str, float]) -> None:
+    print("STEP " + json.dumps(figures), flush=True)
+
+
+class Side:
+    """One of the two: processes of a command, of which the first is talked to. world: of how many ranks; 0 for a
+    program that has none."""
+
+    def __init__(self, name: str, command: list[str], world: int, environment: dict[str, str], log: Path) -> None:
+        self.name, self._log = name, log
+        with log.open("w") as lines:
+            self._processes = [
+                subprocess.Popen(
+                    command,
+                    env={
+                        **os.environ,
+                        **environment,
+                        **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world else {}),
+                    },
+                    stdin=subprocess.DEVNULL if rank else subprocess.PIPE,
+                    stdout=lines if rank else subprocess.PIPE,
+                    stderr=lines,
+                    text=True,
+                )
+                for rank in range(world or 1)
+            ]
+
+    def step(self) -> dict[str, float]:
+        """What it says of a step, with the CPU seconds of all its processes, engines among them."""
+        first = self._processes[0]
+        assert first.stdin is not None and first.stdout is not None
+        before = self._cpu_seconds()
+        with contextlib.suppress(BrokenPipeError):
+            first.stdin.write("go\n")
+            first.stdin.flush()
+        for line in first.stdout:
+            if line.startswith("STEP "):
+                return {**json.loads(line.removeprefix("STEP ")), "CPU seconds": self._cpu_seconds() - before}
+        raise SystemExit(f"{self.name} has ended:\n{self._log.read_text()[-4000:]}")
+
+    def _cpu_seconds(self) -> float:
+        import psutil
+
+        total = 0.0
+        for mine in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                parent = psutil.Process(mine.pid)
+                for process in (parent, *parent.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        used = process.cpu_times()
+                        total += used.user + used.system
+        return total
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait()
+
+
+# ---- the two sides
+
+
+def be_megarl(options: argparse.Namespace) -> None:
+    from megarl.controllers.base import StepResult
+    from megarl.ending import one_line
+    from megarl.flow import HybridFlow
+    from megarl.parallel import ranks
+
+    class InTurn(HybridFlow):
+        def _begin_step(self) -> None:
+            if self.job.rank == 0:
+                wait_for_turn()
+            ranks.barrier()
+            self.clock.lap()
+            super()._begin_step()
+
+        def _finish_step(self, result: StepResult) -> dict[str, float]:
+            metrics = super()._finish_step(result)
+            if self.job.rank == 0:
+                assert result.rollouts is not None
+                seconds = {name[5:]: value for name, value in metrics.items() if name.startswith("time/")}
+                answers = metrics["rollout/response_length_mean"] if "rollout/response_length_mean" in metrics else 0.0
+                tell(seconds | {"tokens": answers, "all": metrics["actor/tokens"]})
+            return metrics
+
+    with one_line():
+        InTurn("configs/quickstart.yaml", options.overrides).run()
+
+
+def be_trl(options: argparse.Namespace) -> None:
+    """In TRL's environment, without MegaRL."""
+    import time
+
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    prompts, tokens = WORKS[options.work]
+    rows = [{"prompt": json.loads(line)["text"]} for line in (options.folder / "trl.jsonl").read_text().splitlines()]
+    seconds: dict[str, float] = {}
+    count = {"tokens": 0.0, "all": 0.0}
+
+    def timed(name: str) -> Any:
+        work = getattr(GRPOTrainer, name)
+
+        def call(*arguments: Any, **given: Any) -> Any:
+            began = time.perf_counter()
+            result = work(*arguments, **given)
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+            return result
+
+        setattr(GRPOTrainer, name, call)
+
+    for name in ("_generate", "_generate_and_score_completions"):
+        timed(name)
+
+    class InTurn(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            wait_for_turn()
+            seconds.clear()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            step = time.perf_counter() - self.began
+            generate = seconds["_generate"]
+            scored = seconds["_generate_and_score_completions"]
+            phases = {"generate": generate, "reference_logprobs": scored - generate, "actor_update": step - scored}
+            tell(phases | {"step": step} | count)
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        count["tokens"] = sum(map(len, completion_ids)) / len(completion_ids)
+        return [variety(text) for text in completions]
+
+    settings = GRPOConfig(
+        output_dir=str(options.folder / "trl"),
+        per_device_train_batch_size=options.trl_batch or prompts * SAMPLES,
+        gradient_accumulation_steps=prompts * SAMPLES // (options.trl_batch or prompts * SAMPLES),
+        num_generations=SAMPLES,
+        max_completion_length=tokens,
+        generation_kwargs={"min_new_tokens": tokens},
+        max_steps=1_000_000,
+        beta=KL,
+        learning_rate=LR,
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1_000_000,
+        disable_tqdm=True,
+        seed=1,
+        model_init_kwargs={"dtype": "float32"},
+    )
+    GRPOTrainer(
+        model=str(options.folder / "model"),
+        reward_funcs=reward,
+        args=settings,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(options.folder / "model", padding_side="left"),
+        callbacks=[InTurn()],
+    ).train()
+
+
+# ---- the bench
+
+
+def sides(options: argparse.Namespace, folder: Path) -> Iterator[Side]:
+    from local_ranks import free_port
+
+    prompts, tokens = WORKS[options.work]
+    longest = 2 * PROMPT_TOKENS if options.work == "shared" else 192
+    overrides = [
+        "algorithm=grpo",
+        "kl.place=loss",
+        f"kl.coef={KL}",
+        f"actor_optimizer.lr={LR}",
+        "actor_optimizer.schedule=constant",
+        "actor_optimizer.warmup_fraction=0",
+        "run.num_rollout=1000000",
+        "run.num_update=1",
+        "run.epochs=1",
+        "run.eval_every=0",
+        "run.export=false",
+        "run.timeout_s=3600",
+        f"run.dir={folder / 'run'}",
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'prompts.jsonl'}",
+        f"data.prompts_per_step={prompts}",
+        f"rollout.samples_per_prompt={SAMPLES}",
+        f"rollout.max_new_tokens={tokens}",
+        f"rollout.max_context={longest}",
+        "rollout.max_turns=1",
+        "reward.functions=[bench_trl:rollout_variety]",
+        *options.overrides,
+    ]
+    from megarl.config import load_config
+
+    world = load_config(ROOT / "configs/quickstart.yaml", overrides).parallel.world_size
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    own = [sys.executable, "-W", "ignore", __file__, "--be", "megarl", *overrides]
+    yield Side("MegaRL", own, world, {**place, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, folder / "megarl.log")
+    if options.trl is None:
+        return
+    their = [str(options.trl), "-W", "ignore", __file__, "--be", "trl", "--folder", str(folder), "--work", options.work]
+    their += ["--trl-batch", str(options.trl_batch)]
+    cores = str(len(os.sched_getaffinity(0)))
+    alone = {
+        "PYTHONPATH": "",
+        "OMP_NUM_THREADS": cores,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    yield Side("TRL", their, 0, alone, folder / "trl.log")
+
+
+def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    with tempfile.TemporaryDirectory(prefix="bench-trl-") as place:
+        folder = Path(place) / options.work
+        make_work(folder, options.work)
+        both = list(sides(options, folder))
+        found: dict[str, list[dict[str, float]]] = {side.name: [] for side in both}
+        try:
+            for turn in range(options.warm_up + options.rounds):
+                for side in both[:: 1 if turn % 2 else -1]:
+                    figures = side.step()
+                    if turn >= options.warm_up:
+                        found[side.name].append(figures)
+        finally:
+            for side in both:
+                side.end()
+    return found
+
+
+def show(work: str, found: dict[str, list[dict[str, float]]]) -> None:
+    print(f"{work}: {WORKS[work][0] * SAMPLES} answers a step; medians of {len(found['MegaRL'])} steps, seconds")
+    names = list(dict.fromkeys(name for steps in found.values() for name in steps[0]))
+    print(f"{'':24}" + "".join(f"{side:>10}" for side in found))
+    for name in names:
+        row = [statistics.median([step.get(name, 0.0) for step in steps]) for steps in found.values()]
+        print(f"{name:24}" + "".join(f"{value:10.3f}" for value in row))
+    if "TRL" in found:
+        for name, what in (("step", "times as fast"), ("CPU seconds", "of TRL's CPU seconds over MegaRL's")):
+            ratios = sorted(b[name] / a[name] for a, b in zip(found["MegaRL"], found["TRL"], strict=True))
+            quarters = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+            print(f"{statistics.median(ratios):.2f} {what} (quarters {quarters[0]:.2f} to {quarters[1]:.2f})")
+
+
+def parse() -> argparse.Namespace:
+    # TRL's environment has no MegaRL to take a parser from.
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl", type=Path, help="python of an environment with TRL; without, MegaRL alone")
+    parser.add_argument(
+        "--work", choices=list(WORKS), default="quickstart", help="shared: 50 M parameters, long prompts"
+    )
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=3, help="steps of each before those that count")
+    parser.add_argument("--trl-batch", type=int, default=0, help="answers of TRL's micro-batches; 0 for all at once")
+    parser.add_argument("--be", choices=("megarl", "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", help="of MegaRL's configuration")
+    return parser.parse_intermixed_args()
+
+
+def main() -> int:
+    options = parse()
+    if options.be == "trl":
+        be_trl(options)
+    elif options.be == "megarl":
+        be_megarl(options)
+    else:
+        show(options.work, compare(options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
