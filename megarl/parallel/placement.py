@@ -139,7 +139,7 @@ def roles_of_ranks(config: Config, roles: Iterable[str]) -> dict[int, str]:
     placement = placement_of(config)
     if placement.colocated:
         return {}
-    there = {role: placement.of(role) for role in roles if _has_model(config, role)}
+    there = {role: placement.of(role) for role in roles if has_model(config, role)}
     found = {rank: [role for role in there if rank in there[role]] for rank in range(placement.world)}
     return {rank: ", ".join(names) or "no role" for rank, names in found.items()}
 

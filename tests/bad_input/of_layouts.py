@@ -3,7 +3,7 @@
 from case import Case
 
 FOUR, EIGHT = "parallel.world_size=4", "parallel.world_size=8"
-AHEAD, REPLAYED, MORE = "rollout.ahead=1", "rollout.replay=FOLDER", "rollout.oversample=1.5"
+AHEAD, REPLAYED, MORE = "rollout.asynchronous=true", "rollout.replay=FOLDER", "rollout.oversample=1.5"
 APART = "{actor: 0-3, rollout: 4-7}"
 
 
@@ -44,14 +44,16 @@ CASES = [
     placed(
         "engines of no neighbours", ("ranks 2,4", "neighbours"), "{actor: '3', rollout: '0-2,4'}", EIGHT, "rollout.tp=2"
     ),
-    placed("a step ahead, colocated", ("rollout.ahead=1", "rank 0", "placement.rollout"), "{}", EIGHT, AHEAD),
+    placed("a step ahead, colocated", ("rollout.asynchronous=true", "rank 0", "placement.rollout"), "{}", EIGHT, AHEAD),
     placed(
         "a step ahead, on some ranks", ("rank 4", "critic's"), "{actor: 0-3, critic: 4-7, rollout: 4-7}", EIGHT, AHEAD
     ),
-    placed("a step ahead, replayed", ("rollout.replay", "set the first to 0"), APART, EIGHT, AHEAD, REPLAYED),
+    placed("a step ahead, replayed", ("rollout.replay", "set the first to false"), APART, EIGHT, AHEAD, REPLAYED),
     placed("a step ahead and more prompts", ("oversample=1.5", "one of them only"), APART, EIGHT, AHEAD, MORE),
-    placed("two steps ahead", ("rollout.ahead", "at most 1"), APART, EIGHT, "rollout.ahead=2"),
-    placed("a step behind", ("rollout.ahead", "at least 0"), APART, EIGHT, "rollout.ahead=-1"),
+    placed("ahead of oneself", ("rollout.max_lag", "at least 0"), APART, EIGHT, AHEAD, "rollout.max_lag=-1"),
+    placed(
+        "a push of another kind", ("rollout.on_push", "retract, in_place, wait"), APART, EIGHT, "rollout.on_push=drop"
+    ),
     Case("a placement that is a text", ("placement must be a mapping", "not"), ("placement=0-3",)),
     Case("a number for all roles", ("placement must be a mapping",), ("placement=3",)),
     Case("a place within a role", ("placement.actor",), (EIGHT, "placement.actor.first=0")),
