@@ -135,11 +135,11 @@ def engine_ranks(config: Config) -> list[tuple[int, ...]]:
 
 
 def roles_of_ranks(config: Config, roles: Iterable[str]) -> dict[int, str]:
-    """What each rank is there for, in words, where not all ranks have all roles."""
+    """What each rank is there for, in words, where not all ranks have all roles; rewards only where they are placed."""
     placement = placement_of(config)
     if placement.colocated:
         return {}
-    there = {role: placement.of(role) for role in roles if has_model(config, role)}
+    there = {role: placement.of(role) for role in roles if role != "reward" or role in config.placement}
     found = {rank: [role for role in there if rank in there[role]] for rank in range(placement.world)}
     return {rank: ", ".join(names) or "no role" for rank, names in found.items()}
 
