@@ -171,6 +171,6 @@ def test_orders_leave_nothing_behind(qwen3_moe: Running) -> None:
 def shared(engine: Engine) -> tuple[int, int]:
     """Files in shared memory that torch made in this process, and how often the engine's processes have mapped one."""
     files = len(list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")))
-    processes = [child for child in psutil.Process().children(recursive=True) if "sglang" in child.name()]
-    assert processes
+    processes = psutil.Process().children(recursive=True)  # by whatever names
+    assert len(processes) > 2
     return files, sum(Path(f"/proc/{process.pid}/maps").read_text().count("/dev/shm/torch_") for process in processes)
