@@ -225,3 +225,8 @@ def test_mistakes_are_one_line(run_dir: Path, tmp_path: Path, capsys: pytest.Cap
         assert len(said) == 1 and said[0].startswith("error: ") and text in said[0]
     with pytest.raises(ConfigError):
         timeline.load(empty)
+
+
+def test_overhead_is_what_nobody_is_at_work_in() -> None:
+    costs = [timeline.Cost(10.0, nobody, 1.0, 1.0) for nobody in (0.1, 0.2, 9.0)]
+    assert timeline.overhead(costs) == "overhead: 0.200 s of a step, 2.0%; 1% of one of 20 s"
