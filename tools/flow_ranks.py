@@ -129,6 +129,9 @@ class PlayedRollout:
 class Now:
     """What the tool has to know of how this revision does it."""
 
+    parcels = 0
+    """Bytes of rollouts that were handed to other ranks for their rewards."""
+
     @staticmethod
     def rank(place: Any) -> int:
         return int(place.job.rank)
@@ -181,7 +184,16 @@ class Now:
         from megarl.parallel import everyone
         from megarl.parallel.delivery import Post
 
-        everyone._post = Post(per_machine=size)
+        everyone._post = post = Post(per_machine=size)
+        exchange = post.exchange_objects
+
+        def counted(parcels: Mapping[int, Any]) -> dict[int, Any]:
+            before = sum(post.sent.values())
+            found = exchange(parcels)
+            Now.parcels += sum(post.sent.values()) - before
+            return found
+
+        post.exchange_objects = counted  # type: ignore[method-assign]
 
     @staticmethod
     def timed(parts: Parts) -> None:
@@ -195,7 +207,7 @@ class Now:
         """Bytes of rows that this rank has written for others."""
         from megarl.parallel import everyone
 
-        return sum(everyone.post().sent.values())
+        return sum(everyone.post().sent.values()) - Now.parcels
 
     @staticmethod
     def is_own(file: Path, rank: int) -> bool:

@@ -17,13 +17,11 @@ from megarl.types.declared import Declared
 
 TOKEN, NUMBER, FLAG, INDEX = 4, 4, 1, 8
 """Bytes of a token's id, of a number about a token, of whether it is trained on, and of where it is."""
-CUT = 3 * INDEX
-"""Bytes a token while a mini-batch is cut out: where it is, and the two terms that this is the sum of."""
 CUT_MICRO = 5 * INDEX
 """Of a micro-batch beside its columns: ids, the next ids, positions, and the places of tokens, twice."""
 CHOICE = 8
-"""Of a choice of an expert on record, while micro-batches are made: as it came, joined, looked up, and as int16 of this
-one and of the one at work."""
+"""Of a choice of an expert on record, while micro-batches are made: joined to the others as it came; of those of a
+tensor parallel rank as they are looked up, and as int16 of this one and of the one at work."""
 RECTANGLE = 1 << 24
 """Of the numbers that `algorithms.advantages.gae` goes through together, see `STEPS` there."""
 VIEW = 512
@@ -82,42 +80,39 @@ def moments(
     parallel, here, leads = config.parallel, _here(config), _leads(config)
     machines = parallel.world_size // here
     columns = column_bytes(declared)
-    choices = 0.0 if routing is None else len(routing.moe_layers) * routing.topk / parallel.pp
     passes = max(1, config.run.num_update // config.run.epochs)
-    mini = own / passes
+    mini, kind = own / passes, routing.dtype.itemsize if routing is not None else 1
 
     def at(columns: int, parts: dict[str, float]) -> dict[str, float]:
         held = {"rollouts": own * (TOKEN + NUMBER), "records of routing": own * record}
         return held | {"columns of the batch": own * columns} | parts
 
-    def exchanged(rows: float, each: int) -> float:
-        """Records are laid together before they are sent. On one rank nothing is."""
-        sent = (each + record) * batch.leaving * (2 - 1 / machines) + record
-        return rows * sent if parallel.world_size > 1 else 0.0
-
-    def at_work(rows: float, each: int) -> float:
-        """The micro-batch at work, and the next, which is being made: as few as may be, and equal ones."""
+    def computing(rows: float, sent: int, each: int, record: int) -> dict[str, float]:
+        """Records are laid together, sent, and of a stage's layers laid together again. Then there is a micro-batch at
+        work, of as few as may be, equal ones, and the next is being made. On one rank nothing is sent."""
+        stage = record / parallel.pp
+        leaves = (sent + record) * batch.leaving * (2 - 1 / machines)
+        sending, kept = rows * (leaves + record + (stage if parallel.pp > 1 else 0.0)), rows * (leaves + stage)
         rank = rows * (parallel.tp * parallel.cp * parallel.pp) / here
-        micro = here * min(rank, max(rank / ceil(rank / (config.train.token_budget * parallel.cp)), batch.longest))
-        return micro * (2 * (each + CUT_MICRO) + 2 * INDEX + choices * CHOICE)
+        micro = min(rank, max(rank / ceil(rank / (config.train.token_budget * parallel.cp)), batch.longest))
+        choices = stage * (1 + (CHOICE / kind - 1) / parallel.tp)
+        work = here * micro * (2 * (each + CUT_MICRO) + 2 * INDEX + choices)
+        if parallel.world_size == 1:
+            sending, kept = 0.0, 0.0
+        fuller = (sending, 0.0) if sending > kept + work else (kept, work)
+        return dict(zip(("buffers of exchanges", "micro-batches at work"), fuller, strict=True))
 
     first = TOKEN + FLAG + NUMBER  # what there is before the first model has said something
     says = sum(role in declared.roles for role in ("actor", "reference", "critic"))
     trained = own * NUMBER if passes == 1 else mini * (columns + NUMBER)
+    forwards = [  # of the policy, which replays; the last of those that do not
+        at(first + NUMBER, computing(own, TOKEN, first, record)),
+        at(first + NUMBER * says, computing(own, TOKEN, first, 0)),
+    ]
     found = {
-        "forward": at(
-            first + NUMBER * says,
-            {"buffers of exchanges": exchanged(own, TOKEN), "micro-batches at work": at_work(own, first)},
-        ),
-        "cutting": at(columns, {"mini-batches": trained if passes == 1 else 2 * trained + mini * CUT}),
-        "update": at(
-            columns,
-            {
-                "mini-batches": trained,
-                "buffers of exchanges": exchanged(mini, columns + NUMBER),
-                "micro-batches at work": at_work(mini, columns + NUMBER),
-            },
-        ),
+        "forward": max(forwards, key=lambda parts: sum(parts.values())),
+        "cutting": at(columns, {"mini-batches": trained if passes == 1 else trained + mini * (columns + INDEX)}),
+        "update": at(columns, {"mini-batches": trained} | computing(mini, columns + NUMBER, columns + NUMBER, record)),
     }
     if "critic" in declared.roles:
         steps = min(RECTANGLE, batch.longest * batch.sequences * _share(config) / leads)

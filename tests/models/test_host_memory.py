@@ -29,7 +29,7 @@ def test_a_step_by_hand() -> None:
     found = of(Batch(800, 100, 10), run={"num_update": 4, "epochs": 2}, parallel=parallel)
     held = {"rollouts": 800 * 8, "records of routing": 0}
     batch = {"columns of the batch": 800 * 33}
-    assert found["cutting"] == held | batch | {"mini-batches": 400 * (2 * 37 + 24)}
+    assert found["cutting"] == held | batch | {"mini-batches": 400 * (37 + 33 + 8)}
     assert found["update"] == held | batch | {
         "mini-batches": 400 * 37,
         "buffers of exchanges": 400 * 37,
@@ -69,6 +69,16 @@ def test_a_machine_has_its_share_and_records_in_a_byte_up_to_256_experts() -> No
     parallel = {"world_size": 2, "ranks_per_node": 2}
     half = of(Batch(8000, 800, 10, leaving=0.5), shapes[0], parallel=parallel)
     assert half["forward"]["buffers of exchanges"] == 8000 * (0.5 * (4 + 24) + 24)
+
+
+def test_records_while_they_are_sent_and_while_they_are_replayed() -> None:
+    """Two stages: all layers laid together, then each stage's; with little at work the first is more."""
+    shape, parallel = RoutingShape(4, (0, 1, 2, 3), 8, 256), {"world_size": 2, "ranks_per_node": 2, "pp": 2}
+    found = of(Batch(8000, 800, 10, leaving=0.5), shape, parallel=parallel)["forward"]
+    assert found["buffers of exchanges"] == 8000 * (0.5 * 36 + 32 + 16) and not found["micro-batches at work"]
+    large = of(Batch(8000, 800, 10, leaving=0.5), shape, parallel=parallel, train={"token_budget": 4000})["forward"]
+    assert large["buffers of exchanges"] == 8000 * (0.5 * 36 + 16)
+    assert large["micro-batches at work"] == 2 * 4000 * (2 * (9 + 40) + 16 + 2 * 8 * 8)
 
 
 def test_constants_are_those_of_the_code_that_they_are_about() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -15,17 +13,9 @@ from megarl.config import ConfigError
 from megarl.observe.clock import DATA, ELSEWHERE, STEP, WAIT, Span
 from megarl.observe.timeline import Timeline, timeline_file
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).resolve().parents[2] / f"tools/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-timeline = tool("timeline")
+import timeline  # noqa: E402
 
 
 def main(name: str, who: str, begin: float, end: float) -> Span:
