@@ -9,12 +9,13 @@ On a rank they are the sum of
 - what it does with the tokens that it computes: micro-batches. Likewise;
 - its plans: who computes what, who needs what of whom. They grow with all sequences and with the ranks of a machine;
   nothing is assumed of that: this process makes them, as that rank, from the lengths of all sequences;
-- collectives that say figures of sequences everywhere, as many in every step: a number of seconds, and some a rank;
+- collectives that say figures of sequences everywhere, as many in every step: a number of seconds, and some for each
+  rank, through which they go one after another;
 - bytes that it sends to other machines, which this process counts in the plans, at the speed of gloo.
 
-The seconds of the first two are a processor's, measured in steps of `bench_flow.py` at 2 and 4 ranks; the collectives'
-are of 2, 4 and 8 ranks of this machine; then a step at 8 ranks, in another layout, is predicted and measured. Rollouts
-are recorded in the background, and waits for other ranks are those of the model.
+The seconds of the first two are a processor's, measured in steps of `bench_flow.py` at 2 and 4 ranks; so are the
+collectives', at 2, 4 and 8 ranks, without what a wire between machines takes. Then a step at 8 ranks in another layout
+is predicted and measured. Rollouts are recorded in the background, and waits for other ranks are those of the model.
 """
 
 from __future__ import annotations
