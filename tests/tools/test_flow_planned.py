@@ -33,6 +33,8 @@ def test_planned_is_measured(layout: str, tmp_path: Path) -> None:
         planned, counted = found.pop(exact)
         assert planned == counted, exact
     off = {name: round(planned / held, 3) for name, (planned, held) in found.items()}
+    # While records are sent there is memory that nobody has read from yet: no process counts it as its own.
+    assert 0.9 < off.pop("forward") < 1.2, off
     assert all(0.9 < share < 1.1 for share in off.values()), off
 
 
