@@ -19,7 +19,7 @@ from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.controllers.registry import declare, make_controller
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
-from megarl.models.host_memory import step_bytes
+from megarl.models.host_memory import Batch, step_bytes
 from megarl.models.memory import StageMemory, kinds, plan_memory
 from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.routing import routing_shape
@@ -255,9 +255,9 @@ def _facts(
 
 def _host(hf: HFConfig, config: Config, declared: Declared, experts: bool) -> list[tuple[str, str]]:
     """Of a step's values, in the memory of a machine and of its ranks: by part, for answers as long as they may be."""
-    tokens = checks.sequences_per_step(config, declared) * config.rollout.max_context
+    sequences, longest = checks.sequences_per_step(config, declared), config.rollout.max_context
     routing = routing_shape(hf, config.model.megatron) if config.train.replay_routing and experts else None
-    parts = step_bytes(config, declared, tokens, routing)
+    parts = step_bytes(config, declared, Batch(sequences * longest, sequences, longest), routing)
     here, whole = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
     leads = max(1, here // config.rollout.tp)
     rows = [

@@ -177,8 +177,8 @@ class HybridFlow(Items):
             self.step += 1
             self.log.begin_step(self.step)
             self._begin_step()
-            result = self.controller.step(self, items)
-            metrics = self._finish_step(result)
+            # No name for what it returns: the next step would be taken with all of this one still in memory.
+            metrics = self._finish_step(self.controller.step(self, items))
             last = self.step == run.num_rollout
             stop = self._is_asked_to_stop() and not last
             if stop or (run.save_every and (last or self.step % run.save_every == 0)):

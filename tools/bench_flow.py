@@ -5,8 +5,9 @@
 
 Real controllers, batches, workers, packing, deliveries and rollout log, on processes of this machine; the engines'
 answers are random arrays and the models are played (`flow_ranks.py`). For each number of ranks the same batch, in steps
-at half of it and at all of it: seconds are medians over the repeats, of the slowest rank, waits for others among
-them; what a processor worked in them does not depend on how many processors there are. `sent` is what a rank writes to
+at a quarter of it, half of it and all of it: seconds are medians over the repeats, of the slowest rank, waits for
+others among them; those of a processor, on the rank where they are most, do not depend on how many processors there
+are. `from a line`: how far the three sizes are from what is linear in their tokens. `sent` is what a rank writes to
 sockets and to memory shared with others in a step, without the log; `memory` what all ranks together hold at most (sum
 of PSS) above what they had before there were rollouts.
 
@@ -28,15 +29,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flow_answers import Shape, config_of, routing_of, total_tokens
+import flow_planned
+import numpy as np
+from flow_answers import SIZES, Shape, total_tokens
 from local_ranks import ROOT, run
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from megarl.command_line import Parser, count, ends_in_a_line, file_to_write
-from megarl.controllers.registry import declare
-from megarl.models.host_memory import step_bytes
 from megarl.strict import ConfigError
 
 PLAYED = "model"
@@ -47,9 +48,13 @@ EVERY_S = 0.03
 class Watch:
     """Bytes of all ranks together, by what the ranks say that they are doing."""
 
-    def __init__(self, folder: Path) -> None:
-        self._label, self.found = folder / "label", {}  # type: ignore[var-annotated]
+    def __init__(self) -> None:
+        self._label, self.found = Path(), {}  # type: ignore[var-annotated]
         self._over = threading.Event()
+
+    def look_into(self, folder: Path) -> None:
+        """For what the ranks say."""
+        self._label = folder / "label"
 
     def __call__(self, pids: Sequence[int]) -> None:
         threading.Thread(target=self._look, args=(pids,), daemon=True).start()
@@ -79,20 +84,31 @@ def pss(pid: int) -> int:
     return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:"))
 
 
+def ranks_of(order: dict[str, Any], root: Path = ROOT, watch: Watch | None = None) -> list[dict[str, Any]]:
+    """What each rank found. Without `watch` nobody looks at their memory from outside."""
+    with tempfile.TemporaryDirectory(prefix="bench_flow_") as folder:
+        if watch is not None:
+            watch.look_into(Path(folder))
+        script = str(Path(__file__).with_name("flow_ranks.py"))
+        found: list[dict[str, Any]] = run(
+            [script, json.dumps({**order, "folder": folder})], order["ranks"], 7200.0, root, watch
+        )
+        return found
+
+
 def measured(order: dict[str, Any], root: Path) -> dict[str, Any]:
     """Figures of a revision at some number of ranks."""
-    with tempfile.TemporaryDirectory(prefix="bench_flow_") as folder:
-        watch = Watch(Path(folder))
-        script = str(Path(__file__).with_name("flow_ranks.py"))
-        by_rank = run([script, json.dumps({**order, "folder": folder})], order["ranks"], 7200.0, root, watch)
-        memory = watch.result()
-    return figures(by_rank, memory)
+    watch = Watch()
+    by_rank = ranks_of(order, root, watch)
+    memory = watch.result()
+    found = figures(by_rank, memory)
+    return found if order["before"] else found | {"beside": flow_planned.beside(order, by_rank)}
 
 
 def figures(by_rank: Sequence[dict[str, Any]], memory: dict[str, int]) -> dict[str, Any]:
     """Of what each rank found: by size, medians of the repeats, those of the slowest rank, and of bytes the most."""
     found: dict[str, Any] = {"memory": memory}
-    for size in ("half", "full"):
+    for size in SIZES:
         steps = [rank[size] for rank in by_rank]
         parts = [medians([step["parts"] for step in rank]) for rank in steps]
         slowest = max(parts, key=lambda found: sum(found.values()))
@@ -140,10 +156,16 @@ def table_of(found: dict[str, dict[int, Any]]) -> Table:
     for part in sorted({part for one in whole for part in one["parts"]}):
         table.add_row(f"{part}, s", *(f"{one['parts'].get(part, 0.0):.3f}" for one in whole))
     table.add_section()
-    table.add_row("host seconds of a step", *(f"{one['seconds']:.2f}" for one in whole), style="bold")
+    table.add_row("host seconds of a step, slowest rank", *(f"{one['seconds']:.2f}" for one in whole), style="bold")
     table.add_row("of a processor, most of a rank", *(f"{one['busy']:.2f}" for one in whole))
     table.add_row("tokens/s", *(f"{one['tokens'] / one['seconds']:,.0f}" for one in whole))
-    table.add_row("a token's over half the batch's", *(f"{growth(figures):.2f}" for _, _, figures in columns))
+    table.add_row("a token's over a quarter's", *(f"{growth(figures):.2f}" for _, _, figures in columns))
+    for kind in ("seconds", "busy"):
+        lines = [line_of(figures, kind) for _, _, figures in columns]
+        what = "of a processor" if kind == "busy" else "of the slowest rank"
+        table.add_row(f"{what}, ms a million tokens", *(f"{1e9 * slope:.0f}" for slope, _, _ in lines))
+        table.add_row("  ms of none", *(f"{1e3 * start:.0f}" for _, start, _ in lines))
+        table.add_row("  from a line", *(f"{off:.1%}" for _, _, off in lines))
     table.add_row("sent, most of a rank, MB", *(f"{one['sent'] / 1e6:.1f}" for one in whole))
     table.add_row("sent by all ranks, MB", *(f"{one['sent_by_all'] / 1e6:.1f}" for one in whole))
     table.add_row("memory: rollouts, MB", *(f"{one['memory']['rollouts'] / 1e6:.0f}" for _, _, one in columns))
@@ -153,15 +175,19 @@ def table_of(found: dict[str, dict[int, Any]]) -> Table:
 
 
 def growth(figures: dict[str, Any]) -> float:
-    """A processor's seconds for a token of all sequences over those of half of them: 1 where cost grows as the tokens
-    do, below that where some of it does not grow."""
-    half, full = figures["half"], figures["full"]
-    return float(full["busy"] / full["tokens"] / (half["busy"] / half["tokens"]))
+    """A processor's seconds for a token of all sequences over those of a quarter of them: 1 where cost grows as the
+    tokens do, below that where some of it does not grow."""
+    few, full = figures["quarter"], figures["full"]
+    return float(full["busy"] / full["tokens"] / (few["busy"] / few["tokens"]))
 
 
-def most(figures: dict[str, Any]) -> int:
-    """Bytes that all ranks held together at most."""
-    return max(figures["memory"].values())
+def line_of(figures: dict[str, Any], kind: str) -> tuple[float, float, float]:
+    """Seconds a token and seconds of no token, by least squares over the sizes, and how far the one that fits worst is
+    from there, as a share of it."""
+    tokens = np.array([figures[size]["tokens"] for size in SIZES], float)
+    seconds = np.array([figures[size][kind] for size in SIZES], float)
+    slope, start = np.polyfit(tokens, seconds, 1)
+    return float(slope), float(start), float(np.abs(slope * tokens + start - seconds).max() / seconds.max())
 
 
 def different(one: dict[str, float], other: dict[str, float]) -> list[str]:
@@ -186,7 +212,7 @@ def main() -> int:
     parser.add_argument("--per-machine", type=count(), default=0, help="ranks of a machine, to play several; 0 for all")
     parser.add_argument("--token-budget", type=count(), default=32768)
     parser.add_argument("--repeats", type=count(), default=3)
-    parser.add_argument("--planned", action="store_true", help="what the dry run says of the memory, beside it")
+    parser.add_argument("--planned", action="store_true", help="what is planned of memory and messages, beside it")
     parser.add_argument("--against", default="", metavar="REVISION", help="does the same at the last number of ranks")
     parser.add_argument("--json", type=Path, help="a file to write the figures to")
     chosen = parser.parse_args()
@@ -200,9 +226,9 @@ def main() -> int:
     console.print(f"{shape.sequences} sequences, {tokens:,} tokens, {chosen.controller}")
 
     def order(world: int, before: bool) -> dict[str, Any]:
-        if shape.sequences % (2 * chosen.samples * (world // chosen.engine_tp)):
+        if shape.sequences % (4 * chosen.samples * (world // chosen.engine_tp)):
             raise ConfigError(
-                f"--sequences {shape.sequences} are not twice as many groups of {chosen.samples} for each of the "
+                f"--sequences {shape.sequences} are not four times as many groups of {chosen.samples} for each of the "
                 f"{world // chosen.engine_tp} engines"
             )
         own = {name: getattr(chosen, name) for name in ("controller", "updates", "tp", "pp", "engine_tp", "repeats")}
@@ -224,10 +250,10 @@ def main() -> int:
     console.print(table_of(found))
     if chosen.planned:
         for world, one in found["now"].items():
-            config = config_of(orders[world], Path())
-            parts = step_bytes(config, declare(config), tokens, routing_of(shape))
-            console.print(f"{world} ranks, planned: {sum(parts.values()) / 1e6:.0f} MB, {most(one) / 1e6:.0f} measured")
-            console.print("  " + ", ".join(f"{name} {amount / 1e6:.1f}" for name, amount in parts.items()))
+            table = Table(f"{world} ranks, M", "planned", "measured", "", box=box.SIMPLE)
+            for name, (planned, counted) in one["beside"].items():
+                table.add_row(name, f"{planned / 1e6:.1f}", f"{counted / 1e6:.1f}", f"{planned / counted:.2f}")
+            console.print(table)
     if chosen.against:
         now, before = (by_world[chosen.ranks[-1]] for by_world in found.values())
         console.print(

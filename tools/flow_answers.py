@@ -18,6 +18,11 @@ PROMPT = 256
 TOOL = 32
 """Tokens of a tool's answer between two turns."""
 
+SIZES = {"quarter": 0.25, "half": 0.5, "full": 1.0}
+"""Of the sequences, how many there are in a step, so that one sees how its cost grows."""
+QUADRATIC = 1 / (6 * 4096)
+"""Of attention: what a token costs more for each that stands before it, in a model as wide as 4096."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -96,7 +101,7 @@ def config_of(order: Mapping[str, Any], folder: Path) -> Config:
                 "tp": order["tp"],
                 "pp": order["pp"],
             },
-            "rollout": {"samples_per_prompt": samples, "max_context": longest},
+            "rollout": {"samples_per_prompt": samples, "max_context": longest, "tp": order["engine_tp"]},
             "data": {"prompts_per_step": sequences // samples},
             "train": {"token_budget": order["token_budget"], "replay_routing": bool(order["shape"]["layers"])},
             "track": {"progress": False, "tensorboard": False},

@@ -71,6 +71,10 @@ class Before:
         return None
 
     @staticmethod
+    def posted() -> int:
+        return 0
+
+    @staticmethod
     def is_own(file: Path, rank: int) -> bool:
         """Rank 0 writes all."""
         return rank == 0 and file.suffix == ".jsonl" and file.parent.name == "rollouts"

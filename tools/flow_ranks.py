@@ -19,8 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import flow_memory
+import flow_messages
 import torch
-from flow_answers import Answer, Shape, answers, config_of, groups, routing_of
+from flow_answers import QUADRATIC, SIZES, Answer, Shape, answers, config_of, groups, routing_of
+from flow_parts import NOT_OURS, Parts
 
 from megarl.config import Config
 from megarl.controllers.base import Controller
@@ -39,66 +42,6 @@ from megarl.workers.critic import CriticWorker
 from megarl.workers.reference import ReferenceWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.training import TrainingWorker
-
-QUADRATIC = 1 / (6 * 4096)
-"""Of attention: what a token costs more for each that stands before it, in a model as wide as 4096."""
-NOT_OURS = "model"
-"""The part that is played for model, optimizer and engine, which is no part of a step's host seconds."""
-
-
-class Parts:
-    """Seconds by part, and how many of them the processor worked for it; what is done within another part is counted
-    once, for the inner one."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.busy: dict[str, float] = {}
-        self._open: list[str] = []
-        self._since = 0.0, 0.0
-
-    @contextmanager
-    def of(self, part: str) -> Iterator[None]:
-        self._lap()
-        self._open.append(part)
-        try:
-            yield
-        finally:
-            self._lap()
-            self._open.pop()
-
-    def _lap(self) -> None:
-        now = time.perf_counter(), time.thread_time()
-        if self._open:
-            for found, ended, begun in zip((self.seconds, self.busy), now, self._since, strict=True):
-                found[self._open[-1]] = found.get(self._open[-1], 0.0) + ended - begun
-        self._since = now
-
-    def around(self, owner: Any, name: str, part: str) -> None:
-        """Time a function of a module or class, wherever it is called from there."""
-        wrapped = getattr(owner, name)
-
-        def timed(*arguments: Any, **named: Any) -> Any:
-            with self.of(part):
-                return wrapped(*arguments, **named)
-
-        static = isinstance(owner, type) and isinstance(vars(owner).get(name), staticmethod)
-        setattr(owner, name, staticmethod(timed) if static else timed)
-
-    def around_each(self, owner: Any, name: str, part: str) -> None:
-        """Time what a generator does until it yields."""
-        wrapped = getattr(owner, name)
-
-        def timed(*arguments: Any, **named: Any) -> Iterator[Any]:
-            source = wrapped(*arguments, **named)
-            while True:
-                with self.of(part):
-                    try:
-                        value = next(source)
-                    except StopIteration:
-                        return
-                yield value
-
-        setattr(owner, name, timed)
 
 
 class Played(MegatronModel):
@@ -154,6 +97,7 @@ class Played(MegatronModel):
         for indices in mine:
             with self.parts.of("micro-batches"):
                 micro: MicroBatch = take(make_micro_batch, indices, place, *at, 0, replayed)
+                self.parts.computed += len(micro.real)
             with self.parts.of(NOT_OURS):
                 int(micro.tokens.sum()) + (0 if micro.routing is None else int(micro.routing.sum()))
             if self.ranks.pp_rank == self.ranks.pp - 1:
@@ -188,6 +132,9 @@ class PlayedRollout:
 
 class Now:
     """What the tool has to know of how this revision does it."""
+
+    parcels = 0
+    """Bytes of rollouts that were handed to other ranks for their rewards."""
 
     @staticmethod
     def rank(place: Any) -> int:
@@ -241,7 +188,16 @@ class Now:
         from megarl.parallel import everyone
         from megarl.parallel.delivery import Post
 
-        everyone._post = Post(per_machine=size)
+        everyone._post = post = Post(per_machine=size)
+        exchange = post.exchange_objects
+
+        def counted(parcels: Mapping[int, Any]) -> dict[int, Any]:
+            before = sum(post.sent.values())
+            found = exchange(parcels)
+            Now.parcels += sum(post.sent.values()) - before
+            return found
+
+        post.exchange_objects = counted  # type: ignore[method-assign]
 
     @staticmethod
     def timed(parts: Parts) -> None:
@@ -249,6 +205,13 @@ class Now:
 
         parts.around(Distribution, "give", "rows to models")
         parts.around(Distribution, "take_back", "numbers back")
+
+    @staticmethod
+    def posted() -> int:
+        """Bytes of rows that this rank has written for others."""
+        from megarl.parallel import everyone
+
+        return sum(everyone.post().sent.values()) - Now.parcels
 
     @staticmethod
     def is_own(file: Path, rank: int) -> bool:
@@ -297,9 +260,10 @@ def written() -> int:
 
 
 def measure(order: Mapping[str, Any], how: Any = Now) -> None:
-    """As one of the ranks: warm up, then steps at half of the sequences and at all of them, then one that is watched
+    """As one of the ranks: warm up, then steps at each of SIZES, then one that is watched
     for the memory that it takes."""
     torch.set_num_threads(1)
+    flow_messages.count()
     shape = Shape(**order["shape"])
     folder = Path(order["folder"])
     config = config_of(order, folder)
@@ -328,6 +292,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         flow.rollout.share = share
         parts.seconds.clear()
         parts.busy.clear()
+        parts.computed, counted, posted = 0, flow_messages.taken_part(), how.posted()
         ranks.barrier()
         wrote = written()
         with parts.of("log"):
@@ -339,8 +304,9 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         if watched:
             mark("log", 0.0)
         log.step(step, metrics, result.rollouts, result.batch, result.trained)
-        if settle := getattr(log, "settle", None):
-            settle()
+        with parts.of("log") if watched else nullcontext():
+            if settle := getattr(log, "settle", None):
+                settle()
         logged = sum(file.stat().st_size for file in folder.rglob("*") if how.is_own(file, rank))
         sent = written() - wrote - logged
         shutil.rmtree(folder / "run" / "rollouts", ignore_errors=True) if rank == 0 else None
@@ -349,7 +315,12 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         return dict(
             parts=dict(parts.seconds),
             busy=sum(parts.busy.values()) - parts.busy.get(NOT_OURS, 0.0),
+            busy_parts=dict(parts.busy),
             sent=sent,
+            posted=how.posted() - posted,
+            collectives=flow_messages.taken_part() - counted,
+            computed=parts.computed,
+            seed=step - 1,
             log_bytes=logged,
             tokens=tokens,
             sequences=result.batch.num_sequences,
@@ -367,16 +338,23 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
     one_step(1.0)
     flow.rollout.mine = []
     mark("baseline")
+    before = flow_memory.settled()
     flow.rollout.mine = made(shape)
+    held = {"rollouts": flow_memory.settled() - before}
     mark("rollouts")
     mark("", 0.0)
     sizes = {}
-    for name, share in (("half", 0.5), ("full", 1.0)):
+    for name, share in SIZES.items():
         sizes[name] = [one_step(share) for _ in range(order["repeats"])]
     mark("step", 0.0)
+    looking = flow_memory.Looking(before, lambda: parts.moment)
     one_step(1.0, watched=True)
+    held |= looking.stop()
     mark("", 0.0)
-    everything = ranks.all_gather_objects(sizes)
+    own = sum(rollout.num_tokens for rollout in flow.rollout.mine) if how is Now else 0
+    group = ranks.host_group()
+    messages = {"latency": flow_messages.latency(group), "wire": flow_messages.wire(group)}
+    everything = ranks.all_gather_objects(sizes | messages | {"held": held, "own": own})
     if rank == 0:
         print("RESULT " + json.dumps(everything), flush=True)
     ranks.barrier()

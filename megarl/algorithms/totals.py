@@ -46,11 +46,11 @@ def token_mean(x: torch.Tensor, mask: torch.Tensor, total: Total = alone) -> flo
 def gap(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor, total: Total = alone) -> Gap | None:
     """|one - other| over the action tokens of all; None where there is no action token. All [T], the numbers fp32."""
     apart = picked(one, mask).sub_(picked(other, mask)).abs_()
-    count = action_tokens(mask, total)
+    whole, count = _sum_and_count(apart.sum(), len(apart), total)
     if not count:
         return None
     p95, largest = kth_values(apart, (-(-count * 95 // 100), count), total)
-    return Gap(largest, p95, _mean(apart.sum(), len(apart), total))
+    return Gap(largest, p95, float(whole / count))
 
 
 def kth_values(x: torch.Tensor, ks: tuple[int, ...], total: Total = alone) -> list[float]:
@@ -98,9 +98,14 @@ def in_blocks(*columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _mean(own_sum: torch.Tensor, own_count: int, total: Total) -> float:
+    whole, count = _sum_and_count(own_sum, own_count, total)
+    return float(whole / max(1, count))
+
+
+def _sum_and_count(own_sum: torch.Tensor, own_count: int, total: Total) -> tuple[torch.Tensor, int]:
     """Sums in fp32 as those of one rank are, added up in fp64 with the counts, which fp32 would round."""
     both = total(torch.stack([own_sum.double(), own_sum.new_tensor(own_count, dtype=torch.float64)]))
-    return float(both[0].to(own_sum.dtype) / both[1].long().clamp(min=1))
+    return both[0].to(own_sum.dtype), int(both[1])
 
 
 def _histogram(bits: torch.Tensor, shift: int, width: int) -> torch.Tensor:

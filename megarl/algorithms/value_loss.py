@@ -53,17 +53,17 @@ def explained_variance(
     if not count:
         return 0.0
     actual = picked(returns, loss_mask, torch.float64)
-    mean, variance = _moments(actual, count, total)
+    unexplained = actual - picked(values, loss_mask)
+    weight = len(actual) / count  # 1 where this is all of them: what comes out is then their own mean and variance
+    own = torch.stack([torch.stack(_moments(actual)), torch.stack(_moments(unexplained))])  # [2, mean and variance]
+    means = total(weight * own[:, 0])
     # Equal returns have this mean but for the rounding of fp64, and so exactly this one in their own dtype.
-    if not total(torch.count_nonzero(actual != mean.to(returns.dtype))):
-        return 0.0
-    _, unexplained = _moments(actual.sub_(picked(values, loss_mask)), count, total)
-    return float(1.0 - unexplained / variance)
+    others = torch.count_nonzero(actual != means[0].to(returns.dtype))
+    variances = weight * (own[:, 1] + (own[:, 0] - means).square())
+    variance, rest, different = total(torch.cat([variances, others[None].to(variances.dtype)]))
+    return float(1.0 - rest / variance) if different else 0.0
 
 
-def _moments(share: torch.Tensor, count: int, total: Total) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and (population) variance of `count` numbers of which `share` [n] fp64 is this rank's."""
-    weight = len(share) / count  # 1 where this is all of them: what comes out is then its own mean and variance
-    own_mean, own_variance = (share.mean(), share.var(correction=0)) if len(share) else share.new_zeros(2)
-    mean = total(weight * own_mean)
-    return mean, total(weight * (own_variance + (own_mean - mean).square()))
+def _moments(share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and (population) variance of [n] fp64, 0 of none."""
+    return (share.mean(), share.var(correction=0)) if len(share) else (share.new_zeros(()), share.new_zeros(()))

@@ -88,9 +88,12 @@ class Share:
         """[known, layers, topk] of a micro-batch's tokens, [P] which of them is each of the tokens on the ranks that
         share them, -1 for none -> [P / tp, layers, topk] int16, -1 where nothing is known."""
         mine = rows.chunk(self.tp)[self.tp_rank]
-        found = record.new_zeros((len(mine), len(self.layers), record.shape[2]), dtype=torch.int16)
-        found[mine >= 0] = record[mine[mine >= 0][:, None], torch.tensor(self.layers, dtype=torch.int64)].short()
-        found[mine < 0] = -1
+        known = (mine >= 0).nonzero().squeeze(1)
+        chosen = record.index_select(0, mine[known])  # whole rows: an index for each layer of each is much slower
+        if self.layers != tuple(range(record.shape[1])):
+            chosen = chosen.index_select(1, torch.tensor(self.layers, dtype=torch.int64))
+        found = record.new_full((len(mine), len(self.layers), record.shape[2]), -1, dtype=torch.int16)
+        found.index_copy_(0, known, chosen.short())
         return found
 
 

@@ -8,20 +8,28 @@ the allocator of a process keeps of what was given back.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 
 from megarl.config import Config
 from megarl.models.routing import RoutingShape
 from megarl.types.declared import Declared
 
-TOKEN, NUMBER, FLAG = 4, 4, 1
-"""Bytes of a token's id, of a number about a token, and of whether it is trained on."""
-INDEX = 24
-"""Bytes a token while a mini-batch is cut out: where it is, and the two terms that this is the sum of."""
+TOKEN, NUMBER, FLAG, INDEX = 4, 4, 1, 8
+"""Bytes of a token's id, of a number about a token, of whether it is trained on, and of where it is."""
+CUT_MICRO = 5 * INDEX
+"""Of a micro-batch beside its columns: ids, the next ids, positions, and the places of tokens, twice."""
+CHOICE = 8
+"""Of a choice of an expert on record, while micro-batches are made: joined to the others as it came; of those of a
+tensor parallel rank as they are looked up, and as int16 of this one and of the one at work."""
+RECTANGLE = 1 << 24
+"""Of the numbers that `algorithms.advantages.gae` goes through together, see `STEPS` there."""
+VIEW = 512
+"""Of a row of that rectangle, the tensor that stands for it."""
 PART = 1 << 20
 """Tokens of the part of a record that a rank writes at a time, see `observe.rollout_log`."""
-RECORDED = 2 * (TOKEN + 2 * NUMBER)
-"""Bytes a token of such a part, with log-prob and advantage: as columns, and as they are encoded."""
+RECORDED = 3 * (TOKEN + 2 * NUMBER)
+"""Bytes a token of such a part, with log-prob and advantage: as columns, as they are encoded, and compressed."""
 
 
 def column_bytes(declared: Declared) -> int:
@@ -31,36 +39,102 @@ def column_bytes(declared: Declared) -> int:
     return TOKEN + FLAG + NUMBER * numbers
 
 
-def step_bytes(config: Config, declared: Declared, tokens: int, routing: RoutingShape | None = None) -> dict[str, int]:
-    """What all ranks of a machine hold together at most, by part, in a step of `tokens` tokens whose engines had equal
-    shares of them. routing: of the records that are replayed, none by default.
+@dataclass(frozen=True)
+class Batch:
+    """A step's: what it has of tokens and sequences, and of the longest of these. leaving: the share of the rows that
+    a rank computes that is not their home."""
 
-    The parts are there at the same time, in an update. Rows go once to a machine that wants them, and within it they
-    are read where they lie.
-    """
-    parallel = config.parallel
-    here = min(parallel.world_size, parallel.ranks_per_node)
-    machines = -(-parallel.world_size // here)
-    own = tokens / machines
-    record = 0 if routing is None else len(routing.moe_layers) * routing.topk * routing.dtype.itemsize
-    columns = column_bytes(declared)
-    cut = max(1, config.run.num_update // config.run.epochs)  # mini-batches of a pass
-    mini = own / cut
-    found = {
-        "rollouts": own * (TOKEN + NUMBER),
-        "records of routing": own * record,
-        "columns of the batch": own * columns,
-        # While one is cut out its predecessor is still there.
-        "mini-batches": mini * (2 * (columns + NUMBER) + INDEX) if cut > 1 else own * NUMBER,
-    }
-    # What an update sends is laid together, records after they were joined; as much comes from other machines as goes.
-    # On one rank nothing is, but its functions of tokens need about as much.
-    found["buffers of exchanges"] = mini * ((columns + NUMBER + record) * (2 - 1 / machines) + record)
-    longest = max(config.train.token_budget * parallel.cp, config.rollout.max_context)
-    # The micro-batch at work: its rows laid together, and ids, positions, targets and places of tokens in 8 bytes.
-    found["micro-batches at work"] = min(here * longest, tokens) * (columns + NUMBER + 5 * 8)
+    tokens: int
+    sequences: int
+    longest: int
+    leaving: float = 1.0
+
+
+def step_bytes(config: Config, declared: Declared, batch: Batch, routing: RoutingShape | None = None) -> dict[str, int]:
+    """What all ranks of a machine hold together at most, by part, in a step whose engines had equal shares of the
+    batch: in the `moments` in which it is most, while the step before is still being recorded. routing: of the records
+    that are replayed, none by default."""
+    found = max(moments(config, declared, batch, routing).values(), key=lambda parts: sum(parts.values()))
     if config.track.rollouts:
-        found["recording the step before"] = own * (TOKEN + 2 * NUMBER + record) + here * RECORDED * min(
-            PART, own / here
-        )
+        own = _share(config) * batch.tokens
+        kept = own * (TOKEN + 2 * NUMBER + _record_bytes(routing))
+        found = found | {"recording the step before": kept + recording(config, batch)}
     return {name: ceil(amount) for name, amount in found.items()}
+
+
+def recording(config: Config, batch: Batch) -> float:
+    """What it takes to record a step, beside what is recorded."""
+    leads = _leads(config)
+    return leads * RECORDED * min(PART, _share(config) * batch.tokens / leads)
+
+
+def moments(
+    config: Config, declared: Declared, batch: Batch, routing: RoutingShape | None = None
+) -> dict[str, dict[str, float]]:
+    """By part, at the times of a step at which there is much: a model says something of all tokens, advantages are
+    computed, a mini-batch is cut out of the batch, and trained on.
+
+    Within a machine rows are read where they lie; to another one they go once, and as much comes from there.
+    """
+    own, record = _share(config) * batch.tokens, _record_bytes(routing)
+    parallel, here, leads = config.parallel, _here(config), _leads(config)
+    machines = parallel.world_size // here
+    columns = column_bytes(declared)
+    passes = max(1, config.run.num_update // config.run.epochs)
+    mini, kind = own / passes, routing.dtype.itemsize if routing is not None else 1
+
+    def at(columns: int, parts: dict[str, float]) -> dict[str, float]:
+        held = {"rollouts": own * (TOKEN + NUMBER), "records of routing": own * record}
+        return held | {"columns of the batch": own * columns} | parts
+
+    def computing(rows: float, sent: int, each: int, record: int) -> dict[str, float]:
+        """Records are laid together, sent, and of a stage's layers laid together again. Then there is a micro-batch at
+        work, of as few as may be, equal ones, and the next is being made. On one rank nothing is sent."""
+        stage = record / parallel.pp
+        leaves = (sent + record) * batch.leaving * (2 - 1 / machines)
+        sending, kept = rows * (leaves + record + (stage if parallel.pp > 1 else 0.0)), rows * (leaves + stage)
+        rank = rows * (parallel.tp * parallel.cp * parallel.pp) / here
+        micro = min(rank, max(rank / ceil(rank / (config.train.token_budget * parallel.cp)), batch.longest))
+        choices = stage * (1 + (CHOICE / kind - 1) / parallel.tp)
+        work = here * micro * (2 * (each + CUT_MICRO) + 2 * INDEX + choices)
+        if parallel.world_size == 1:
+            sending, kept = 0.0, 0.0
+        fuller = (sending, 0.0) if sending > kept + work else (kept, work)
+        return dict(zip(("buffers of exchanges", "micro-batches at work"), fuller, strict=True))
+
+    first = TOKEN + FLAG + NUMBER  # what there is before the first model has said something
+    says = sum(role in declared.roles for role in ("actor", "reference", "critic"))
+    trained = own * NUMBER if passes == 1 else mini * (columns + NUMBER)
+    forwards = [  # of the policy, which replays; the last of those that do not
+        at(first + NUMBER, computing(own, TOKEN, first, record)),
+        at(first + NUMBER * says, computing(own, TOKEN, first, 0)),
+    ]
+    found = {
+        "forward": max(forwards, key=lambda parts: sum(parts.values())),
+        "cutting": at(columns, {"mini-batches": trained if passes == 1 else trained + mini * (columns + INDEX)}),
+        "update": at(columns, {"mini-batches": trained} | computing(mini, columns + NUMBER, columns + NUMBER, record)),
+    }
+    if "critic" in declared.roles:
+        steps = min(RECTANGLE, batch.longest * batch.sequences * _share(config) / leads)
+        rows = own * (NUMBER + INDEX) + leads * (2 * NUMBER * steps + VIEW * batch.longest)
+        found["advantages"] = at(columns, {"functions of tokens": rows})
+    return found
+
+
+def _here(config: Config) -> int:
+    """Ranks of a machine."""
+    return min(config.parallel.world_size, config.parallel.ranks_per_node)
+
+
+def _leads(config: Config) -> int:
+    """Those of them that are homes."""
+    return max(1, _here(config) // config.rollout.tp)
+
+
+def _share(config: Config) -> float:
+    """Of a step, on a machine."""
+    return _here(config) / config.parallel.world_size
+
+
+def _record_bytes(routing: RoutingShape | None) -> int:
+    return 0 if routing is None else len(routing.moe_layers) * routing.topk * routing.dtype.itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ class Tracker:
         self._writer: Any = None
         self._started = False
         self._failed: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
+        self._under_way: Future[None] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line `{"step": ..., "time": seconds since 1970, name: value, ...}`, and the same to TensorBoard.
+        """Append a line `{"step": ..., "time": seconds since 1970, name: value, ...}`, and the same to TensorBoard, in
+        the background, since all ranks wait for the one that writes.
 
         A step may have several lines (training, evaluation); after a resume the last value of a name counts.
         """
@@ -31,9 +35,19 @@ class Tracker:
             self._try("metrics.jsonl", lambda: self._forget_after(step))
         line = exact_json.dumps({"step": step, "time": time.time(), **metrics}) + "\n"
         self._try("metrics.jsonl", lambda: self._append(line))
-        self._try("TensorBoard", lambda: self._write_tensorboard(step, metrics))
+        self._settle()
+        if "TensorBoard" not in self._failed:  # else its writer is gone for good; the file may find room again
+            self._under_way = self._thread.submit(self._write_tensorboard, step, dict(metrics))
+
+    def _settle(self) -> None:
+        """Wait until TensorBoard has what it was given before."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self._try("TensorBoard", under_way.result)
 
     def close(self) -> None:
+        self._settle()
+        self._thread.shutdown()
         if self._writer is not None:
             self._try("TensorBoard", self._writer.close)
 
@@ -64,8 +78,6 @@ class Tracker:
 
     def _try(self, what: str, write: Any) -> None:
         """Do it; the first failure of each kind is said, further ones are silent and every one is survived."""
-        if what == "TensorBoard" and what in self._failed:
-            return  # its writer thread is gone for good; the file may find room again
         try:
             write()
         except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises must not end a training run

@@ -211,10 +211,11 @@ class Rollouts:
         rewards = [[rollout.reward, *(rollout.reward_parts.get(name, 0.0) for name in parts)] for rollout in here]
         numbers = torch.tensor(whole, dtype=torch.int64).reshape(len(here), len(FIGURES))
         marks = torch.stack([keys, torch.full_like(keys, everyone.rank)], dim=1)
-        table = everyone.rows(torch.cat([marks, numbers], dim=1))
-        rated = everyone.rows(torch.tensor(rewards, dtype=torch.float64).reshape(len(here), 1 + len(parts)))
-        into = torch.sort(table[:, 0], stable=True).indices
-        table, rated = table[into], rated[into]
+        rated = torch.tensor(rewards, dtype=torch.float64).reshape(len(here), 1 + len(parts))
+        # One exchange for both: the rewards' bits, as whole numbers.
+        table = everyone.rows(torch.cat([marks, numbers, rated.view(torch.int64)], dim=1))
+        table = table[torch.sort(table[:, 0], stable=True).indices]
+        rated = table[:, 2 + len(FIGURES) :].contiguous().view(torch.float64)
         own = (table[:, 1] == everyone.rank).nonzero().squeeze(1)
         at = torch.sort(keys, stable=True).indices.tolist()  # equal keys of one rank are in its own order above, too
         return Rollouts(

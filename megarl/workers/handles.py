@@ -34,15 +34,23 @@ _FIELDS = frozenset(item.name for item in fields(ModelOutput))
 
 
 class Reported(Mapping[str, float]):
-    """Figures that the rank `source` has, and all when they are first looked at, which all ranks do alike."""
+    """Figures that the rank `source` has, and all when they are first looked at, which all ranks do alike.
 
-    def __init__(self, source: int, mine: Mapping[str, float] | None) -> None:
-        self._source, self._mine = source, mine
-        self._found: dict[str, float] | None = None
+    unread: those of the same source that nobody has looked at; they come with the first that somebody does.
+    """
 
-    def _read(self) -> dict[str, float]:
-        if self._found is None:
-            self._found = dict(ranks.broadcast_object(self._mine, self._source))
+    def __init__(self, source: int, mine: Mapping[str, float] | None, unread: list[Reported]) -> None:
+        self._source, self._found, self._unread = source, mine, unread
+        self._unread.append(self)
+
+    def _read(self) -> Mapping[str, float]:
+        if any(one is self for one in self._unread):
+            coming = self._unread.copy()
+            self._unread.clear()
+            every = ranks.broadcast_object([one._found for one in coming], self._source)
+            for one, found in zip(coming, every, strict=True):
+                one._found = dict(found)
+        assert self._found is not None
         return self._found
 
     def __getitem__(self, name: str) -> float:

@@ -20,6 +20,7 @@ class TrainingWorker(ModelWorker):
         super().__init__(context)
         self._skipped: list[int] = []
         """Of the latest updates, if they were skipped: in which step each was."""
+        self._unread: list[Reported] = []
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> Mapping[str, float]:
         """One optimizer step on a mini-batch with `loss_weights`; metrics under the role's name. Of a loss that names
@@ -35,7 +36,7 @@ class TrainingWorker(ModelWorker):
                 self.distribution.train_elsewhere(batch, given)
             else:
                 mine = self._take_step(self.model, batch, loss_fn)
-        return Reported(self.members[0], mine) if self.apart or mine is None else mine
+        return Reported(self.members[0], mine, self._unread) if self.apart or mine is None else mine
 
     def _take_step(self, model: MegatronModel, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
         metrics = model.train_step(batch, loss_fn, self.temperature)

@@ -1,19 +1,21 @@
-"""Bytes of a step on a machine's host, by hand; `tools/bench_flow.py` measures them."""
+"""Bytes of a step on a machine's host, by hand; tests/tools/test_flow_planned.py measures them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from megarl.algorithms import advantages
 from megarl.config import from_dict
 from megarl.controllers.registry import declare
-from megarl.models.host_memory import column_bytes, step_bytes
+from megarl.models.host_memory import RECTANGLE, Batch, column_bytes, moments, step_bytes
 from megarl.models.routing import RoutingShape
+from megarl.observe import rollout_log
 
 
-def of(tokens: int, routing: RoutingShape | None = None, **sections: Any) -> dict[str, int]:
+def of(batch: Batch, routing: RoutingShape | None = None, **sections: Any) -> dict[str, dict[str, float]]:
     small = {"train": {"token_budget": 10}, "rollout": {"max_context": 10}, "track": {"rollouts": False}}
     config = from_dict(small | sections)
-    return step_bytes(config, declare(config), tokens, routing)
+    return moments(config, declare(config), batch, routing)
 
 
 def test_columns_of_each_algorithm() -> None:
@@ -24,27 +26,60 @@ def test_columns_of_each_algorithm() -> None:
 
 def test_a_step_by_hand() -> None:
     parallel = {"world_size": 2, "ranks_per_node": 2}
-    found = of(800, run={"num_update": 4, "epochs": 2}, parallel=parallel)
-    assert found == {
-        "rollouts": 800 * 8,
-        "records of routing": 0,
-        "columns of the batch": 800 * 33,
-        "mini-batches": 400 * (2 * 37 + 24),
+    found = of(Batch(800, 100, 10), run={"num_update": 4, "epochs": 2}, parallel=parallel)
+    held = {"rollouts": 800 * 8, "records of routing": 0}
+    batch = {"columns of the batch": 800 * 33}
+    assert found["cutting"] == held | batch | {"mini-batches": 400 * (37 + 33 + 8)}
+    assert found["update"] == held | batch | {
+        "mini-batches": 400 * 37,
         "buffers of exchanges": 400 * 37,
-        "micro-batches at work": 2 * 10 * (37 + 40),
+        "micro-batches at work": 2 * 10 * (2 * (37 + 40) + 16),
     }
-    assert of(800, parallel=parallel)["mini-batches"] == 800 * 4  # the batch itself, with weights
+    assert found["forward"] == held | {
+        "columns of the batch": 800 * (9 + 3 * 4),
+        "buffers of exchanges": 800 * 4,
+        "micro-batches at work": 2 * 10 * (2 * (9 + 40) + 16),
+    }
+    # A number and a place of each token, and on each rank two rectangles of 50 sequences of 10 tokens.
+    assert found["advantages"] == held | batch | {"functions of tokens": 800 * 12 + 2 * (8 * 500 + 512 * 10)}
+    whole = of(Batch(800, 100, 10), parallel=parallel)
+    assert whole["cutting"]["mini-batches"] == 800 * 4  # the batch itself, with weights
+    assert "advantages" not in of(Batch(800, 100, 10), algorithm="grpo")
+
+
+def test_a_step_needs_what_it_needs_at_its_fullest_while_the_one_before_is_recorded() -> None:
+    config = from_dict({"train": {"token_budget": 10}, "rollout": {"max_context": 10}})
+    declared = declare(config)
+    of_all = [sum(parts.values()) for parts in moments(config, declared, Batch(800, 80, 10)).values()]
+    parts = step_bytes(config, declared, Batch(800, 80, 10))
+    assert parts.pop("recording the step before") == 800 * (12 + 36)
+    assert sum(parts.values()) == max(of_all)
+    many = step_bytes(config, declared, Batch(1 << 22, 80, 10))["recording the step before"]
+    assert many == (1 << 22) * 12 + (1 << 20) * 36  # a part at a time
 
 
 def test_a_machine_has_its_share_and_records_in_a_byte_up_to_256_experts() -> None:
-    one, four = (of(8000, parallel={"world_size": 2 * n, "ranks_per_node": 2}) for n in (1, 4))
+    batch = Batch(8000, 800, 10)
+    one, four = (of(batch, parallel={"world_size": 2 * n, "ranks_per_node": 2})["update"] for n in (1, 4))
     assert four["rollouts"] * 4 == one["rollouts"]
     assert four["buffers of exchanges"] == 2000 * 37 * 1.75
     shapes = [RoutingShape(5, (1, 2, 3), 8, experts) for experts in (256, 257)]
-    assert [of(800, shape)["records of routing"] for shape in shapes] == [800 * 24, 800 * 48]
+    assert [of(batch, shape)["update"]["records of routing"] for shape in shapes] == [8000 * 24, 8000 * 48]
+    # Of what is sent half of the rows are wanted elsewhere; records are laid together, whoever wants them.
+    parallel = {"world_size": 2, "ranks_per_node": 2}
+    half = of(Batch(8000, 800, 10, leaving=0.5), shapes[0], parallel=parallel)
+    assert half["forward"]["buffers of exchanges"] == 8000 * (0.5 * (4 + 24) + 24)
 
 
-def test_a_rank_records_a_part_at_a_time() -> None:
-    track = {"track": {"rollouts": True}}
-    few, many = (of(tokens, **track)["recording the step before"] for tokens in (1000, 1 << 22))
-    assert few == 1000 * (12 + 24) and many == (1 << 22) * 12 + (1 << 20) * 24
+def test_records_while_they_are_sent_and_while_they_are_replayed() -> None:
+    """Two stages: all layers laid together, then each stage's; with little at work the first is more."""
+    shape, parallel = RoutingShape(4, (0, 1, 2, 3), 8, 256), {"world_size": 2, "ranks_per_node": 2, "pp": 2}
+    found = of(Batch(8000, 800, 10, leaving=0.5), shape, parallel=parallel)["forward"]
+    assert found["buffers of exchanges"] == 8000 * (0.5 * 36 + 32 + 16) and not found["micro-batches at work"]
+    large = of(Batch(8000, 800, 10, leaving=0.5), shape, parallel=parallel, train={"token_budget": 4000})["forward"]
+    assert large["buffers of exchanges"] == 8000 * (0.5 * 36 + 16)
+    assert large["micro-batches at work"] == 2 * 4000 * (2 * (9 + 40) + 16 + 2 * 8 * 8)
+
+
+def test_constants_are_those_of_the_code_that_they_are_about() -> None:
+    assert RECTANGLE == advantages.STEPS and rollout_log.SHARE == 1 << 20

@@ -48,10 +48,11 @@ def test_a_full_disk_is_said_once_and_survived(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path)
     with pytest.warns(UserWarning) as said:
         tracker.log(1, {"x": 1.0})
+        tracker.log(2, {"x": 2.0})  # TensorBoard is written in the background, and says so with the next step
     texts = [str(warning.message) for warning in said]
     assert sum("metrics.jsonl" in text and "No space left" in text for text in texts) == 1
     assert sum("TensorBoard" in text for text in texts) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tracker.log(2, {"x": 2.0})
+        tracker.log(3, {"x": 3.0})
         tracker.close()

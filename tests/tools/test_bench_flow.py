@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
 import bench_flow  # noqa: E402
-from flow_answers import Shape, answers, lengths, total_tokens  # noqa: E402
+from flow_answers import SIZES, Shape, answers, lengths, total_tokens  # noqa: E402
 
 
 def test_answers_have_the_lengths_that_are_asked_for() -> None:
@@ -37,11 +37,11 @@ def test_figures_are_medians_of_repeats_on_the_slowest_rank() -> None:
 
     one = [step(1.0, 0.1, 10), step(3.0, 0.1, 10), step(2.0, 0.4, 40)]
     other = [step(4.0, 0.3, 20)] * 3
-    found = bench_flow.figures([{"half": one, "full": one}, {"half": other, "full": other}], {})
+    found = bench_flow.figures([dict.fromkeys(SIZES, one), dict.fromkeys(SIZES, other)], {})
     assert found["full"]["parts"] == {"give": 4.0, "plan": 0.3}
     assert found["full"]["seconds"] == pytest.approx(4.3)
     assert (found["full"]["busy"], found["full"]["sent"], found["full"]["sent_by_all"]) == (4.0, 20, 30)
-    assert bench_flow.growth({"half": found["half"] | {"tokens": 50}, "full": found["full"]}) == 0.5
+    assert bench_flow.growth({"quarter": found["half"] | {"tokens": 25}, "full": found["full"]}) == 0.25
 
 
 def test_metrics_differ_beyond_rounding_only() -> None:
@@ -73,7 +73,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (["--lengths", "many"], "--lengths: lengths are 2048-8192, 32768 or lognormal"),
-        (["--ranks", "2", "--sequences", "40"], "--sequences 40 are not twice as many groups of 8 for each of the 2 "),
+        (["--ranks", "2", "--sequences", "40"], "--sequences 40 are not four times as many groups of 8 for each of "),
         (["--ranks", "1", "--sequences", "16", "--lengths", "9", "--against", "no-such"], "--against no-such: "),
     ],
 )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -15,17 +13,9 @@ from megarl.config import ConfigError
 from megarl.observe.clock import DATA, ELSEWHERE, STEP, WAIT, Span
 from megarl.observe.timeline import Timeline, timeline_file
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).resolve().parents[2] / f"tools/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-timeline = tool("timeline")
+import timeline  # noqa: E402
 
 
 def main(name: str, who: str, begin: float, end: float) -> Span:
@@ -225,3 +215,8 @@ def test_mistakes_are_one_line(run_dir: Path, tmp_path: Path, capsys: pytest.Cap
         assert len(said) == 1 and said[0].startswith("error: ") and text in said[0]
     with pytest.raises(ConfigError):
         timeline.load(empty)
+
+
+def test_overhead_is_what_nobody_is_at_work_in() -> None:
+    costs = [timeline.Cost(10.0, nobody, 1.0, 1.0) for nobody in (0.1, 0.2, 9.0)]
+    assert timeline.overhead(costs) == "overhead: 0.200 s of a step, 2.0%; 1% of one of 20 s"

@@ -1,0 +1,265 @@
+"""Host seconds of a step, outside of model, optimizer and engine, in a job that nobody here has: modelled.
+
+    .venv/bin/python tools/bench_scale.py [--config configs/deepseek_v3_671b.yaml] [--sequences 1024] [--length 32768]
+
+On a rank they are the sum of
+
+- what it does with the tokens that are at home on it: columns, functions of tokens, mini-batches, checks, rows that it
+  lays out for others. Seconds a token, and a byte of their records of routing, whatever the number of ranks is;
+- what it does with the tokens that it computes: micro-batches. Likewise;
+- its plans: who computes what, who needs what of whom. They grow with all sequences and with the ranks of a machine;
+  nothing is assumed of that: this process makes them, as that rank, from the lengths of all sequences;
+- collectives that say figures of sequences everywhere, as many in every step: a number of seconds, and some for each
+  rank, through which they go one after another;
+- bytes that it sends to other machines, which this process counts in the plans, at the speed of gloo.
+
+The seconds of the first two are a processor's, measured in steps of `bench_flow.py` at 2 and 4 ranks; so are the
+collectives', at 2, 4 and 8 ranks, without what a wire between machines takes. Then a step at 8 ranks in another layout
+is predicted and measured. Rollouts are recorded in the background, and waits for other ranks are those of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import flow_planned
+import numpy as np
+import torch
+from bench_flow import PLAYED, ranks_of
+from flow_answers import SIZES, Shape
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.config import Config, load_config
+from megarl.models.cost import quadratic_cost
+from megarl.models.registry import family_of, load_hf_config
+from megarl.models.routing import routing_shape
+from megarl.models.stages import stage_layers
+
+if TYPE_CHECKING:
+    from flow_paper import Paper
+
+PLANS = ("plans", "rows to models", "numbers back")
+"""Parts in which plans are made."""
+GROWS: dict[str, tuple[str, ...]] = {
+    "micro-batches": ("computed", "computed records"),
+    "rows to models": ("home", "home records"),
+    "numbers back": ("home", "computed"),
+    "plans": (),
+}
+"""With what the seconds of a part grow; all others with the tokens at home."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank does in a step: tokens, and bytes of records of these in all layers, or in those of its stage."""
+
+    home: float
+    record: float
+    computed: float
+    stage_record: float
+
+    def of(self, names: Sequence[str]) -> list[float]:
+        """With 1 for what does not grow."""
+        found = {
+            "home": self.home,
+            "home records": self.home * self.record,
+            "computed": self.computed,
+            "computed records": self.computed * self.stage_record,
+        }
+        return [*(found[name] for name in names), 1.0]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """parts: by part the seconds for each of what it grows with, and of a step. planning: seconds of a plan here over
+    those in a rank. collective: seconds of one, and more for each rank. byte: seconds to another machine."""
+
+    parts: Mapping[str, Sequence[float]]
+    collective: tuple[float, float]
+    collectives: int
+    byte: float
+
+    def seconds(self, work: Work) -> dict[str, float]:
+        """A processor's, by part, without plans."""
+        return {part: float(np.dot(by, work.of(grows(part)))) for part, by in self.parts.items()}
+
+
+def grows(part: str) -> tuple[str, ...]:
+    return GROWS.get(part, ("home",))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank of a measured run did, and the seconds of a processor by part without its plans, which take
+    `planning`."""
+
+    work: Work
+    busy: Mapping[str, float]
+    planning: float
+
+
+def order(world: int, layers: int, sequences: int, length: int, repeats: int, **layout: int) -> dict[str, Any]:
+    own = {"controller": "ppo", "updates": 4, "tp": 1, "pp": 1, "engine_tp": 2, "repeats": repeats} | layout
+    shape = Shape(sequences, 4, str(length), 1, layers, 8)
+    return own | dict(ranks=world, shape=vars(shape), token_budget=32768, per_machine=world, before=False)
+
+
+def steps_of(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> list[Step]:
+    shape, found = Shape(**order["shape"]), []
+    record = shape.layers * shape.topk
+    for name, share in SIZES.items():
+        part = {**order, "shape": {**order["shape"], "sequences": round(shape.sequences * share)}}
+        paper = flow_planned.paper_of(part)
+        for rank, sizes in enumerate(by_rank):
+            all_of = sizes[name]
+            planning = paper.step(rank, all_of[0]["seed"]).seconds
+            busy = {
+                name: statistics.median(step["busy_parts"].get(name, 0.0) for step in all_of)
+                for name in {name for step in all_of for name in step["busy_parts"]} - {PLAYED}
+            }
+            spent = sum(busy.get(name, 0.0) for name in PLANS)
+            for name_of in PLANS:  # plans are part of these, and counted for themselves
+                busy[name_of] = busy.get(name_of, 0.0) * max(0.0, 1 - planning / spent)
+            computed = all_of[0]["computed"]
+            work = Work(sizes["own"] * share, record, computed, record / order["pp"])
+            found.append(Step(work, busy, planning))
+    return found
+
+
+def fitted(steps: Sequence[Step]) -> dict[str, list[float]]:
+    """By part, by least squares; what would be negative is left out."""
+    found = {}
+    for part in sorted({part for step in steps for part in step.busy} - {"plans"}):
+        seconds = np.array([step.busy.get(part, 0.0) for step in steps])
+        rows = np.array([step.work.of(grows(part)) for step in steps])
+        used = list(range(rows.shape[1]))
+        while True:
+            by = np.linalg.lstsq(rows[:, used] / rows[:, used].max(0), seconds, rcond=None)[0] / rows[:, used].max(0)
+            if (by >= 0).all() or len(used) == 1:
+                break
+            used.pop(int(np.argmin(by * rows[:, used].max(0))))
+        whole = np.zeros(rows.shape[1])
+        whole[used] = by.clip(min=0)
+        found[part] = whole.tolist()
+    return found
+
+
+def job(config: Config, sequences: int, length: int) -> tuple[Paper, torch.Tensor, Any, list[tuple[int, ...]]]:
+    """Its plans, homes of the sequences, what is on record of a token, and which of it a stage replays."""
+    from flow_paper import Paper  # brings Megatron
+
+    parallel, hf = config.parallel, load_hf_config(config.model.hf_config or config.model.path)
+    routing = routing_shape(hf, config.model.megatron)
+    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
+    stages = stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
+    at = {layer: number for number, layer in enumerate(routing.moe_layers)}
+    layers = [tuple(at[layer] for layer in stage if layer in at) for stage in stages]
+    engines = parallel.world_size // config.rollout.tp
+    homes = torch.arange(sequences) * engines // sequences * config.rollout.tp
+    sizes = torch.full((sequences,), length)
+    return Paper(config, sizes, homes, routing, layers, quadratic_cost(hf)), homes, routing, layers
+
+
+def main() -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--config", default="configs/deepseek_v3_671b.yaml")
+    parser.add_argument("--sequences", type=count(), default=1024)
+    parser.add_argument("--length", type=count(), default=32768)
+    parser.add_argument("--step-s", type=float, default=300.0, help="seconds of the whole step")
+    parser.add_argument("--small", type=count(), default=64, help="sequences of the steps that are measured")
+    parser.add_argument("--small-length", type=count(), default=8192, help="their tokens")
+    parser.add_argument("--repeats", type=count(), default=3)
+    parser.add_argument("--json", type=Path, help="a file to write the measured steps to")
+    chosen = parser.parse_args()
+    small = chosen.small, chosen.small_length, chosen.repeats
+    orders = [order(2, 4, *small), order(2, 16, *small), order(4, 4, *small, tp=2)]
+    last = order(8, 8, *small, tp=2, pp=2, engine_tp=4)
+    taken = [(one, ranks_of(one)) for one in (*orders, last)]
+    if chosen.json:
+        chosen.json.write_text(json.dumps(taken))
+    report(chosen, taken, Console(width=120))
+    return 0
+
+
+def report(
+    chosen: Any, taken: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], console: Console
+) -> None:
+    *known, (last, of_last) = taken
+    waits = {one["ranks"]: min(rank["latency"] for rank in found) for one, found in taken}
+    slope, start = np.polyfit(list(waits), list(waits.values()), 1)
+    constants = Constants(
+        fitted([step for one in known for step in steps_of(*one)]),
+        (max(0.0, float(start)), max(0.0, float(slope))),
+        max(step["collectives"] for _, found in taken for step in found[0]["full"]),
+        min(rank["wire"] for _, found in taken for rank in found),
+    )
+    table = Table("part", "ns a token at home", "a byte of its record", "a computed token", "a byte", "ms a step")
+    for part, by in constants.parts.items():
+        of = dict(zip((*grows(part), "once"), by, strict=True))
+        names = ("home", "home records", "computed", "computed records")
+        table.add_row(part, *(f"{1e9 * of.get(name, 0.0):.2f}" for name in names), f"{1e3 * of['once']:.1f}")
+    console.print(table)
+    once, more = constants.collective
+    console.print(
+        f"a collective: {1e3 * once:.2f} ms and {1e3 * more:.3f} a rank, of which "
+        f"there are {constants.collectives} in a step; to another machine {1e-9 / constants.byte:.2f} GB/s"
+    )
+    steps = steps_of(last, of_last)[-len(of_last) :]
+    console.print("8 ranks, of which no constant is: a processor's seconds of a step, predicted and measured")
+    for rank, step in enumerate(steps):
+        guess, found = (
+            sum(constants.seconds(step.work).values()) + step.planning,
+            sum(step.busy.values()) + step.planning,
+        )
+        console.print(f"  rank {rank}: {guess:.3f} {found:.3f}  {guess / found:.2f}")
+    paper_job(chosen, constants, console)
+
+
+def paper_job(chosen: Any, constants: Constants, console: Console) -> None:
+    extra = [f"data.prompts_per_step={chosen.sequences // 16}", "rollout.samples_per_prompt=16"]
+    config = load_config(
+        chosen.config,
+        [
+            *extra,
+            f"rollout.max_context={chosen.length}",
+            f"train.token_budget={chosen.length}",
+            "train.replay_routing=true",
+        ],
+    )
+    parallel = config.parallel
+    paper, homes, routing, layers = job(config, chosen.sequences, chosen.length)
+    stage = parallel.world_size // parallel.pp
+    of_all = len(routing.moe_layers) * routing.topk * routing.dtype.itemsize
+    found: dict[int, dict[str, float]] = {}
+    for rank in sorted({0, 1, parallel.world_size // 2, parallel.world_size - stage, parallel.world_size - 1}):
+        sent = paper.step(rank, 0)
+        home = float((homes == rank).sum()) * chosen.length
+        mine = len(layers[rank // stage]) * routing.topk * routing.dtype.itemsize
+        found[rank] = constants.seconds(Work(home, of_all, sent.computed, mine)) | {
+            "plans": sent.seconds,
+            "collectives": constants.collectives
+            * (constants.collective[0] + constants.collective[1] * parallel.world_size),
+            "bytes to other machines": sent.network * constants.byte,
+        }
+    table = Table(f"{parallel.world_size} ranks, seconds", *(f"rank {rank}" for rank in found), box=box.SIMPLE)
+    for part in next(iter(found.values())):
+        table.add_row(part, *(f"{parts[part]:.3f}" for parts in found.values()))
+    table.add_section()
+    table.add_row("in all", *(f"{sum(parts.values()):.2f}" for parts in found.values()), style="bold")
+    table.add_row(
+        f"of {chosen.step_s:g} s", *(f"{sum(parts.values()) / chosen.step_s:.2%}" for parts in found.values())
+    )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(main))

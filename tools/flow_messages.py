@@ -1,0 +1,54 @@
+"""What messages between ranks cost, for `bench_scale.py`: how many collectives there are, and how long one takes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMES, BYTES = 50, 1 << 26
+_taken = [0]
+
+
+def count() -> None:
+    """From now on, the collectives in which figures go from every rank to every rank."""
+    gather = dist.all_gather_into_tensor
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        _taken[0] += 1
+        return gather(*arguments, **named)
+
+    dist.all_gather_into_tensor = counted
+
+
+def taken_part() -> int:
+    """In how many of them this rank has taken part."""
+    return _taken[0]
+
+
+def latency(group: dist.ProcessGroup) -> float:
+    """Seconds of a processor for one that says little: of a rank for its hops, where each has a processor, and without
+    what a wire takes."""
+    small, every = torch.zeros(4), torch.empty(4 * group.size())
+    dist.barrier(group=group)
+    begun = time.process_time()
+    for _ in range(TIMES):
+        dist.all_gather_into_tensor(every, small, group=group)
+    return (time.process_time() - begun) / TIMES
+
+
+def wire(group: dist.ProcessGroup) -> float:
+    """Seconds a byte from rank 0 to rank 1 by gloo, as to another machine; the least that was seen."""
+    found = [0.0] if group.size() == 1 else []
+    for _ in range(0 if found else 5):
+        dist.barrier(group=group)
+        begun = time.perf_counter()
+        if group.rank() == 0:
+            dist.send(torch.ones(BYTES, dtype=torch.uint8), 1, group=group)
+        elif group.rank() == 1:
+            dist.recv(torch.empty(BYTES, dtype=torch.uint8), 0, group=group)
+        dist.barrier(group=group)
+        found.append(time.perf_counter() - begun)
+    return min(found) / BYTES

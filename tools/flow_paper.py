@@ -1,0 +1,166 @@
+"""What a rank of a job sends in a step, and how long it plans that: the code that plans, without job and values.
+
+    sent = Paper(config, lengths, homes, routing, layers).step(rank, seed=0)
+
+The plans of micro-batches, who needs what of whom, and what is laid out for whom are those of the repository
+(`megatron/distribution.py`, `parallel/delivery_plan.py`); the tensors have shapes and dtypes and nothing in them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megarl.config import Config
+from megarl.controllers.base import parts_of
+from megarl.data import packing
+from megarl.megatron import distribution
+from megarl.megatron.distribution import Distribution, place_of
+from megarl.models.routing import RoutingShape
+from megarl.parallel.delivery_plan import Plan
+from megarl.types import ALONE, TrainBatch
+from megarl.types.batch import Shares
+
+NUMBERS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+
+
+@dataclass
+class Sent:
+    """Bytes that a rank writes for its neighbours, once for all of them, and for other machines, and the seconds that a
+    processor plans. computed: tokens of its micro-batches, of all passes."""
+
+    machine: int = 0
+    network: int = 0
+    seconds: float = 0.0
+    computed: int = 0
+    deliveries: int = 0
+    by_update: list[int] = field(default_factory=list)
+
+
+class Paper:
+    """lengths, homes: [N] of the sequences. layers: by pipeline stage those of the records of routing, by their places
+    in them."""
+
+    def __init__(
+        self,
+        config: Config,
+        lengths: torch.Tensor,
+        homes: torch.Tensor,
+        routing: RoutingShape | None = None,
+        layers: Sequence[tuple[int, ...]] = (),
+        quadratic: float = 0.0,
+    ) -> None:
+        self.config, self.lengths, self.homes, self.routing = config, lengths, homes, routing
+        parallel = config.parallel
+        dp = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
+        places = {}
+        for rank in range(parallel.world_size):
+            tp_rank, rest = rank % parallel.tp, rank // parallel.tp
+            cp_rank, rest = rest % parallel.cp, rest // parallel.cp
+            at: Any = SimpleNamespace(
+                pp=parallel.pp, pp_rank=rest // dp, dp_rank=rest % dp, tp_rank=tp_rank, cp_rank=cp_rank
+            )
+            places[rank] = place_of(at, layers[at.pp_rank] if layers else ())
+        budget = config.train.token_budget * parallel.cp
+        self._actor = Distribution(places, dp, budget, quadratic, 1, False, routing)
+        self._critic = Distribution(
+            {rank: place_of_critic(place) for rank, place in places.items()}, dp, budget, quadratic, 1, False, None
+        )
+        size = min(parallel.world_size, parallel.ranks_per_node)
+        self._machines = [list(range(first, first + size)) for first in range(0, parallel.world_size, size)]
+
+    def step(self, rank: int, seed: int) -> Sent:
+        """Of PPO with a reference, or of GRPO. seed: of the mini-batches, as many as steps have been taken."""
+        config, sent = self.config, Sent()
+        ppo = config.algorithm == "ppo"
+        with self._as(rank, sent):
+            batch = self._batch(rank, range(len(self.lengths)), NUMBERS[:1])
+            reference = batch.with_(routing=None)  # it chooses for itself
+            passes = [(self._actor, batch, "logprobs"), (self._critic, batch, "values")]
+            for model, rows, name in (*passes[: 1 + ppo], (self._actor, reference, "logprobs")):
+                model.forward_elsewhere(rows, (name,))
+                sent.computed += self._computed(model, batch, rank, True)
+            columns = NUMBERS if ppo else ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+            for part in parts_of(len(self.lengths), config.run.num_update, config.run.epochs, seed):
+                mini = self._batch(rank, part, (*columns, "loss_weights"))
+                for model in (self._critic, self._actor) if ppo else (self._actor,):
+                    before = sent.machine + sent.network
+                    model.train_elsewhere(mini)
+                    sent.by_update.append(sent.machine + sent.network - before)
+                    sent.computed += self._computed(model, mini, rank, False)
+        return sent
+
+    def _computed(self, model: Distribution, batch: TrainBatch, rank: int, forward_only: bool) -> int:
+        mine = model.plan(batch, forward_only)[model.places[rank].dp_rank]
+        return int(batch.lengths[[i for micro in mine for i in micro]].sum())
+
+    def _batch(self, rank: int, part: Sequence[int], columns: Sequence[str]) -> TrainBatch:
+        numbers = torch.as_tensor(list(part), dtype=torch.int64)
+        lengths, homes = self.lengths[numbers], self.homes[numbers]
+        own = (homes == rank).nonzero().squeeze(1)
+        routed = lengths - 1 if self.routing is not None else torch.zeros_like(lengths)
+        records = None
+        if self.routing is not None:
+            tail = len(self.routing.moe_layers), self.routing.topk
+            records = tuple(
+                torch.empty((size, *tail), dtype=self.routing.dtype, device="meta") for size in routed[own].tolist()
+            )
+
+        def column(dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(int(lengths[own].sum()), dtype=dtype, device="meta")
+
+        return TrainBatch(
+            tokens=column(torch.int32),
+            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths[own].cumsum(0)]),
+            loss_mask=column(torch.bool),
+            group=torch.zeros_like(lengths),
+            sequence_reward=torch.zeros(len(lengths)),
+            routing=records,
+            shares=Shares(lengths, routed, homes, own, ALONE),
+            **{name: column(torch.float32) for name in columns},
+        )
+
+    @contextmanager
+    def _as(self, rank: int, sent: Sent) -> Iterator[None]:
+        """Within the block this process is a rank, whose post plans and sends nothing."""
+        packing._planned.cache_clear()  # a rank plans for itself
+        before = distribution.dist, distribution.everyone
+        world, begun = self.config.parallel.world_size, time.thread_time()
+        job = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: world)
+        post = _Post(self._machines, rank, sent)
+        distribution.dist, distribution.everyone = job, SimpleNamespace(post=lambda: post)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            distribution.dist, distribution.everyone = before
+            sent.seconds = time.thread_time() - begun
+
+
+def place_of_critic(place: distribution.Place) -> distribution.Place:
+    """It replays nothing."""
+    return distribution.Place(place.dp_rank, place.reads, place.ends, place.speaks, ())
+
+
+class _Post:
+    """As `parallel.delivery.Post`, which sends what this counts."""
+
+    def __init__(self, machines: Sequence[Sequence[int]], rank: int, sent: Sent) -> None:
+        self._machines, self._rank, self._sent = machines, rank, sent
+
+    def deliver(
+        self, columns: Any, kinds: Any, lengths: Any, homes: Any, wants: Any, parts: Mapping[str, Any] | None = None
+    ) -> Any:
+        plan = Plan(kinds, lengths, homes, wants, parts or {}, self._machines, self._rank)
+        if any(plan.reads(other, self._rank) for other in plan.members if other != self._rank):
+            self._sent.machine += plan.blocks(plan.published(self._rank))[1]
+        self._sent.network += sum(plan.blocks(chosen)[1] for _, chosen in plan.sends())
+        self._sent.deliveries += 1
+        plan.inbox(self._rank)
+        nothing = [torch.empty(0)] * len(wants[self._rank])
+        return SimpleNamespace(rows=lambda name: nothing)

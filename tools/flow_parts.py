@@ -1,0 +1,80 @@
+"""Where the seconds of a step of `bench_flow.py` go: by part, of the clock and of a processor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+NOT_OURS = "model"
+"""The part that is played for model, optimizer and engine, which is no part of a step's host seconds."""
+
+
+class Parts:
+    """Seconds by part, and how many of them the processor worked for it; what is done within another part is counted
+    once, for the inner one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.busy: dict[str, float] = {}
+        self.computed = 0
+        """Tokens of the micro-batches that were made."""
+        self._open: list[str] = []
+        self._since = 0.0, 0.0
+
+    @property
+    def moment(self) -> str:
+        """Where in a step this is, as `models.host_memory.moments` calls it."""
+        parts = tuple(self._open)
+        if "log" in parts:
+            return "recording"
+        if "checks" in parts:
+            return "update"
+        if "numbers back" in parts:
+            return "forward"
+        return {"mini-batches": "cutting", "token functions": "advantages"}.get("".join(parts[-1:]), "else")
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        self._lap()
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._lap()
+            self._open.pop()
+
+    def _lap(self) -> None:
+        now = time.perf_counter(), time.thread_time()
+        if self._open:
+            for found, ended, begun in zip((self.seconds, self.busy), now, self._since, strict=True):
+                found[self._open[-1]] = found.get(self._open[-1], 0.0) + ended - begun
+        self._since = now
+
+    def around(self, owner: Any, name: str, part: str) -> None:
+        """Time a function of a module or class, wherever it is called from there."""
+        wrapped = getattr(owner, name)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            with self.of(part):
+                return wrapped(*arguments, **named)
+
+        static = isinstance(owner, type) and isinstance(vars(owner).get(name), staticmethod)
+        setattr(owner, name, staticmethod(timed) if static else timed)
+
+    def around_each(self, owner: Any, name: str, part: str) -> None:
+        """Time what a generator does until it yields."""
+        wrapped = getattr(owner, name)
+
+        def timed(*arguments: Any, **named: Any) -> Iterator[Any]:
+            source = wrapped(*arguments, **named)
+            while True:
+                with self.of(part):
+                    try:
+                        value = next(source)
+                    except StopIteration:
+                        return
+                yield value
+
+        setattr(owner, name, timed)

@@ -1,0 +1,81 @@
+"""What is planned of a step of `bench_flow.py`, in bytes, beside what its ranks have held and sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from flow_answers import QUADRATIC, Shape, config_of, groups, lengths, routing_of
+
+from megarl.controllers.registry import declare
+from megarl.models.host_memory import NUMBER, Batch, column_bytes, moments, recording
+
+if TYPE_CHECKING:
+    from flow_paper import Paper, Sent
+
+
+def homes_of(shape: Shape, world: int, engine_tp: int) -> torch.Tensor:
+    """[sequences] ranks, as `flow_ranks.py` deals groups out to engines."""
+    engines = world // engine_tp
+    return torch.tensor(
+        [group * engines // groups(shape) * engine_tp for group in range(groups(shape)) for _ in range(shape.samples)]
+    )
+
+
+def lengths_of(shape: Shape) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([lengths(shape, group) for group in range(groups(shape))]))
+
+
+def paper_of(order: Mapping[str, Any]) -> Paper:
+    from flow_paper import Paper  # brings Megatron
+
+    shape, pp = Shape(**order["shape"]), order["pp"]
+    layers = [tuple(range(shape.layers))[stage::pp] for stage in range(pp)]
+    homes = homes_of(shape, order["ranks"], order["engine_tp"])
+    return Paper(config_of(order, Path()), lengths_of(shape), homes, routing_of(shape), layers, QUADRATIC)
+
+
+def sent(order: Mapping[str, Any], seed: int) -> list[Sent]:
+    """By rank, in a step of which `seed` were taken before."""
+    paper = paper_of(order)
+    return [paper.step(rank, seed) for rank in range(order["ranks"])]
+
+
+def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
+    """Bytes of all ranks, of one machine, at the times that `host_memory.moments` names, and besides with rollouts
+    alone and while these are recorded."""
+    config, shape = config_of(order, Path()), Shape(**order["shape"])
+    declared, routing, sizes = declare(config), routing_of(shape), lengths_of(shape)
+    tokens = int(sizes.sum())
+    columns, record = (
+        column_bytes(declared),
+        0 if routing is None else shape.layers * shape.topk * routing.dtype.itemsize,
+    )
+    whole = tokens * ((columns + NUMBER) * (1 + ("critic" in declared.roles)) + record) * config.run.epochs
+    leaving = min(1.0, sum(sum(rank.by_update) for rank in by_rank) / whole)
+    batch = Batch(tokens, len(sizes), int(sizes.max()), leaving)
+    found = {name: sum(parts.values()) for name, parts in moments(config, declared, batch, routing).items()}
+    some = next(iter(moments(config, declared, batch, routing).values()))
+    rollouts = some["rollouts"] + some["records of routing"]
+    found["recording"] = rollouts + tokens * columns + recording(config, batch)
+    return {"rollouts": round(rollouts)} | {name: round(amount) for name, amount in found.items()}
+
+
+def measured(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """What all ranks have held at most at each of those times, each at its own."""
+    names = {name for rank in by_rank for name in rank["held"]}
+    return {name: sum(rank["held"].get(name, 0) for rank in by_rank) for name in sorted(names)}
+
+
+def beside(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Planned and measured: bytes by time in a step, those that all ranks sent in the last one, and tokens of its
+    micro-batches."""
+    last = [rank["full"][-1] for rank in by_rank]
+    paper = sent(order, last[0]["seed"])
+    planned, found = held(order, paper), measured(by_rank)
+    pairs = {name: (amount, found[name]) for name, amount in planned.items() if name in found}
+    pairs["sent"] = sum(rank.machine + rank.network for rank in paper), sum(step["posted"] for step in last)
+    return pairs | {"computed": (sum(rank.computed for rank in paper), sum(step["computed"] for step in last))}
