@@ -19,6 +19,7 @@ import torch
 
 from megarl.config import Config
 from megarl.controllers.base import parts_of
+from megarl.controllers.policy import policy_reads
 from megarl.data import packing
 from megarl.megatron import distribution
 from megarl.megatron.distribution import Distribution, place_of
@@ -26,8 +27,6 @@ from megarl.models.routing import RoutingShape
 from megarl.parallel.delivery_plan import Plan
 from megarl.types import ALONE, TrainBatch
 from megarl.types.batch import Shares
-
-NUMBERS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
 
 
 @dataclass
@@ -80,18 +79,20 @@ class Paper:
         config, sent = self.config, Sent()
         ppo = config.algorithm == "ppo"
         with self._as(rank, sent):
-            batch = self._batch(rank, range(len(self.lengths)), NUMBERS[:1])
+            batch = self._batch(rank, range(len(self.lengths)), ("rollout_logprobs",))
             reference = batch.with_(routing=None)  # it chooses for itself
             passes = [(self._actor, batch, "logprobs"), (self._critic, batch, "values")]
             for model, rows, name in (*passes[: 1 + ppo], (self._actor, reference, "logprobs")):
                 model.forward_elsewhere(rows, (name,))
                 sent.computed += self._computed(model, batch, rank, True)
-            columns = NUMBERS if ppo else ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+            losses = [(self._actor, policy_reads(config))]
+            if ppo:
+                losses.insert(0, (self._critic, ("values", "returns")))
             for part in parts_of(len(self.lengths), config.run.num_update, config.run.epochs, seed):
-                mini = self._batch(rank, part, (*columns, "loss_weights"))
-                for model in (self._critic, self._actor) if ppo else (self._actor,):
+                for model, columns in losses:
                     before = sent.machine + sent.network
-                    model.train_elsewhere(mini)
+                    mini = self._batch(rank, part, (*columns, "loss_weights"))
+                    model.train_elsewhere(mini, mini.columns())
                     sent.by_update.append(sent.machine + sent.network - before)
                     sent.computed += self._computed(model, mini, rank, False)
         return sent
