@@ -173,10 +173,8 @@ def be_megarl(options: argparse.Namespace) -> None:
         def _finish_step(self, result: StepResult) -> dict[str, float]:
             metrics = super()._finish_step(result)
             if self.job.rank == 0:
-                assert result.rollouts is not None
                 seconds = {name[5:]: value for name, value in metrics.items() if name.startswith("time/")}
-                answers = metrics["rollout/response_length_mean"] if "rollout/response_length_mean" in metrics else 0.0
-                tell(seconds | {"tokens": answers, "all": metrics["actor/tokens"]})
+                tell(seconds | {"tokens": metrics["rollout/response_length_mean"]})
             return metrics
 
     with one_line():
@@ -194,7 +192,7 @@ def be_trl(options: argparse.Namespace) -> None:
     prompts, tokens = WORKS[options.work]
     rows = [{"prompt": json.loads(line)["text"]} for line in (options.folder / "trl.jsonl").read_text().splitlines()]
     seconds: dict[str, float] = {}
-    count = {"tokens": 0.0, "all": 0.0}
+    count = {"tokens": 0.0}
 
     def timed(name: str) -> Any:
         work = getattr(GRPOTrainer, name)
@@ -294,7 +292,7 @@ def sides(options: argparse.Namespace, folder: Path) -> Iterator[Side]:
     from megarl.config import load_config
 
     world = load_config(ROOT / "configs/quickstart.yaml", overrides).parallel.world_size
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     own = [sys.executable, "-W", "ignore", __file__, "--be", "megarl", *overrides]
     yield Side("MegaRL", own, world, {**place, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, folder / "megarl.log")
