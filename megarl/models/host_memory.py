@@ -85,6 +85,9 @@ def moments(
 
     def at(columns: int, parts: dict[str, float]) -> dict[str, float]:
         held = {"rollouts": own * (TOKEN + NUMBER), "records of routing": own * record}
+        if config.rollout.asynchronous and config.rollout.max_lag:
+            under_way = config.rollout.max_lag * own * (TOKEN + NUMBER + record)
+            held["rollouts of later steps"] = under_way
         return held | {"columns of the batch": own * columns} | parts
 
     def computing(rows: float, sent: int, each: int, record: int) -> dict[str, float]:
