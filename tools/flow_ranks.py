@@ -309,6 +309,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
                 settle()
         logged = sum(file.stat().st_size for file in folder.rglob("*") if how.is_own(file, rank))
         sent = written() - wrote - logged
+        ranks.barrier()  # all have seen what they have written
         shutil.rmtree(folder / "run" / "rollouts", ignore_errors=True) if rank == 0 else None
         ranks.barrier()
         tokens = int(result.batch.lengths.sum())
