@@ -27,6 +27,7 @@ from megarl.models.routing import RoutingShape
 from megarl.parallel.delivery_plan import Plan
 from megarl.types import ALONE, TrainBatch
 from megarl.types.batch import Shares
+from megarl.types.reads import ALWAYS
 
 
 @dataclass
@@ -91,8 +92,8 @@ class Paper:
             for part in parts_of(len(self.lengths), config.run.num_update, config.run.epochs, seed):
                 for model, columns in losses:
                     before = sent.machine + sent.network
-                    mini = self._batch(rank, part, (*columns, "loss_weights"))
-                    model.train_elsewhere(mini, mini.columns())
+                    mini = self._batch(rank, part, ("rollout_logprobs", *columns, "loss_weights"))
+                    model.train_elsewhere(mini, [name for name in mini.columns() if name in (*ALWAYS, *columns)])
                     sent.by_update.append(sent.machine + sent.network - before)
                     sent.computed += self._computed(model, mini, rank, False)
         return sent

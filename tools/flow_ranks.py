@@ -70,7 +70,7 @@ class Played(MegatronModel):
     def _at_work(self, states: bool = True) -> Iterator[None]:
         yield
 
-    def read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float) -> ModelOutput:
+    def read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float, *more: Any) -> ModelOutput:
         with self.parts.of(NOT_OURS):
             tokens = micro.batch.tokens.long()
             entropy = None if self.how.names(self.role) == 1 else torch.zeros(len(tokens))
