@@ -40,6 +40,7 @@ class Sent:
     seconds: float = 0.0
     computed: int = 0
     deliveries: int = 0
+    by_forward: list[int] = field(default_factory=list)
     by_update: list[int] = field(default_factory=list)
 
 
@@ -84,7 +85,9 @@ class Paper:
             reference = batch.with_(routing=None)  # it chooses for itself
             passes = [(self._actor, batch, "logprobs"), (self._critic, batch, "values")]
             for model, rows, name in (*passes[: 1 + ppo], (self._actor, reference, "logprobs")):
+                before = sent.machine + sent.network
                 model.forward_elsewhere(rows, (name,))
+                sent.by_forward.append(sent.machine + sent.network - before)
                 sent.computed += self._computed(model, batch, rank, True)
             losses = [(self._actor, policy_reads(config))]
             if ppo:

@@ -11,7 +11,7 @@ import torch
 from flow_answers import QUADRATIC, Shape, config_of, groups, lengths, routing_of
 
 from megarl.controllers.registry import declare
-from megarl.models.host_memory import NUMBER, Batch, column_bytes, moments, recording
+from megarl.models.host_memory import NUMBER, TOKEN, Batch, column_bytes, moments, recording
 
 if TYPE_CHECKING:
     from flow_paper import Paper, Sent
@@ -55,9 +55,14 @@ def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
         0 if routing is None else shape.layers * shape.topk * routing.dtype.itemsize,
     )
     whole = tokens * ((columns + NUMBER) * (1 + ("critic" in declared.roles)) + record) * config.run.epochs
-    leaving = min(1.0, sum(sum(rank.by_update) for rank in by_rank) / whole)
-    batch = Batch(tokens, len(sizes), int(sizes.max()), leaving)
-    found = {name: sum(parts.values()) for name, parts in moments(config, declared, batch, routing).items()}
+    moved = sum(sum(rank.by_update) for rank in by_rank) / whole
+    # The first pass is the policy's, which replays: its tokens go there, and a number of each comes back.
+    passed = sum(rank.by_forward[0] for rank in by_rank) / (tokens * (TOKEN + NUMBER + record))
+    found: dict[str, float] = {}
+    for share, names in ((passed, ("forward",)), (moved, ("advantages", "cutting", "update"))):
+        batch = Batch(tokens, len(sizes), int(sizes.max()), min(1.0, share))
+        by_time = moments(config, declared, batch, routing)
+        found |= {name: sum(by_time[name].values()) for name in names if name in by_time}
     some = next(iter(moments(config, declared, batch, routing).values()))
     rollouts = some["rollouts"] + some["records of routing"]
     found["recording"] = rollouts + tokens * columns + recording(config, batch)

@@ -35,7 +35,7 @@ def test_planned_is_measured(layout: str, tmp_path: Path) -> None:
         assert planned == counted, exact
     off = {name: round(planned / held, 3) for name, (planned, held) in found.items()}
     # While records are sent there is memory that nobody has read from yet: no process counts it as its own.
-    assert 0.9 < off.pop("forward") < 1.2, off
+    assert 0.9 < off.pop("forward") < 1.25, off
     assert all(0.9 < share < 1.1 for share in off.values()), off
 
 
@@ -65,11 +65,10 @@ def on_paper(**changes: Any) -> list[dict[str, Any]]:
 
 
 def test_rows_go_to_another_machine_once() -> None:
-    """Two machines of two ranks, which are a replica: what one computes of the other's sequences."""
-    apart, together = on_paper(per_machine=2), on_paper()
-    assert sum(rank["network"] for rank in together) == 0
-    # 16 sequences of 64 tokens, a micro-batch each: at most all rows, once, of tokens (three forward passes), of the
-    # numbers that come back, and of all columns in two updates.
-    everything = 1024 * (3 * 4 + 3 * 4 + 2 * 37)
-    assert 0 < sum(rank["network"] for rank in apart) <= everything
-    assert [rank["computed"] for rank in apart] == [5 * 512] * 4
+    """Two machines of two ranks, which are a replica. What is at home on both stays there; of what is all at home on
+    one, half goes to the other: tokens in three passes, the numbers that come back, and in two updates what a loss
+    reads, 17 bytes each: tokens, mask, weights and two columns."""
+    both, one, together = on_paper(per_machine=2), on_paper(per_machine=2, engine_tp=4), on_paper(engine_tp=4)
+    assert sum(rank["network"] for rank in (*both, *together)) == 0
+    assert sum(rank["network"] for rank in one) == 512 * (3 * 4 + 3 * 4 + 2 * 17)
+    assert [rank["computed"] for rank in both + one] == [5 * 512] * 8
