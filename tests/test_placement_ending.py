@@ -79,6 +79,14 @@ class Running:
         (found,) = [one for one in psutil.Process(self.process.pid).children() if is_rank(one, number)]
         return int(found.pid)
 
+    def scheduler(self) -> int:
+        """Of the engine that a host has started for the run: the first child of the only one of it that has several."""
+        hosts = {one.pid for one in self.before}
+        parents = [one for one in self.family() if one.ppid() in hosts]
+        inside = [one for parent in parents for one in (parent, *parent.children(recursive=True))]
+        (server,) = [one for one in inside if len(one.children()) > 1]
+        return int(min(server.children(), key=psutil.Process.create_time).pid)
+
     def ended(self) -> tuple[int, list[str]]:
         """Exit status and the lines on stderr, when all of the run's processes are gone."""
         family = self.family()
@@ -184,8 +192,7 @@ def test_an_engine_that_is_killed_beside_training_is_named(folder: Path, host: s
     """It is at the answers of the second step when the rollouts of the first are rewarded."""
     run = Running(folder, tmp_path, *SPLIT, AHEAD, host=host)
     run.wait_for(run.seen.exists)
-    (scheduler,) = [one.pid for one in run.family() if one.name().startswith("sglang::schedul")]
-    os.kill(scheduler, signal.SIGKILL)
+    os.kill(run.scheduler(), signal.SIGKILL)
     code, (line,) = run.ended()
     log = run.run_dir / "logs" / "engine_0.log"
     assert code == 2 and "exit code -9" in line, line
