@@ -5,6 +5,7 @@ One run has an engine; the other replays its rollouts, which are all made on one
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,22 @@ def test_one_rank_makes_the_same_of_the_same_rollouts(split_run: Path, folder: P
     assert_same_weights(split_run, tmp_path / "alone")
 
 
+def assert_answers_wait_for_no_training(run_dir: Path, steps: int) -> None:
+    """They are stopped for the weights only when these are there: the engine's rank, which has nothing to train, would
+    come to that long before."""
+
+    def spans(rank: int, name: str) -> list[dict[str, float]]:
+        text = (run_dir / "timeline" / f"rank_{rank:05d}.json").read_text().rstrip().rstrip(",]")
+        found = [span for span in json.loads(text + "]") if span.get("name") == name]
+        return sorted(found, key=lambda span: float(span["ts"]))
+
+    trained, stopped = spans(0, "actor_update"), spans(1, "generate_rest")
+    assert len(trained) == 2 * steps and len(stopped) == steps
+    for step in range(steps):
+        last = trained[2 * step + 1]
+        assert stopped[step]["ts"] >= last["ts"] + last["dur"]
+
+
 BESIDE = ["rollout.asynchronous=true", "run.save_every=0"]
 TWO = [
     "placement={actor: 0, rollout: 1}",
@@ -135,5 +152,6 @@ def test_answers_go_on_through_pushes(folder: Path, host: str, tmp_path: Path, h
     assert rows[0]["rollout/lag_max"] == 0 and all(
         row["rollout/age_max"] >= row["rollout/age_mean"] > 0 for row in rows
     )
+    assert_answers_wait_for_no_training(run_dir, steps=5)
     mixed = [len(turn.runs) > 1 for step in range(1, 6) for one in read_rollouts(run_dir, step) for turn in one.turns]
     assert any(mixed) == (how == "retract")  # an answer by two versions, whose keys and values are by the second

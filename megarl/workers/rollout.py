@@ -244,6 +244,8 @@ class RolloutWorker(Worker):
         again = self.engine is not None and self.engine.version == self.version
         # Weights under a number that the engine has had must find no cache that is salted by it.
         how = "retract" if again and config.on_push == "in_place" else config.on_push
+        with self.clock.span("training", WAIT):
+            ranks.barrier()  # engines' ranks have nothing to train, and would be here before there are weights
         with self.clock.phase("generate_rest", WAIT), self._patient(config.step_timeout + config.start_timeout):
             _on_any(self._talks, lambda talks: talks.pause(how), NAME)
 
