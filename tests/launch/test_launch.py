@@ -274,3 +274,4 @@ def test_whatever_is_imported_is_in_both_lists() -> None:
 
 
 OPTIONAL = {"torch_memory_saver", "transformer_engine", "sgl_kernel", "sgl_kernel_stub", "apex"}
+OPTIONAL |= {"trl", "datasets"}  # of the environment that tools/bench_trl.py is told of
