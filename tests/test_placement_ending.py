@@ -196,7 +196,8 @@ def test_an_engine_that_is_killed_beside_training_is_named(folder: Path, host: s
     code, (line,) = run.ended()
     log = run.run_dir / "logs" / "engine_0.log"
     assert code == 2 and "exit code -9" in line, line
-    assert re.match(rf"error: engine 0 (is not running|does not answer .*); the last lines of {log}: ", line), line
+    found = rf"error: (the push of version 1: )?engine 0 (is not running|does not answer .*); the last lines of {log}: "
+    assert re.match(found, line), line
 
 
 # --- a reward model ---------------------------------------------------------------------------------------------------
