@@ -3,7 +3,7 @@
     .venv/bin/python tools/bench_async.py FOLDER [--epochs 2] [--steps 8] [--rounds 2] [section.key=value ...]
 
 GRPO with the actor on a rank and the engine on another, a core each, both real: the quickstart's model and prompts, as
-`tools/make_quickstart.py FOLDER` leaves them. Both kinds in turn, in as many rounds; of each run the median of its
+tools/make_quickstart.py leaves them in the folder. Both kinds in turn, in as many rounds; of each run the median of its
 steps but the first two. At best the shorter phase costs nothing: `--epochs` sets how long training takes. Overrides
 are for both kinds. Beside it, what the asynchronous run says of lag and of the engine's empty slots.
 """

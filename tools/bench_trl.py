@@ -1,8 +1,8 @@
 """A GRPO step beside TRL's, in turn, on the same cores: seconds by phase, and how many times as fast.
 
-    python3 -m venv /tmp/trl && /tmp/trl/bin/pip install torch transformers trl==1.16.0   # torch, transformers as here
     .venv/bin/python tools/bench_trl.py --trl /tmp/trl/bin/python [--work shared] [key=value ...]
 
+--trl is the python of an environment of its own, with trl==1.16.0 and torch and transformers as here.
 Both start, and then take steps in turn, each while the other waits without a core: a step of one, a step of the other.
 Both have the same random weights (an HF folder that this makes), prompts, number of answers and of tokens in each,
 fp32, AdamW, KL to a reference in the loss, one update of all answers. TRL generates by `transformers`, in one process

@@ -33,7 +33,7 @@ from megarl.rollout.hosting import SHARED, Host, Hosted
 from megarl.rollout.tool_calls import parser_name
 
 _LOG_LINES = 20
-_PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.I)
+_PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port (at )?\d+ is (already )?(in use|not available)", re.I)
 _PORT_TRIES = 3
 _NOISE = re.compile(
     r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$"

@@ -44,7 +44,9 @@ CASES = [
     placed(
         "engines of no neighbours", ("ranks 2,4", "neighbours"), "{actor: '3', rollout: '0-2,4'}", EIGHT, "rollout.tp=2"
     ),
-    placed("a step ahead, colocated", ("rollout.asynchronous=true", "rank 0", "placement.rollout"), "{}", EIGHT, AHEAD),
+    placed(
+        "a step ahead, colocated", ("rollout.asynchronous needs", "rank 0", "placement.rollout"), "{}", EIGHT, AHEAD
+    ),
     placed(
         "a step ahead, on some ranks", ("rank 4", "critic's"), "{actor: 0-3, critic: 4-7, rollout: 4-7}", EIGHT, AHEAD
     ),

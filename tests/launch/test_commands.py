@@ -61,7 +61,8 @@ def test_they_are_found() -> None:
     assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py", "tools/report.py"} - found == {
         "launch/ppo_hello.py"  # given to torchrun
     }
-    parts = {f"tools/{name}.py" for name in ("local_ranks", "flow_answers", "flow_before", "flow_ranks")}  # of others
+    flow = ("answers", "before", "memory", "messages", "paper", "parts", "planned", "ranks")
+    parts = {"tools/local_ranks.py", "tools/stretches.py", *(f"tools/flow_{name}.py" for name in flow)}  # of others
     assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - found == parts
 
 
