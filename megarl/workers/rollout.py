@@ -228,10 +228,9 @@ class RolloutWorker(Worker):
             self.version = self.step
             if self.config.rollout.replay:
                 return
-            patient = self.config.rollout.start_timeout
             self._hold_answers()
             self._wake(Engine.wake_weights)
-            with self._patient(patient):
+            with self._patient(self.config.rollout.start_timeout):
                 self._push.push({} if actor.model is None else actor.model.merged(), self.version)
             if self.config.rollout.asynchronous:
                 _on_any(self._stream, lambda stream: stream.go_on(self.step), NAME)

@@ -42,6 +42,8 @@ class Streaming:
         self._samples = 0
         self._admitted = 0
         """The last step whose prompts may be begun; 0 before it all begins."""
+        self._taken = 0
+        """The last step that took its groups."""
         self.figures: dict[str, float] = {}
 
     def open(self, prompts: Sequence[Prompt], samples: int, step: int) -> None:
@@ -52,6 +54,12 @@ class Streaming:
                 f"step {step} wants {samples} samples of each prompt, of which {self._samples} were begun before it; "
                 "with rollout.asynchronous an algorithm has to ask for as many in each step"
             )
+        if self._samples and step != self._taken + 1:
+            raise ConfigError(
+                f"step {step} takes the answers that were begun for it, but step {self._taken + 1} took none: with "
+                "rollout.asynchronous an algorithm has to begin each step by generating for the prompts it is given"
+            )
+        self._taken = step
         if not self._samples:
             self._samples, self._admitted = samples, step - 1
             if self._talks is not None:
