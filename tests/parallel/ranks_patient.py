@@ -53,6 +53,7 @@ def main() -> dict[str, object]:
     ranks.raise_alarm("first") if place.job.rank else None
     ranks.barrier()
     heard += [ranks.alarm_raised("first"), ranks.alarm_raised("second"), last_words.exchanged(OSError("x"), "lost")]
+    ranks.barrier()  # the other's last words come after both have asked
     result: dict[str, object] = {"made": made, "inside": inside, "after": after, "heard": heard}
     if place.job.rank:
         for text in ("the first thing", "another"):
