@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from megarl.config import ConfigError
+from megarl.strict import ConfigError
 
 
 def load(spec: str, key: str) -> Any:

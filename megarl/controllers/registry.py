@@ -1,45 +1,20 @@
-"""Which controller a name in the configuration means: one of ours, of a fork's entry points, or `module:name`."""
+"""The controller that a recipe names, and whether what it declares fits together."""
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from megarl import forks
 from megarl.config import Config, ConfigError
 from megarl.controllers.base import Controller
-from megarl.controllers.grpo import GRPOController
-from megarl.controllers.ppo import PPOController
-from megarl.controllers.reward_model import RewardModelController
-from megarl.controllers.sft import SFTController
+from megarl.recipes import find_recipe
 from megarl.types.declared import ITEM_KINDS, Declared
-
-CONTROLLERS: dict[str, type[Controller]] = {
-    "ppo": PPOController,
-    "grpo": GRPOController,
-    "sft": SFTController,
-    "reward_model": RewardModelController,
-}
-
-GROUP = "megarl.controllers"
-"""Entry points of a fork's controllers."""
 
 
 def find_controller(name: str) -> type[Controller]:
     """The class that `algorithm` names. Raises ConfigError for one that is not there, or is no whole controller."""
-    if name in CONTROLLERS:
-        return CONTROLLERS[name]
-    declared = forks.entries(GROUP)
-    if name in declared:
-        return _checked(forks.load(declared[name].value, f"algorithm={name}"), name)
-    if ":" in name:
-        return _checked(forks.load(name, "algorithm"), name)
-    known = [*CONTROLLERS, *declared]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(
-        f"algorithm must be one of {', '.join(known)}, or module:name of a Controller, not {name[:200]!r}{hint}"
-    )
+    found = find_recipe(name).controller
+    return _checked(forks.load(found, f"algorithm={name}") if isinstance(found, str) else found, name)
 
 
 def declare(config: Config) -> Declared:

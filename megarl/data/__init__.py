@@ -1,4 +1,4 @@
 """Prompts in, batches out: readers, the resumable loader, and the packing of sequences into micro-batches.
 
-May import `types/` and `config.py` only; imported by anything from `megatron/` upwards.
+May import `types/` and `config/` only; imported by anything from `megatron/` upwards.
 """

@@ -6,5 +6,5 @@ has to move, `assignment.py` who sends it, `sharing.py` how that is dealt out, `
 Then done: `executor.py`, with `copies.py` (on a GPU `kernels.py`), `quantise.py` and `checksum.py`.
 On paper: `bound.py` what no plan can beat, by other code; `paper.py`, `advice.py`, `picture.py` show a plan to people.
 
-May import `models`, `parallel`, `config.py`; workers import it, and the engine's processes its hash and copies.
+May import `models`, `parallel`, `config/`; workers import it, and the engine's processes its hash and copies.
 """

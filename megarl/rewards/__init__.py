@@ -1,5 +1,5 @@
 """What judges a finished rollout: functions and what calls them, classifiers, services.
 
-May import `data/`, `models/`, `parallel/` (the device, settings of roles), `types/` and `config.py`; imported by
+May import `data/`, `models/`, `parallel/` (the device, settings of roles), `types/` and `config/`; imported by
 workers and controllers. A reward of yours may live in any module: name it `module:name` in `reward.functions`.
 """

@@ -13,7 +13,7 @@ import pytest
 from megarl import forks
 from megarl.config import ConfigError, from_dict
 from megarl.controllers.grpo import GRPOController
-from megarl.controllers.registry import CONTROLLERS, declare, find_controller, make_controller
+from megarl.controllers.registry import declare, find_controller, make_controller
 from megarl.types.declared import Declared
 
 HEAD = "from megarl.controllers.base import Controller\nfrom megarl.controllers.sft import SFTController\n"
@@ -67,10 +67,6 @@ def test_a_fork_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_entries_are_those_of_the_group() -> None:
     assert "pytest" in forks.entries("console_scripts") and forks.entries("megarl.nothing") == {}
-
-
-def test_names_of_ours_need_no_import() -> None:
-    assert list(CONTROLLERS) == ["ppo", "grpo", "sft", "reward_model"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""The configuration: dataclasses, strict YAML, `key=value` overrides. Every key is documented here and only here.
+
+What Megatron or SGLang already names is not named again: `model.megatron` and `rollout.sglang` pass through, checked
+against the fields of `TransformerConfig` and `ServerArgs` when the run starts.
+
+`job.py` has the run, its models, ranks and optimizers; `generation.py` data and sampling; `learning.py` rewards,
+advantages and losses. What the name of an algorithm sets of them, where the user does not, is in `recipes.py`.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl import plain_yaml, strict
+from megarl.config.generation import Batch, DataConfig, OnPush, RolloutConfig
+from megarl.config.job import (
+    CriticConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Ranks,
+    Rate,
+    RunConfig,
+    TrackConfig,
+    TrainConfig,
+    Weight,
+)
+from megarl.config.learning import AdvantageConfig, KLConfig, LossConfig, RewardConfig
+from megarl.recipes import with_recipe
+from megarl.strict import ConfigError, Range, to_dict
+
+__all__ = [
+    "AdvantageConfig",
+    "Batch",
+    "Config",
+    "ConfigError",
+    "CriticConfig",
+    "DataConfig",
+    "KLConfig",
+    "LoraConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OnPush",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Range",
+    "Ranks",
+    "Rate",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrackConfig",
+    "TrainConfig",
+    "Weight",
+    "describe_keys",
+    "describe_ranges",
+    "from_dict",
+    "load_config",
+    "to_dict",
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    algorithm: str = "ppo"
+    """A name of `recipes.py`: ppo, grpo, sft, reward_model; or one of a fork, as `module:name` or by the name of its
+    entry point in the group megarl.controllers. The recipe sets what makes it that algorithm; what is set here wins."""
+    placement: dict[str, Any] = field(default_factory=dict)
+    """Ranks of each role: `{actor: 0-3, critic: 4-7, rollout: all, reward: cpu}`, also as `0,2,5-6`; cpu is processes
+    beside the ranks. A role that is left out is where the actor is, and actor and rollout on all ranks. Two roles have
+    the same ranks, and take turns, or none in common, and work at once. `parallel` is the actor's layout, and that of
+    all that have none of their own."""
+    roles: dict[str, Any] = field(default_factory=dict)
+    """Who plays a role, and with what: `{teacher: {model: /models/big, parallel: {tp: 2}}, reward: {backend: http,
+    options: {url: http://judge:8000/score}}, mine: {worker: lab.roles:Mine}}`, as `flow.register_worker` has it. Models
+    and layouts of our own roles are in their sections. `workers/README.md` lists the backends."""
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    actor_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The policy's optimizer."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply `section.key=value` overrides, whose values are YAML too.
+
+    Raises ConfigError, naming the key and the nearest known one, for anything unknown, of the wrong type, out of range
+    or given twice.
+    """
+    file = Path(path)
+    try:
+        there = file.is_file()
+    except OSError:  # a name that is too long
+        there = False
+    if not there:
+        raise ConfigError(f"there is no configuration file {path}")
+    tree = plain_yaml.read(file)
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}, not a mapping of sections")
+    return from_dict(plain_yaml.overridden(tree, overrides, _sections()))
+
+
+def _sections() -> dict[str, str]:
+    """Every section, with one of its keys."""
+    found: dict[str, str] = {}
+    for key in strict.kinds_of(Config):
+        found.setdefault(key.rpartition(".")[0], key)
+    del found[""]  # algorithm is in none
+    return found
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """A Config out of nested plain values, with what the algorithm's recipe sets; strict as `load_config`."""
+    name = tree.get("algorithm", Config.algorithm)
+    if isinstance(name, str):  # else it is complained of below
+        tree = with_recipe(tree, name)
+    config: Config = strict.build(Config, tree, "", root=Config)
+    return config
+
+
+def describe_keys() -> list[tuple[str, Any]]:
+    """Every key with its default, in order: what `--keys` prints and what the tests count."""
+    return strict.keys_of(Config())
+
+
+def describe_ranges() -> dict[str, str]:
+    """What each key may be, in words."""
+    return {key: strict.describe(kind) for key, kind in strict.kinds_of(Config).items()}

@@ -1,0 +1,97 @@
+"""Prompts, and what is sampled for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from megarl.config.job import Ranks
+from megarl.strict import Count, Range, Seconds, Share
+
+Batch = Annotated[int, Range(1, 1_000_000)]
+OnPush = Literal["retract", "in_place", "wait"]
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    tp: Ranks = 1
+    """Ranks per engine: as many engines run as its ranks have room for, each tensor parallel over its ranks."""
+    ep: Ranks = 1
+    """Expert parallel size inside an engine; divides rollout.tp."""
+    samples_per_prompt: Batch = 8
+    """Rollouts of each prompt in training."""
+    max_turns: Count = 5
+    """Turns that the policy may take in one conversation."""
+    max_new_tokens: Count = 1024
+    """Tokens that the policy may write in one turn."""
+    max_context: Count = 4096
+    """Tokens of a whole conversation. Longer prompts are dropped and counted."""
+    temperature: Annotated[float, Range(0, 100)] = 1.0
+    """Sampling temperature in training; 0 is greedy. Evaluation runs both greedy and at this temperature."""
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    """Nucleus sampling; below 1 the engine's log-probs are those of the full distribution."""
+    tools: tuple[str, ...] = ()
+    """Tools as `module:name`; a prompt may call those that it lists, or all where it lists none."""
+    tool_timeout: Seconds = 30.0
+    """Seconds that a tool may take before it is killed; the policy then sees the time-out as its observation."""
+    tool_call_parser: str = ""
+    """SGLang's parser for this model's tool calls; empty for that of the model's family."""
+    draft_tokens: Annotated[int, Range(0, 1024)] = 0
+    """Tokens that the model's own layer of multi-token prediction drafts at a time, and that the policy then accepts or
+    replaces (speculative decoding): the same distribution in fewer steps. 0 is off."""
+    concurrency: Batch = 128
+    """Conversations at once per engine, not counting those that wait for a tool, which may be as many more. An engine
+    has up to twice as many processes for tools; one is started where a call would wait for another's."""
+    asynchronous: bool = False
+    """Engines on ranks of their own (`placement.rollout`) go on generating while the others train: a step's prompts are
+    begun up to `rollout.max_lag` steps before it is their turn, and answers go on through the pushes of weights. The
+    importance ratio of tokens that older weights chose is that to the engine's own log-probs of then."""
+    on_push: OnPush = "retract"
+    """What becomes of answers under way when `rollout.asynchronous` engines get weights: `retract` cuts them off and
+    goes on with the tokens that they have, all keys and values computed anew; `in_place` goes on where they were, with
+    those of the old weights, which costs nothing, and biases a little; `wait` lets them end first, so that each answer
+    is by one version of the weights."""
+    oversample: Annotated[float, Range(1, 100)] = 1.0
+    """Prompts under way in a step over those that it needs, `data.prompts_per_step`. When as many are done, the others
+    are stopped, and gone on with in the next step. 1 is off: a step waits for its longest answer."""
+    max_lag: Annotated[int, Range(0, 1000)] = 1
+    """Versions by which a rollout's first token may be older than the weights that are trained. `rollout.asynchronous`
+    begins no prompt earlier: 0 is on policy, 1 overlaps a step's generation with the training before it. With
+    `rollout.oversample` what would be older is begun anew. `rollout/lag_mean` and others say what it comes to, and
+    `rollout/logprob_diff_stale` compares such tokens' log-probs, which are of the weights that chose them."""
+    request_timeout: Seconds = 600.0
+    """Seconds that one answer of the engine may take, from when it begins to work on it; the conversation is aborted
+    then."""
+    step_timeout: Seconds = 7200.0
+    """Seconds that the rollouts of a step may take in all; what is not done by then is aborted."""
+    max_aborted: Share = 0.1
+    """Share of a step's rollouts that may be aborted, by a failure or a time-out; beyond it the run stops. They are
+    recorded, and neither a loss nor a statistic contains them."""
+    start_timeout: Seconds = 600.0
+    """Seconds that an engine may take to start, and to do what it is told: wake, sleep, take weights."""
+    push_bucket_mb: Batch = 1024
+    """MiB that each rank may stage for sending weights to engines, and as much for receiving them."""
+    verify_every: Count = 20
+    """The engines' weights are verified bit by bit in the first push and every so many; in the others, one part in so
+    many of them."""
+    replay: str = ""
+    """A run folder whose recorded rollouts are used instead of generating: for debugging and exact repeats."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Further fields of SGLang's ServerArgs, by its own names."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: str = ""
+    """Prompts to train on: .parquet with verl's columns, or .jsonl. Conversations for SFT, pairs for a reward model.
+    What is longer than the model, or `rollout.max_context`, is left out and counted."""
+    eval: str = ""
+    """Held-out prompts, conversations or pairs, same formats; empty for none."""
+    prompts_per_step: Batch = 64
+    """Prompts in one rollout batch; conversations or pairs in a step of SFT or of a reward model."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a list of chat messages, or a string that becomes one user message."""
+    label_key: str = "ground_truth"
+    """Column of the ground truth where there is no `reward_model.ground_truth`."""
+    shuffle: bool = True
+    """Shuffle anew each epoch, by `run.seed`."""

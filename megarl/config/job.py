@@ -1,0 +1,156 @@
+"""The run itself: what is trained, on which ranks, with which optimizers, and what is kept of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from megarl.strict import Count, CountOrNone, NotNegative, Positive, Range, Seconds, Share
+
+# What a key's number may be is part of its type. Bounds that no run comes near keep a slip from taking hours.
+Ranks = Annotated[int, Range(1, 65_536)]
+Rate = Annotated[float, Range(0, 10)]
+Weight = Annotated[float, Range(0, 1000)]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = "runs/default"
+    """Run folder: configuration, log, metrics, rollouts, checkpoints, export."""
+    seed: CountOrNone = 1
+    """Seeds everything: initial heads, data order, sampling."""
+    num_rollout: Count = 100
+    """Steps of the loop; each generates one batch of rollouts."""
+    num_update: Count = 1
+    """Optimizer steps per rollout batch, a multiple of `run.epochs`: each epoch is cut into equal mini-batches."""
+    epochs: Count = 1
+    """Passes over each rollout batch."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto` goes on from the newest checkpoint in the run folder, or starts afresh when there is none. Most keys may
+    change then; the folder's README.txt says which not."""
+    save_every: CountOrNone = 0
+    """Write a checkpoint every so many steps, and at the end; 0 writes none. Where the disk does not take one, training
+    goes on, but not beyond the last."""
+    keep_checkpoints: Count = 2
+    """How many checkpoints stay on disk."""
+    eval_every: CountOrNone = 0
+    """Evaluate on `data.eval` every so many steps, before the first and after the last; 0 never does."""
+    export: bool = True
+    """Write the policy, or the reward model, as an HF folder, `<run.dir>/export`, at the end."""
+    timeout_s: Seconds = 1800.0
+    """How long a collective may wait for a peer before the run is stopped. Work on the host that takes as long as it
+    takes has bounds of its own: `rollout.step_timeout`, `run.storage_timeout_s`, `reward.timeout`."""
+    storage_timeout_s: Seconds = 7200.0
+    """How long ranks wait for the slowest to read its part of a model or checkpoint, or to write it."""
+    max_skipped: CountOrNone = 5
+    """Updates in a row that may be skipped because a gradient is not finite; at one more the run stops."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = ""
+    """HF folder of the policy: config.json, safetensors, tokenizer."""
+    hf_config: str = ""
+    """config.json to use in a `--dry-run` where the folder `model.path` is not at hand."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations. Master weights and optimizer states are always fp32."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's TransformerConfig, by its own names."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    world_size: Ranks = 1
+    """Ranks of the whole job. `torchrun` must start this many; without it they are started for you, on one machine."""
+    ranks_per_node: Ranks = 8
+    """Ranks on one machine."""
+    tp: Ranks = 1
+    """Tensor parallel ranks of the dense layers; more than one turns sequence parallelism on."""
+    pp: Ranks = 1
+    """Pipeline stages."""
+    vpp: Ranks = 1
+    """Parts of a pipeline stage, in turn with those of the others (interleaved schedule): less waiting, more talk."""
+    cp: Ranks = 1
+    """Context parallel ranks: each has two parts of every sequence, which is padded to a multiple of 2 cp tokens."""
+    ep: Ranks = 1
+    """Expert parallel ranks; with `etp` they are taken from TP x CP x DP."""
+    etp: Ranks = 1
+    """Tensor parallel ranks of the experts, which are whole by default."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: Rate = 1e-6
+    """Peak learning rate."""
+    min_lr: Rate = 0.0
+    """Learning rate at the end of the decay."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay after the warm-up."""
+    warmup_fraction: Share = 0.1
+    """Share of all optimizer steps in which the rate climbs to its peak."""
+    weight_decay: Rate = 0.01
+    beta1: Annotated[float, Range(0, below=1)] = 0.9
+    beta2: Annotated[float, Range(0, below=1)] = 0.95
+    eps: Positive = 1e-8
+    max_grad_norm: NotNegative = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them as they are."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    path: str = ""
+    """HF folder that the critic starts from; empty for `model.path`. Without a head in it, its head starts at zero."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """As `actor_optimizer`; of a reward model in training, too."""
+    warmup_steps: CountOrNone = 0
+    """Steps in which only the critic is updated."""
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """Layout of the critic where it differs: keys of `parallel` but world_size and ranks_per_node."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    token_budget: Count = 3072
+    """Tokens of a micro-batch on one rank, `cp` times as many in all; a longer sequence is a micro-batch of its own."""
+    logits_at_once: Count = 512
+    """Tokens whose logits exist at the same time: in bf16 about 18 bytes for each token and word, over tp."""
+    replay_routing: bool = False
+    """MoE: the policy's log-probs and updates send each token through the experts that the engine chose for it, by the
+    trainer's own weights of them (R3, arXiv:2510.11370). Matters in bf16. A rank that leads an engine holds a byte, or
+    two with more than 256 experts, for each token of its conversations, MoE layer and chosen expert, and while a model
+    computes the same again; each rank then also of its replica's tokens and its stage's layers."""
+    mtp: Weight = 0.0
+    """Weight of the loss of the policy's layers of multi-token prediction, which then learn to foresee it, without a
+    gradient into the rest of it (arXiv:2412.19437 section 2.2; it has 0.3 and later 0.1, section 4.2); 0 leaves them as
+    they are."""
+    deterministic: bool = True
+    """Equal runs give equal bits. Turn off where speed on a GPU matters more."""
+    offload: bool = False
+    """Weights and optimizer states go to the host while engines generate; it must have room for both models'."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's DistributedDataParallelConfig, by its own names: overlap_grad_reduce, for one."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: Annotated[int, Range(0, 65536)] = 0
+    """Rank of the adapters that are then all that is trained, beside a critic's head (arXiv:2106.09685); 0 trains all
+    weights. Policy and critic alike; their learning rates want to be about ten times as high."""
+    alpha: Positive = 32.0
+    """What the adapters add is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get an adapter, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2, MLA's
+    linear_q_down_proj ...), with what they are in where that matters (experts.linear_fc1, shared_experts.linear_fc2);
+    empty for all of attention, MLPs and experts."""
+
+
+@dataclass(frozen=True)
+class TrackConfig:
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+    rollouts: bool = True
+    """Record every rollout in the run folder, as parquet."""
+    timeline: bool = True
+    """Record in the run folder who did what when, for tools/timeline.py and Perfetto."""
+    progress: bool = True
+    """Live display on the terminal; plain lines where the output is no terminal."""
