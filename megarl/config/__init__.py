@@ -69,6 +69,8 @@ class Config:
     algorithm: str = "ppo"
     """A name of `recipes.py`: ppo, grpo, sft, reward_model; or one of a fork, as `module:name` or by the name of its
     entry point in the group megarl.controllers. The recipe sets what makes it that algorithm; what is set here wins."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the algorithm itself: what its controller's `Options` has, and is documented there."""
     placement: dict[str, Any] = field(default_factory=dict)
     """Ranks of each role: `{actor: 0-3, critic: 4-7, rollout: all, reward: cpu}`, also as `0,2,5-6`; cpu is processes
     beside the ranks. A role that is left out is where the actor is, and actor and rollout on all ranks. Two roles have

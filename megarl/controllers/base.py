@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megarl import strict
 from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.weights import sequence_mean_weights, token_mean_weights
 from megarl.config import Config
@@ -29,6 +30,11 @@ class StepResult:
     """Those of the rollouts that the batch holds, in its order; None for all."""
 
 
+@dataclass(frozen=True)
+class NoOptions:
+    """Of an algorithm that has none of its own."""
+
+
 class Controller(ABC):
     """An algorithm. Every rank runs the same controller on the same values.
 
@@ -48,9 +54,17 @@ class Controller(ABC):
     """Whether its loss may be given what an older policy sampled: by a ratio to that policy, and a bound of it."""
     workers: ClassVar[Mapping[str, str]] = {}
     """Who plays a role of a name of its own, as `module:name`."""
+    Options: ClassVar[type] = NoOptions
+    """A frozen dataclass of settings that no other algorithm has, with their defaults and ranges: the key `options`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.options: Any = self.read_options(config)
+
+    @classmethod
+    def read_options(cls, config: Config) -> Any:
+        """`options` as an `Options`. Raises ConfigError for what is none of them, or out of range."""
+        return strict.build(cls.Options, config.options, "options.", root=Config)
 
     @classmethod
     @abstractmethod

@@ -20,6 +20,7 @@ def find_controller(name: str) -> type[Controller]:
 def declare(config: Config) -> Declared:
     """What the algorithm of a configuration needs. Raises ConfigError where it is not there, or contradicts itself."""
     cls, key = find_controller(config.algorithm), f"algorithm={config.algorithm}"
+    cls.read_options(config)
     try:
         found = cls.declare(config)
     except Exception as error:  # of a fork

@@ -129,3 +129,26 @@ def test_mistakes_of_a_fork(lab: Any, name: str, text: str, complaint: str) -> N
     with pytest.raises(ConfigError, match=complaint) as caught:
         declared(name)
     assert "\n" not in str(caught.value)
+
+
+OPTIONS = """
+from dataclasses import dataclass
+from typing import Annotated
+from megarl.strict import Range
+@dataclass(frozen=True)
+class Own:
+    share: Annotated[float, Range(0, 1)] = 0.5
+class Mine(SFTController):
+    Options = Own
+"""
+
+
+def test_options_of_an_algorithm_are_as_strict_as_other_keys(lab: Any) -> None:
+    lab(OPTIONS)
+    made = make_controller(from_dict({"algorithm": "lab_controllers:Mine", "options": {"share": 1}}))
+    assert made.options.share == 1.0
+    for options, complaint in (({"shore": 1}, r"options\.shore.*share"), ({"share": 2}, r"options\.share .*at most 1")):
+        with pytest.raises(ConfigError, match=complaint):
+            declared("lab_controllers:Mine", options=options)
+    with pytest.raises(ConfigError, match=r"options\.share"):
+        declared("sft", options={"share": 1})
