@@ -9,12 +9,12 @@ On a rank they are the sum of
 - what it does with the tokens that it computes: micro-batches. Likewise;
 - its plans: who computes what, who needs what of whom. They grow with all sequences and with the ranks of a machine;
   nothing is assumed of that: this process makes them, as that rank, from the lengths of all sequences;
-- collectives that say figures of sequences everywhere, as many in every step: a number of seconds, and some for each
-  rank, through which they go one after another;
+- exchanges that say figures of sequences everywhere, as many in every step: a number of seconds, and some for each
+  round, of which twice as many ranks need one more (`parallel/exact.py`);
 - bytes that it sends to other machines, which this process counts in the plans, at the speed of gloo.
 
 The seconds of the first two are a processor's, measured in steps of `bench_flow.py` at 2 and 4 ranks; so are the
-collectives', at 2, 4 and 8 ranks, without what a wire between machines takes. Then a step at 8 ranks in another layout
+exchanges', at 2, 4 and 8 ranks, without what a wire between machines takes. Then a step at 8 ranks in another layout
 is predicted and measured. Rollouts are recorded in the background, and waits for other ranks are those of the model.
 """
 
@@ -81,16 +81,21 @@ class Work:
 @dataclass(frozen=True)
 class Constants:
     """parts: by part the seconds for each of what it grows with, and of a step. planning: seconds of a plan here over
-    those in a rank. collective: seconds of one, and more for each rank. byte: seconds to another machine."""
+    those in a rank. exchange: seconds of one, and more for each round. byte: seconds to another machine."""
 
     parts: Mapping[str, Sequence[float]]
-    collective: tuple[float, float]
-    collectives: int
+    exchange: tuple[float, float]
+    exchanges: int
     byte: float
 
     def seconds(self, work: Work) -> dict[str, float]:
         """A processor's, by part, without plans."""
         return {part: float(np.dot(by, work.of(grows(part)))) for part, by in self.parts.items()}
+
+
+def rounds(world: int) -> int:
+    """Of an exchange between so many ranks."""
+    return (world - 1).bit_length()
 
 
 def grows(part: str) -> tuple[str, ...]:
@@ -194,7 +199,7 @@ def report(
     chosen: Any, taken: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], console: Console
 ) -> None:
     *known, (last, of_last) = taken
-    waits = {one["ranks"]: min(rank["latency"] for rank in found) for one, found in taken}
+    waits = {rounds(one["ranks"]): min(rank["latency"] for rank in found) for one, found in taken}
     slope, start = np.polyfit(list(waits), list(waits.values()), 1)
     constants = Constants(
         fitted([step for one in known for step in steps_of(*one)]),
@@ -208,10 +213,10 @@ def report(
         names = ("home", "home records", "computed", "computed records")
         table.add_row(part, *(f"{1e9 * of.get(name, 0.0):.2f}" for name in names), f"{1e3 * of['once']:.1f}")
     console.print(table)
-    once, more = constants.collective
+    once, more = constants.exchange
     console.print(
-        f"a collective: {1e3 * once:.2f} ms and {1e3 * more:.3f} a rank, of which "
-        f"there are {constants.collectives} in a step; to another machine {1e-9 / constants.byte:.2f} GB/s"
+        f"an exchange: {1e3 * once:.2f} ms and {1e3 * more:.3f} a round, of which "
+        f"there are {constants.exchanges} in a step; to another machine {1e-9 / constants.byte:.2f} GB/s"
     )
     steps = steps_of(last, of_last)[-len(of_last) :]
     console.print("8 ranks, of which no constant is: a processor's seconds of a step, predicted and measured")
@@ -246,8 +251,8 @@ def paper_job(chosen: Any, constants: Constants, console: Console) -> None:
         mine = len(layers[rank // stage]) * routing.topk * routing.dtype.itemsize
         found[rank] = constants.seconds(Work(home, of_all, sent.computed, mine)) | {
             "plans": sent.seconds,
-            "collectives": constants.collectives
-            * (constants.collective[0] + constants.collective[1] * parallel.world_size),
+            "exchanges": constants.exchanges
+            * (constants.exchange[0] + constants.exchange[1] * rounds(parallel.world_size)),
             "bytes to other machines": sent.network * constants.byte,
         }
     table = Table(f"{parallel.world_size} ranks, seconds", *(f"rank {rank}" for rank in found), box=box.SIMPLE)

@@ -1,4 +1,4 @@
-"""What messages between ranks cost, for `bench_scale.py`: how many collectives there are, and how long one takes."""
+"""What messages between ranks cost, for `bench_scale.py`: how many exchanges there are, and how long one takes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.parallel import exact
+
 TIMES, BYTES = 50, 1 << 26
 _taken = [0]
 
 
 def count() -> None:
-    """From now on, the collectives in which figures go from every rank to every rank."""
-    gather = dist.all_gather_into_tensor
+    """From now on, the exchanges in which figures go from every rank to every rank."""
+    around = exact.around
 
     def counted(*arguments: Any, **named: Any) -> Any:
         _taken[0] += 1
-        return gather(*arguments, **named)
+        return around(*arguments, **named)
 
-    dist.all_gather_into_tensor = counted
+    exact.around = counted
 
 
 def taken_part() -> int:
@@ -29,13 +31,13 @@ def taken_part() -> int:
 
 
 def latency(group: dist.ProcessGroup) -> float:
-    """Seconds of a processor for one that says little: of a rank for its hops, where each has a processor, and without
-    what a wire takes."""
-    small, every = torch.zeros(4), torch.empty(4 * group.size())
+    """Seconds of a processor for one that says little, as many ranks do it: of a rank for its rounds, where each has a
+    processor, and without what a wire takes."""
+    small = torch.zeros(4)
     dist.barrier(group=group)
     begun = time.process_time()
     for _ in range(TIMES):
-        dist.all_gather_into_tensor(every, small, group=group)
+        exact.doubling(small, group, 600.0)
     return (time.process_time() - begun) / TIMES
 
 

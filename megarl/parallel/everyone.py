@@ -35,7 +35,7 @@ class AllRanks:
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks, [sum of n, ...] by rank, of each rank's [n, ...]; dtype and tail are the same on all."""
     rows = rows.detach().cpu().contiguous()
-    shares = exact.all_gather(rows.reshape(-1).view(torch.uint8), ranks.host_group())
+    shares = exact.all_gather(rows.reshape(-1).view(torch.uint8), ranks.host_group(), ranks.patience())
     return torch.cat(shares).view(rows.dtype).view(-1, *rows.shape[1:])
 
 
@@ -44,8 +44,8 @@ def total(small: torch.Tensor) -> torch.Tensor:
     """The sum of a small tensor over all ranks, added up in their order: the same bits on all of them."""
     if dist.get_world_size() == 1:
         return small
-    shares = small.new_empty((dist.get_world_size(), *small.shape), device="cpu")
-    dist.all_gather_into_tensor(shares.view(-1), small.detach().cpu().contiguous().view(-1), group=ranks.host_group())
+    mine = small.detach().cpu().contiguous().view(-1)
+    shares = exact.around(mine, ranks.host_group(), ranks.patience()).view(-1, *small.shape)
     result = shares[0].clone()
     for share in shares[1:]:
         result += share

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
+_FEW = 8  # ranks up to which gloo's ring is as quick
+_TAG = 7  # of messages of `doubling`, beside others of the group
 _SMALL = 504  # bytes of a share that travel with its size
 _PADDED = 1 << 20  # bytes of all shares up to which they are padded, whatever their sizes are
 
 
-def all_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Every rank's [n] uint8, by rank, of any n.
+def all_gather(mine: torch.Tensor, group: dist.ProcessGroup, patience: float) -> list[torch.Tensor]:
+    """Every rank's [n] uint8, by rank, of any n. patience: seconds that a message may take.
 
     What is small travels with its size, at once. Of the rest shares of much the same size go round in one call that
     pads all to the largest; else each goes by itself: padding would cost every rank the largest times their number.
@@ -19,8 +23,7 @@ def all_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tenso
     first = torch.zeros(8 + _SMALL, dtype=torch.uint8)
     first[:8].view(torch.int64)[0] = len(mine)
     first[8 : 8 + len(mine)] = mine[:_SMALL]
-    firsts = torch.empty(world, len(first), dtype=torch.uint8)
-    dist.all_gather_into_tensor(firsts.view(-1), first, group=group)
+    firsts = around(first, group, patience)
     sizes = firsts[:, :8].contiguous().view(torch.int64).view(-1).tolist()
     largest = max(sizes)
     if largest <= _SMALL:
@@ -41,3 +44,35 @@ def all_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tenso
     for work in works:
         work.wait()
     return found
+
+
+def around(mine: torch.Tensor, group: dist.ProcessGroup, patience: float) -> torch.Tensor:
+    """Every rank's [n], [world, n] by rank, of the same n on all, which is small."""
+    world = dist.get_world_size(group)
+    if world > _FEW:
+        return doubling(mine, group, patience)
+    every = mine.new_empty(world, len(mine))
+    dist.all_gather_into_tensor(every.view(-1), mine, group=group)
+    return every
+
+
+def doubling(mine: torch.Tensor, group: dist.ProcessGroup, patience: float) -> torch.Tensor:
+    """As `around`, in so many rounds that doubling reaches the world: in each of them a rank sends what it has to one,
+    and is sent as much by another (Bruck et al., "Efficient algorithms for all-to-all communications in multiport
+    message-passing systems", IEEE TPDS 8(11), 1997). Gloo's own goes round a ring, which takes the time of a message
+    for each rank of the world."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    every = mine.new_empty(world, len(mine))  # row i is that of the i-th rank after this one
+    every[0] = mine
+    have, limit = 1, timedelta(seconds=patience)
+    while have < world:
+        more = min(have, world - have)
+        works = [
+            dist.isend(every[:more].view(-1), group=group, group_dst=(rank - have) % world, tag=_TAG),
+            dist.irecv(every[have : have + more].view(-1), group=group, group_src=(rank + have) % world, tag=_TAG),
+        ]
+        for work in works:
+            assert work is not None  # of a rank that is in the group
+            work.wait(limit)
+        have += more
+    return every.roll(rank, 0)

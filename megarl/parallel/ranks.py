@@ -319,7 +319,7 @@ def free_port() -> int:
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, by rank, on every rank. Values are pickled: for host values of our own only."""
     data = torch.frombuffer(bytearray(pickle.dumps(value, 5)), dtype=torch.uint8)
-    return [pickle.loads(share.numpy().data) for share in exact.all_gather(data, group or host_group())]
+    return [pickle.loads(share.numpy().data) for share in exact.all_gather(data, group or host_group(), _timeout_s)]
 
 
 def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
