@@ -4,7 +4,7 @@
         [--controller ppo] [--routing LAYERS TOPK] [--against fb96440]
 
 Real controllers, batches, workers, packing, deliveries and rollout log, on processes of this machine; the engines'
-answers are random arrays and the models are played (`flow_ranks.py`). For each number of ranks the same batch, in steps
+answers are random arrays and the models are played (`flow/ranks.py`). For each number of ranks the same batch, in steps
 at a quarter of it, half of it and all of it: seconds are medians over the repeats, of the slowest rank, waits for
 others among them; those of a processor, on the rank where they are most, do not depend on how many processors there
 are. `from a line`: how far the three sizes are from what is linear in their tokens. `sent` is what a rank writes to
@@ -29,9 +29,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import flow_planned
 import numpy as np
-from flow_answers import SIZES, Shape, total_tokens
+from flow import planned
+from flow.answers import SIZES, Shape, total_tokens
 from local_ranks import ROOT, run
 from rich import box
 from rich.console import Console
@@ -89,7 +89,7 @@ def ranks_of(order: dict[str, Any], root: Path = ROOT, watch: Watch | None = Non
     with tempfile.TemporaryDirectory(prefix="bench_flow_") as folder:
         if watch is not None:
             watch.look_into(Path(folder))
-        script = str(Path(__file__).with_name("flow_ranks.py"))
+        script = str(Path(__file__).with_name("flow_rank.py"))
         found: list[dict[str, Any]] = run(
             [script, json.dumps({**order, "folder": folder})], order["ranks"], 7200.0, root, watch
         )
@@ -102,7 +102,7 @@ def measured(order: dict[str, Any], root: Path) -> dict[str, Any]:
     by_rank = ranks_of(order, root, watch)
     memory = watch.result()
     found = figures(by_rank, memory)
-    return found if order["before"] else found | {"beside": flow_planned.beside(order, by_rank)}
+    return found if order["before"] else found | {"beside": planned.beside(order, by_rank)}
 
 
 def figures(by_rank: Sequence[dict[str, Any]], memory: dict[str, int]) -> dict[str, Any]:

@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import flow_planned
 import numpy as np
 import torch
 from bench_flow import PLAYED, ranks_of
-from flow_answers import SIZES, Shape
+from flow import planned
+from flow.answers import SIZES, Shape
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -45,7 +45,7 @@ from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 
 if TYPE_CHECKING:
-    from flow_paper import Paper
+    from flow.paper import Paper
 
 PLANS = ("plans", "rows to models", "numbers back")
 """Parts in which plans are made."""
@@ -123,7 +123,7 @@ def steps_of(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> 
     record = shape.layers * shape.topk
     for name, share in SIZES.items():
         part = {**order, "shape": {**order["shape"], "sequences": round(shape.sequences * share)}}
-        paper = flow_planned.paper_of(part)
+        paper = planned.paper_of(part)
         for rank, sizes in enumerate(by_rank):
             all_of = sizes[name]
             planning = paper.step(rank, all_of[0]["seed"]).seconds
@@ -160,7 +160,7 @@ def fitted(steps: Sequence[Step]) -> dict[str, list[float]]:
 
 def job(config: Config, sequences: int, length: int) -> tuple[Paper, torch.Tensor, Any, list[tuple[int, ...]]]:
     """Its plans, homes of the sequences, what is on record of a token, and which of it a stage replays."""
-    from flow_paper import Paper  # brings Megatron
+    from flow.paper import Paper  # brings Megatron
 
     parallel, hf = config.parallel, load_hf_config(config.model.hf_config or config.model.path)
     routing = routing_shape(hf, config.model.megatron)

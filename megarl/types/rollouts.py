@@ -160,7 +160,6 @@ FIGURES: dict[str, Callable[[Rollout], float]] = {
     "accepted": lambda rollout: rollout.accepted,
     "routed": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
     "oldest": lambda rollout: min((version for version, _ in rollout.runs), default=-1),
-    "versions": lambda rollout: sum(version * tokens for version, tokens in rollout.runs),
 }
 """What every rank knows of every rollout, beside its reward: whole numbers."""
 
@@ -184,7 +183,6 @@ class Rollouts:
     accepted: torch.Tensor  # [N] int64
     routed: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
     oldest: torch.Tensor  # [N] int64, first version of the weights that chose a token of it; -1 where none did
-    versions: torch.Tensor  # [N] int64, sum of the versions over the tokens that the policy chose
     reward: torch.Tensor  # [N] float64
     reward_parts: dict[str, torch.Tensor]  # [N] float64 each; 0 where a rollout has no such part
     failures: tuple[str, ...] = ()  # of the aborted ones, in no order

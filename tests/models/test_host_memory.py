@@ -1,4 +1,4 @@
-"""Bytes of a step on a machine's host, by hand; tests/tools/test_flow_planned.py measures them."""
+"""Bytes of a step on a machine's host, by hand; tests/tools/test_planned.py measures them."""
 
 from __future__ import annotations
 

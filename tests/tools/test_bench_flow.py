@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
 import bench_flow  # noqa: E402
-from flow_answers import SIZES, Shape, answers, lengths, total_tokens  # noqa: E402
+from flow.answers import SIZES, Shape, answers, lengths, total_tokens  # noqa: E402
 
 
 def test_answers_have_the_lengths_that_are_asked_for() -> None:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from flow_answers import QUADRATIC, Shape, config_of, groups, lengths, routing_of
 
+from flow.answers import QUADRATIC, Shape, config_of, groups, lengths, routing_of
 from megarl.controllers.registry import declare
 from megarl.models.host_memory import NUMBER, TOKEN, Batch, column_bytes, moments, recording
 
 if TYPE_CHECKING:
-    from flow_paper import Paper, Sent
+    from flow.paper import Paper, Sent
 
 
 def homes_of(shape: Shape, world: int, engine_tp: int) -> torch.Tensor:
-    """[sequences] ranks, as `flow_ranks.py` deals groups out to engines."""
+    """[sequences] ranks, as `flow/ranks.py` deals groups out to engines."""
     engines = world // engine_tp
     return torch.tensor(
         [group * engines // groups(shape) * engine_tp for group in range(groups(shape)) for _ in range(shape.samples)]
@@ -30,7 +30,7 @@ def lengths_of(shape: Shape) -> torch.Tensor:
 
 
 def paper_of(order: Mapping[str, Any]) -> Paper:
-    from flow_paper import Paper  # brings Megatron
+    from flow.paper import Paper  # brings Megatron
 
     shape, pp = Shape(**order["shape"]), order["pp"]
     layers = [tuple(range(shape.layers))[stage::pp] for stage in range(pp)]

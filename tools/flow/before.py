@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from flow_answers import Answer
 
+from flow.answers import Answer
 from megarl.megatron import model as megatron_model
 from megarl.parallel import ranks
 from megarl.types import Prompt, Rollout, Turn  # in whose fields there are tuples

@@ -19,12 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import flow_memory
-import flow_messages
 import torch
-from flow_answers import QUADRATIC, SIZES, Answer, Shape, answers, config_of, groups, routing_of
-from flow_parts import NOT_OURS, Parts
 
+from flow import memory, messages
+from flow.answers import QUADRATIC, SIZES, Answer, Shape, answers, config_of, groups, routing_of
+from flow.parts import NOT_OURS, Parts
 from megarl.config import Config
 from megarl.controllers.base import Controller
 from megarl.controllers.registry import make_controller
@@ -263,7 +262,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
     """As one of the ranks: warm up, then steps at each of SIZES, then one that is watched
     for the memory that it takes."""
     torch.set_num_threads(1)
-    flow_messages.count()
+    messages.count()
     shape = Shape(**order["shape"])
     folder = Path(order["folder"])
     config = config_of(order, folder)
@@ -292,7 +291,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         flow.rollout.share = share
         parts.seconds.clear()
         parts.busy.clear()
-        parts.computed, counted, posted = 0, flow_messages.taken_part(), how.posted()
+        parts.computed, counted, posted = 0, messages.taken_part(), how.posted()
         ranks.barrier()
         wrote = written()
         with parts.of("log"):
@@ -319,7 +318,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
             busy_parts=dict(parts.busy),
             sent=sent,
             posted=how.posted() - posted,
-            collectives=flow_messages.taken_part() - counted,
+            collectives=messages.taken_part() - counted,
             computed=parts.computed,
             seed=step - 1,
             log_bytes=logged,
@@ -339,23 +338,23 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
     one_step(1.0)
     flow.rollout.mine = []
     mark("baseline")
-    before = flow_memory.settled()
+    before = memory.settled()
     flow.rollout.mine = made(shape)
-    held = {"rollouts": flow_memory.settled() - before}
+    held = {"rollouts": memory.settled() - before}
     mark("rollouts")
     mark("", 0.0)
     sizes = {}
     for name, share in SIZES.items():
         sizes[name] = [one_step(share) for _ in range(order["repeats"])]
     mark("step", 0.0)
-    looking = flow_memory.Looking(before, lambda: parts.moment)
+    looking = memory.Looking(before, lambda: parts.moment)
     one_step(1.0, watched=True)
     held |= looking.stop()
     mark("", 0.0)
     own = sum(rollout.num_tokens for rollout in flow.rollout.mine) if how is Now else 0
     group = ranks.host_group()
-    messages = {"latency": flow_messages.latency(group), "wire": flow_messages.wire(group)}
-    everything = ranks.all_gather_objects(sizes | messages | {"held": held, "own": own})
+    waits = {"latency": messages.latency(group), "wire": messages.wire(group)}
+    everything = ranks.all_gather_objects(sizes | waits | {"held": held, "own": own})
     if rank == 0:
         print("RESULT " + json.dumps(everything), flush=True)
     ranks.barrier()
@@ -366,12 +365,8 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
 def main() -> None:
     order = json.loads(sys.argv[1])
     if order["before"]:
-        from flow_before import Before
+        from flow.before import Before
 
         measure(order, Before)
     else:
         measure(order)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
-import flow_planned  # noqa: E402
-from flow_answers import Shape, answers  # noqa: E402
+from flow import planned  # noqa: E402
+from flow.answers import Shape, answers  # noqa: E402
 
 SHAPE = Shape(64, 4, "2048-4096", 1, 4, 8)
 
@@ -31,26 +31,26 @@ def test_planned_is_measured(layout: str, tmp_path: Path) -> None:
         found.pop(short, None)  # may be over before it was looked at
     assert {"rollouts", "forward", "advantages", "update"} <= found.keys()
     for exact in ("sent", "computed"):
-        planned, counted = found.pop(exact)
-        assert planned == counted, exact
-    off = {name: round(planned / held, 3) for name, (planned, held) in found.items()}
+        said, counted = found.pop(exact)
+        assert said == counted, exact
+    off = {name: round(said / held, 3) for name, (said, held) in found.items()}
     # While records are sent there is memory that nobody has read from yet: no process counts it as its own.
     assert 0.9 < off.pop("forward") < 1.25, off
     assert all(0.9 < share < 1.1 for share in off.values()), off
 
 
 def test_sequences_are_at_home_where_the_ranks_have_them() -> None:
-    assert flow_planned.homes_of(SHAPE, 4, 2).tolist() == [0] * 32 + [2] * 32
-    sizes = flow_planned.lengths_of(SHAPE)
+    assert planned.homes_of(SHAPE, 4, 2).tolist() == [0] * 32 + [2] * 32
+    sizes = planned.lengths_of(SHAPE)
     assert [len(one.prompt) + len(one.turns[0][0]) for one in answers(SHAPE, 3)] == sizes[12:16].tolist()
 
 
 ON_PAPER = """
 import json, sys
 sys.path.append("tools")
-import flow_planned
+from flow import planned
 order = json.loads(sys.argv[1])
-paper = flow_planned.paper_of(order)
+paper = planned.paper_of(order)
 print(json.dumps([vars(paper.step(rank, 0)) for rank in range(order["ranks"])]))
 """
 

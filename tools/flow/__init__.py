@@ -1,0 +1,1 @@
+"""A step of the flow with played engines and models, for `bench_flow.py` and `bench_scale.py`."""
