@@ -308,8 +308,8 @@ class HybridFlow(Items):
             written: dict[Path, Entry] = {}
             for role, model in self._trained().items():
                 written |= save_model(model, folder / role)
-            for worker in self.workers:
-                written |= worker.save(folder)
+            for part in (*self.workers, self.controller):
+                written |= part.save(folder)
             self.log.settle()  # a run that goes on from here does not take these steps again
             return written
 
@@ -386,8 +386,8 @@ class HybridFlow(Items):
                 restore_model(model, folder / role)
 
         ranks.together(restore)
-        for worker in self.workers:
-            worker.restore(folder)
+        for part in (*self.workers, self.controller):
+            part.restore(folder)
         self._begin_step()
         if "rollout" in vars(self):
             self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache

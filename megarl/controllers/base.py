@@ -6,11 +6,13 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megarl import strict
 from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.weights import sequence_mean_weights, token_mean_weights
+from megarl.checkpoint.manifest import Entry
 from megarl.config import Config
 from megarl.types import Rollouts, TrainBatch
 from megarl.types.declared import Declared, ItemKind
@@ -52,6 +54,10 @@ class Controller(ABC):
     """Whether samples of a prompt are judged by each other: there must be two of them, and they may not be greedy."""
     corrects_lag: ClassVar[bool] = False
     """Whether its loss may be given what an older policy sampled: by a ratio to that policy, and a bound of it."""
+    follows_prompts: ClassVar[bool] = False
+    """Whether what it generates must be of the very prompts that it gives, in their order."""
+    asks_further: ClassVar[bool] = False
+    """Whether a step may take prompts beyond those that it is given, by `flow.loader.further`."""
     workers: ClassVar[Mapping[str, str]] = {}
     """Who plays a role of a name of its own, as `module:name`."""
     Options: ClassVar[type] = NoOptions
@@ -81,6 +87,8 @@ class Controller(ABC):
             trains_head=cls.trains_head,
             compares_samples=cls.compares_samples,
             corrects_lag=cls.corrects_lag,
+            follows_prompts=cls.follows_prompts,
+            asks_further=cls.asks_further,
             workers=dict(cls.workers),
         )
 
@@ -110,6 +118,15 @@ class Controller(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        return None
+
+    def save(self, folder: Path) -> dict[Path, Entry]:
+        """Write what is too large for `state_dict` into a checkpoint's folder: on each rank its own files, which are
+        returned. Raises OSError."""
+        return {}
+
+    def restore(self, folder: Path) -> None:
+        """What `save` has written, by as many ranks or others. Collective."""
         return None
 
 

@@ -7,7 +7,10 @@ default is a mean over all tokens of the update, as in DAPO (arXiv:2503.14476, s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
@@ -25,10 +28,23 @@ from megarl.controllers.policy import (
     trained,
     unreplayed_metrics,
 )
-from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
+from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What a step has sampled."""
+
+    rollouts: Rollouts
+    """All of it, which is recorded."""
+    trained: Rollouts
+    """Those that the batch is made of."""
+    baseline: torch.Tensor | None = None
+    """[N] reward that each of these was to surpass; None where the algorithm finds it in their groups."""
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class GRPOController(PolicyController):
@@ -48,15 +64,15 @@ class GRPOController(PolicyController):
         config = self.config
 
         # 1. Experience.
-        rollouts = flow.reward.score(flow.rollout.generate(items, config.rollout.samples_per_prompt))
+        experience = self.experience(flow, items)
         flow.rollout.sleep()
-        taken = trained(rollouts, config)
+        taken = experience.trained
         batch = TrainBatch.from_rollouts(taken)
         policy = flow.actor.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
         batch = batch.with_(old_logprobs=drawn_by(batch, policy), ref_logprobs=reference.logprobs)
         assert policy.logprobs is not None
-        metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
+        metrics = experience.metrics | sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
 
         # 2. Advantages: each sample against the others of its prompt. A KL in the reward counts as the sequence's sum.
         kl_mean = 0.0
@@ -66,7 +82,10 @@ class GRPOController(PolicyController):
             kl_mean = token_mean(kl, batch.loss_mask, batch.total)
             if config.kl.place == "reward":
                 score = score - self.kl.coef * batch.everywhere(sequence_sums(kl, batch.cu_seqlens))
-        advantages = group_advantages(score, batch.group, config.advantage.group_std)
+        if experience.baseline is None:
+            advantages = group_advantages(score, batch.group, config.advantage.group_std)
+        else:
+            advantages = score - experience.baseline.to(score.dtype)
         batch = batch.with_(advantages=spread_to_tokens(advantages[batch.own], batch.cu_seqlens, batch.loss_mask))
 
         # 3. Updates.
@@ -84,7 +103,12 @@ class GRPOController(PolicyController):
         metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
         self.kl = self.kl.updated(kl_mean, len(taken))
         self.steps += 1
-        return StepResult(metrics, rollouts, batch, taken)
+        return StepResult(metrics, experience.rollouts, batch, taken)
+
+    def experience(self, flow: HybridFlow, items: Sequence[Prompt]) -> Experience:
+        """Samples of the prompts, with their rewards."""
+        rollouts = flow.reward.score(flow.rollout.generate(items, self.config.rollout.samples_per_prompt))
+        return Experience(rollouts, trained(rollouts, self.config))
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl": self.kl.state_dict(), "steps": self.steps}

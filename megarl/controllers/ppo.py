@@ -22,7 +22,7 @@ from megarl.controllers.policy import (
     trained,
     unreplayed_metrics,
 )
-from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
+from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -52,7 +52,7 @@ class PPOController(PolicyController):
         # 1. Experience: rollouts by the engine, scored; then everything that the update needs to know about them.
         rollouts = flow.reward.score(flow.rollout.generate(items, config.rollout.samples_per_prompt))
         flow.rollout.sleep()
-        taken = trained(rollouts, config)
+        taken, found = self.chosen(trained(rollouts, config))
         batch = TrainBatch.from_rollouts(taken)
         policy, critic = flow.actor.forward(batch), flow.critic.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
@@ -60,7 +60,7 @@ class PPOController(PolicyController):
         batch = batch.with_(old_logprobs=old, ref_logprobs=reference.logprobs, values=critic.values)
         assert policy.logprobs is not None and batch.values is not None
         values, mask = batch.values, batch.loss_mask
-        metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
+        metrics = found | sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
 
         # 2. Advantages: outcome on the last action, the KL penalty on every one, then GAE over the actions.
         kl_mean = 0.0
@@ -100,6 +100,10 @@ class PPOController(PolicyController):
         self.kl = self.kl.updated(kl_mean, len(taken))
         self.steps += 1
         return StepResult(metrics, rollouts, batch, taken)
+
+    def chosen(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
+        """What the step's batch is made of, out of what can be trained on, and figures about that."""
+        return rollouts, {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl": self.kl.state_dict(), "steps": self.steps}

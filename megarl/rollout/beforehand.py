@@ -21,6 +21,11 @@ def check_asynchronous(config: Config, declared: Declared, warnings: list[str]) 
             f"{key} with rollout.oversample={rollout.oversample:g}: set one of them only; rollout.max_lag says of how "
             "many steps the first has prompts under way"
         )
+    if declared.asks_further:
+        raise ConfigError(
+            f"{key} with algorithm={declared.name}, which takes further prompts as it needs them, while those of the "
+            "next steps are under way: set the first to false"
+        )
     for role in declared.roles:
         if role != "rollout" and (shared := set(placement.of(role)) & set(placement.of("rollout"))):
             raise ConfigError(
@@ -43,6 +48,11 @@ def check_oversampling(config: Config, declared: Declared, warnings: list[str]) 
         raise ConfigError(
             f"rollout.oversample={rollout.oversample:g} with rollout.replay: a step is given the rollouts that were "
             "recorded of it, and begins no others; set the first to 1"
+        )
+    if declared.follows_prompts:
+        raise ConfigError(
+            f"rollout.oversample={rollout.oversample:g} with algorithm={declared.name}, which needs the samples of the "
+            "very prompts that a step is given; set the first to 1"
         )
     if rollout.max_lag == 0:
         warnings.append(

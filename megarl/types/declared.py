@@ -25,6 +25,8 @@ class Declared:
     trains_head: bool = False
     compares_samples: bool = False
     corrects_lag: bool = False
+    follows_prompts: bool = False
+    asks_further: bool = False
     workers: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -228,6 +228,26 @@ class Rollouts:
             everyone=everyone,
         )
 
+    @staticmethod
+    def joined(parts: Sequence[Rollouts]) -> Rollouts:
+        """One after the other, of several generations of a step; their groups have different numbers, or are meant to
+        be the same. There is at least one; version and `everyone` are those of the last."""
+        last, sizes = parts[-1], [len(part) for part in parts]
+        names = sorted({name for part in parts for name in part.reward_parts})
+        zeros = [torch.zeros(size, dtype=torch.float64) for size in sizes]
+        offsets = np.cumsum([0, *sizes[:-1]]).tolist()
+        return replace(
+            last,
+            here=tuple(rollout for part in parts for rollout in part.here),
+            own=torch.cat([part.own + offset for part, offset in zip(parts, offsets, strict=True)]),
+            **{name: torch.cat([getattr(part, name) for part in parts]) for name in ("home", *FIGURES, "reward")},
+            reward_parts={
+                name: torch.cat([part.reward_parts.get(name, none) for part, none in zip(parts, zeros, strict=True)])
+                for name in names
+            },
+            failures=tuple(reason for part in parts for reason in part.failures),
+        )
+
     def __len__(self) -> int:
         return len(self.home)
 
