@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.algorithms.advantages import group_advantages, spread_to_tokens
+from megarl.algorithms.advantages import spread_to_tokens
+from megarl.algorithms.baselines import sequence_advantages
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.totals import token_mean
@@ -36,7 +37,7 @@ class GRPOController(PolicyController):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon)
+        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon, most=config.kl.most)
         self.steps = 0
 
     @classmethod
@@ -66,11 +67,12 @@ class GRPOController(PolicyController):
             kl_mean = token_mean(kl, batch.loss_mask, batch.total)
             if config.kl.place == "reward":
                 score = score - self.kl.coef * batch.everywhere(sequence_sums(kl, batch.cu_seqlens))
-        advantages = group_advantages(score, batch.group, config.advantage.group_std)
+        kind, use_std = config.advantage.kind, config.advantage.group_std
+        advantages = sequence_advantages(kind, score, batch.group, taken.actions, use_std)
         batch = batch.with_(advantages=spread_to_tokens(advantages[batch.own], batch.cu_seqlens, batch.loss_mask))
 
         # 3. Updates.
-        @reads(*policy_reads(config))
+        @reads(*policy_reads(config, batch))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, self.kl.coef)
 

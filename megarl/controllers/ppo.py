@@ -33,7 +33,7 @@ class PPOController(PolicyController):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon)
+        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon, most=config.kl.most)
         self.steps = 0
 
     @classmethod
@@ -77,7 +77,7 @@ class PPOController(PolicyController):
         batch = batch.with_(rewards=rewards, advantages=advantages, returns=returns)
 
         # 3. Updates: the critic towards the returns, the policy along the advantages.
-        @reads(*policy_reads(config))
+        @reads(*policy_reads(config, batch))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, self.kl.coef)
 
