@@ -15,6 +15,7 @@ from typing import Any
 from megarl.checkpoint import room
 from megarl.checkpoint.hf import check_target, open_hf
 from megarl.config import Config, ConfigError, LoraConfig
+from megarl.controllers.losses import chosen_loss
 from megarl.data.first_rows import check_first_rows
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
@@ -279,6 +280,7 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> 
     if not declared.generates:
         return
     load_tools(config.rollout.tools)
+    chosen_loss(config)
     if declared.compares_samples and samples < 2:
         raise ConfigError(
             f"algorithm={name} compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 "
@@ -309,6 +311,11 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> 
         raise ConfigError(
             "kl.estimator=k3_unbiased with kl.place=reward: it differs from k3 in its gradient as a loss only; set "
             "kl.estimator to null, which is k1 there, or kl.place to loss"
+        )
+    if kl.target is not None and kl.coef > kl.most:
+        raise ConfigError(
+            f"kl.coef={kl.coef:g} is above kl.most={kl.most:g}, the adaptive controller's bound; lower the first, "
+            "raise the second, or set kl.target to null, which keeps the coefficient as it is"
         )
     if kl.target is not None and kl.coef == 0:
         warnings.append("kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.place to none")

@@ -308,8 +308,9 @@ class HybridFlow(Items):
             written: dict[Path, Entry] = {}
             for role, model in self._trained().items():
                 written |= save_model(model, folder / role)
-            for part in (*self.workers, self.controller):
-                written |= part.save(folder)
+            for worker in self.workers:
+                written |= worker.save(folder)
+            written |= self.controller.save(folder)
             self.log.settle()  # a run that goes on from here does not take these steps again
             return written
 
@@ -386,8 +387,9 @@ class HybridFlow(Items):
                 restore_model(model, folder / role)
 
         ranks.together(restore)
-        for part in (*self.workers, self.controller):
-            part.restore(folder)
+        for worker in self.workers:
+            worker.restore(folder)
+        self.controller.restore(folder, everyone.AllRanks())
         self._begin_step()
         if "rollout" in vars(self):
             self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache

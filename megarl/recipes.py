@@ -30,12 +30,67 @@ class Recipe:
 PPO = "megarl.controllers.ppo:PPOController"
 GRPO = "megarl.controllers.grpo:GRPOController"
 
+_NO_KL = {"kl.place": "none"}
+_GROUP = {"advantage.kind": "group", "advantage.group_std": True}
+
 RECIPES: dict[str, Recipe] = {
+    # --- with a critic ---
     # arXiv:1707.06347, token by token, with the KL in the reward as in arXiv:1909.08593.
     "ppo": Recipe(PPO),
-    # arXiv:2402.03300.
+    # arXiv:2504.05118: a critic that is trained first, on whole returns; a lambda that follows the length.
+    "vapo": Recipe(
+        PPO,
+        {
+            **_NO_KL,
+            "advantage.gamma": 1.0,
+            "options": {"critic_lam": 1.0, "length_adaptive": 0.05, "positive_nll": 0.1},
+            "loss.clip": 0.2,
+            "loss.clip_high": 0.28,
+            "loss.mean": "token",
+            "critic.warmup_steps": 50,
+        },
+    ),
+    # arXiv:2409.06957: the samples whose reward can be relied on, and a buffer of them.
+    "pf_ppo": Recipe("megarl.controllers.pf_ppo:PFPPOController"),
+    # --- against the other samples of the prompt ---
+    # arXiv:2402.03300. Its mean over sequences is `loss.mean=sequence`.
     "grpo": Recipe(GRPO),
+    # arXiv:2503.20783: without the two normalisations, by the group's deviation and by an answer's length.
+    "dr_grpo": Recipe(
+        GRPO, {**_NO_KL, "advantage.kind": "group", "advantage.group_std": False, "loss.mean": "constant"}
+    ),
+    # arXiv:2503.14476: clip-higher, sampling until the batch is full, token mean, a penalty of what is too long.
+    "dapo": Recipe(
+        "megarl.controllers.dapo:DAPOController",
+        {**_NO_KL, **_GROUP, "loss.clip": 0.2, "loss.clip_high": 0.28, "loss.mean": "token"},
+    ),
+    # arXiv:2402.14740: the mean of the others is the baseline; the KL is in the reward.
+    "rloo": Recipe(GRPO, {"advantage.kind": "rloo"}),
+    # arXiv:2501.03262: no group, the KL in the reward, normalised over the batch; then with the group's mean as
+    # baseline, and the KL in the loss.
+    "reinforce_pp": Recipe(GRPO, {"advantage.kind": "reinforce", "kl.place": "reward"}),
+    "reinforce_pp_baseline": Recipe(
+        GRPO, {"advantage.kind": "reinforce_baseline", "kl.place": "loss", "kl.estimator": "k2"}
+    ),
+    # arXiv:2505.23585: on policy, the baseline weighted by length, neither KL nor entropy.
+    "opo": Recipe(GRPO, {**_NO_KL, "advantage.kind": "opo"}),
+    # arXiv:2310.10505: against the greedy answer.
+    "remax": Recipe("megarl.controllers.remax:ReMaxController", {"kl.place": "reward"}),
+    # --- as GRPO, with another loss ---
+    # arXiv:2507.18071, with its clip range, two orders of magnitude below that of tokens.
+    "gspo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "gspo", "loss.mean": "sequence"}),
+    # arXiv:2506.13585.
+    "cispo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "cispo", "loss.mean": "token"}),
+    # arXiv:2511.20347.
+    "sapo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "sapo", "loss.mean": "sequence"}),
+    # arXiv:2507.20673.
+    "gmpo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "gmpo", "loss.mean": "sequence"}),
+    # arXiv:2505.22617.
+    "clip_cov": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "clip_cov"}),
+    "kl_cov": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "kl_cov"}),
+    # --- without a reward ---
     "sft": Recipe("megarl.controllers.sft:SFTController"),
+    # arXiv:2203.02155, section 3.5.
     "reward_model": Recipe("megarl.controllers.reward_model:RewardModelController"),
 }
 
@@ -64,7 +119,10 @@ def with_recipe(tree: dict[str, Any], name: str) -> dict[str, Any]:
     made = dict(tree)
     for key, value in find_recipe(name).values.items():
         section, _, leaf = key.rpartition(".")
-        if not section:
+        if not section and isinstance(value, Mapping):
+            given = made.get(leaf) or {}
+            made[leaf] = {**value, **given} if isinstance(given, dict) else given
+        elif not section:
             made.setdefault(leaf, value)
         elif isinstance(
             given := made.get(section) or {}, dict

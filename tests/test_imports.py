@@ -138,6 +138,7 @@ def test_pure_parts_know_no_processes(module):
 
 @pytest.mark.parametrize("module", [module for module in FILES if part(module) == "algorithms"])
 def test_algorithms_know_the_types_and_torch_only(module):
+    """And what the options of a loss may be."""
     known = (
         "__future__",
         "collections",
@@ -146,7 +147,7 @@ def test_algorithms_know_the_types_and_torch_only(module):
         "typing",
         "torch",
         "megarl.types",
-        "megarl.everyone",
+        "megarl.strict",
         "megarl.algorithms",
     )
     assert not {name for name in imports(module) if not starts(name, *known)}

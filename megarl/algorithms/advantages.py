@@ -1,4 +1,7 @@
-"""How much better than expected each action token was: GAE for PPO, group-relative advantages for GRPO."""
+"""How much better than expected each action token was: GAE and its kin, and whitening.
+
+What is a number per sequence, such as GRPO's advantage, is made in `baselines.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ def gae(
     loss_mask: torch.Tensor,
     cu_seqlens: torch.Tensor,
     gamma: float,
-    lam: float,
+    lam: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16) over the action tokens of each sequence.
 
-    `rewards`, `values`, `loss_mask` are [T], `cu_seqlens` [N + 1]. Returns (advantages, returns), both [T], 0 outside
-    of the action tokens; returns = advantages + values.
+    `rewards`, `values`, `loss_mask` are [T], `cu_seqlens` [n + 1]; `lam` one for all, or [n] for each sequence its own.
+    Returns (advantages, returns), both [T], 0 outside of the action tokens; returns = advantages + values.
 
     Only action tokens are steps of the decision process: the state after an action that a tool answers is the state of
     the next action, behind the answer, and neither gamma nor lambda count the tool's tokens. After a sequence's last
@@ -34,9 +37,49 @@ def gae(
     columns = (rewards, values, loss_mask, advantages, returns)
     sequences = list(zip(*(column.split(lengths) for column in columns), strict=True))
     counts = [int(torch.count_nonzero(sequence[2])) for sequence in sequences]
+    each = torch.as_tensor(lam, dtype=torch.float64).expand(len(lengths))
     for block in _blocks(counts):
-        _gae_of_block([sequences[i] for i in block], [counts[i] for i in block], gamma, lam)
+        _gae_of_block([sequences[i] for i in block], [counts[i] for i in block], gamma, each[block])
     return advantages, returns
+
+
+def decoupled_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    loss_mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    gamma: float,
+    lam: float | torch.Tensor,
+    critic_lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages of one lambda for the policy, returns of another for the critic (VC-PPO, arXiv:2503.01491).
+
+    With `critic_lam` 1 the critic learns from the rewards still to come and not from its own values, so that a reward
+    at the end of a long sequence reaches its beginning. Otherwise as `gae`.
+    """
+    advantages, _ = gae(rewards, values, loss_mask, cu_seqlens, gamma, lam)
+    _, returns = gae(rewards, values, loss_mask, cu_seqlens, gamma, critic_lam)
+    return advantages, returns
+
+
+def length_adaptive_lam(actions: torch.Tensor, alpha: float) -> torch.Tensor:
+    """[n] fp64, lambda = 1 - 1 / (alpha l) of sequences of l action tokens (VAPO, arXiv:2504.05118, section 4.2).
+
+    The weights of a sequence's TD errors, lambda^k, then add up to about alpha l: `alpha` (0.05 there) says how much of
+    a sequence counts, whatever its length. Of l <= 1 / alpha it is 0; `actions` [n] are the l.
+    """
+    return (1.0 - 1.0 / (alpha * actions.double()).clamp(min=1.0)).clamp(min=0.0)
+
+
+def rewards_to_go(
+    rewards: torch.Tensor, loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, gamma: float
+) -> torch.Tensor:
+    """[T] discounted sum of the rewards from each action token on, 0 elsewhere: REINFORCE's return.
+
+    With `token_rewards` that have the KL in them, and gamma 1, that is REINFORCE++'s A_t = r - beta sum_{i >= t} KL(i)
+    (arXiv:2501.03262, eq. 8), which `whiten` then normalises over the batch (eq. 10).
+    """
+    return gae(rewards, torch.zeros_like(rewards), loss_mask, cu_seqlens, gamma, 1.0)[0]
 
 
 STEPS = 1 << 24
@@ -53,9 +96,11 @@ def _blocks(counts: list[int]) -> Iterator[list[int]]:
         order = order[together:]
 
 
-def _gae_of_block(sequences: list[tuple[torch.Tensor, ...]], counts: list[int], gamma: float, lam: float) -> None:
+def _gae_of_block(
+    sequences: list[tuple[torch.Tensor, ...]], counts: list[int], gamma: float, lam: torch.Tensor
+) -> None:
     """Writes advantages and returns of sequences, each (rewards, values, mask, advantages, returns) as views, of which
-    the first has the most actions and each next one at most as many as the one before.
+    the first has the most actions and each next one at most as many as the one before; `lam` fp64, of each.
 
     Only the recursion itself goes step by step, with the steps as rows, the last action of each sequence in row 0: a
     row then is what one step of all sequences needs, and those that have no action left are at its end.
@@ -69,12 +114,12 @@ def _gae_of_block(sequences: list[tuple[torch.Tensor, ...]], counts: list[int], 
         row[: len(place)] = (rewards.index_select(0, place) + gamma * following - value).flip(0)
 
     steps = delta.t().contiguous()  # [longest, sequences]
-    decay = first.new_tensor(gamma * lam)
+    decay = (gamma * lam).to(first)  # [sequences]
     alive = len(sequences) - torch.tensor(counts).bincount().cumsum(0)  # [longest + 1] that have more than k actions
     before = steps[0]
     for step, width in zip(steps[1:].unbind(0), alive[1:].tolist(), strict=False):
         if width < len(before):
-            before = before[:width]
+            before, decay = before[:width], decay[:width]
         if width < len(step):
             step = step[:width]
         step += before * decay  # two roundings, as written; torch.add(..., alpha=decay) may fuse them into one
@@ -104,30 +149,6 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, total: Total = alone) -> torch.T
     for part, numbers, where in in_blocks(result, x, mask):
         part.copy_(torch.where(where, (numbers.double() - mean) * scale, 0.0))
     return result
-
-
-def group_advantages(sequence_reward: torch.Tensor, group: torch.Tensor, use_std: bool) -> torch.Tensor:
-    """GRPO's advantages (arXiv:2402.03300, section 4.1.2): each reward against those of the same prompt; [N].
-
-    (r - mean) / (std + 1e-6) with the sample standard deviation, or r - mean without `use_std` (arXiv:2503.20783).
-    `sequence_reward` [N], `group` [N] any integers, in any order. A group whose rewards are all equal, so also a group
-    of one, says nothing about what is better: exactly 0.
-    """
-    if not len(group):
-        return torch.zeros_like(sequence_reward)
-    _, row = torch.unique(group, return_inverse=True)  # [N] in 0..G-1
-    groups = int(row.max()) + 1
-    reward = sequence_reward.double()
-    zeros = reward.new_zeros(groups)
-    size = torch.bincount(row, minlength=groups)
-    centred = reward - (zeros.index_add(0, row, reward) / size)[row]
-    if use_std:
-        variance = zeros.index_add(0, row, centred.square()) / (size - 1).clamp(min=1)
-        centred = centred / (variance.sqrt()[row] + 1e-6)
-    lowest = zeros.scatter_reduce(0, row, reward, reduce="amin", include_self=False)
-    highest = zeros.scatter_reduce(0, row, reward, reduce="amax", include_self=False)
-    centred[(lowest == highest)[row]] = 0.0
-    return centred.to(sequence_reward.dtype)
 
 
 def spread_to_tokens(per_sequence: torch.Tensor, cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:

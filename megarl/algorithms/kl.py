@@ -58,6 +58,7 @@ class AdaptiveKL:
     target: float | None  # nats per token
     horizon: int  # rollouts
     initial: float | None = field(default=None, compare=False)  # what `coef` began as
+    most: float = math.inf  # what a coefficient that is steered stays at or below
 
     def __post_init__(self) -> None:
         if self.initial is None:
@@ -68,8 +69,8 @@ class AdaptiveKL:
     def updated(self, kl: float, rollouts: int) -> AdaptiveKL:
         """The controller after `rollouts` rollouts whose mean KL per token was `kl`.
 
-        error = clip(kl / target - 1, -0.2, 0.2); coef <- coef * (1 + error * rollouts / horizon). `kl` is finite,
-        as workers see to it that log-probs are.
+        error = clip(kl / target - 1, -0.2, 0.2); coef <- min(coef * (1 + error * rollouts / horizon), most): it rises
+        where the KL is above its target. `kl` is finite, as workers see to it that log-probs are.
         """
         if not math.isfinite(kl):
             raise ValueError(f"the KL to the reference is {kl}: the policy has diverged")
@@ -77,15 +78,16 @@ class AdaptiveKL:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         # A batch of more than five horizons would make the factor negative.
-        return replace(self, coef=self.coef * max(1.0 + error * rollouts / self.horizon, 0.0))
+        factor = max(1.0 + error * rollouts / self.horizon, 0.0)
+        return replace(self, coef=min(self.coef * factor, self.most))
 
     def state_dict(self) -> dict[str, float]:
         assert self.initial is not None
         return {"coef": self.coef, "initial": self.initial}
 
     def restored(self, state: dict[str, float]) -> AdaptiveKL:
-        """This controller with a saved coefficient; target and horizon stay those of the configuration, and so does the
-        coefficient where the saved one began from another: somebody has set it anew."""
+        """This controller with a saved coefficient; target, horizon and bound stay those of the configuration, and so
+        does the coefficient where the saved one began from another: somebody has set it anew."""
         if state.get("initial", self.initial) != self.initial:
             return self
-        return replace(self, coef=float(state["coef"]))
+        return replace(self, coef=float(state["coef"]) if self.target is None else min(float(state["coef"]), self.most))

@@ -1,6 +1,8 @@
-"""PPO's clipped policy loss."""
+"""What a policy loss is given, and PPO's clipped one. `policy_losses.py` has the table of all."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -8,6 +10,44 @@ from megarl.types import TokenLoss
 
 MAX_LOG_RATIO = 20.0
 """Far outside of any clip range; above it exp would overflow and turn even the dual clip's zero gradient into NaN."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The range [1 - low, 1 + high] of a token's ratio, and the bound of PPO's loss for negative advantages."""
+
+    low: float = 0.2
+    high: float | None = None
+    """None for `low`."""
+    dual: float | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a policy loss is given: whole sequences, aligned as in `types/`. Where `loss_mask` is False a loss, its
+    gradient and its metrics are 0, whatever stands there."""
+
+    logprobs: torch.Tensor  # [T] of the policy, with a gradient
+    old_logprobs: torch.Tensor  # [T] of the one that the ratio is to
+    advantages: torch.Tensor  # [T]
+    loss_mask: torch.Tensor  # [T] bool
+    cu_seqlens: torch.Tensor  # [n + 1]
+    marked: torch.Tensor | None = None  # [T] bool, what the loss has chosen out of the whole mini-batch
+
+    @property
+    def advantage(self) -> torch.Tensor:
+        """[T], 0 where `loss_mask` is False."""
+        return torch.where(self.loss_mask, self.advantages, torch.zeros_like(self.logprobs))
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """[T], 0 where `loss_mask` is False: masked before exp, for 0 * inf would be NaN, in gradients too."""
+        return torch.where(self.loss_mask, self.logprobs - self.old_logprobs, torch.zeros_like(self.logprobs))
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """[T] bool, the tokens that are marked."""
+        return torch.zeros_like(self.loss_mask) if self.marked is None else self.marked & self.loss_mask
 
 
 def ppo_policy_loss(
@@ -50,3 +90,16 @@ def ppo_policy_loss(
         loss = torch.where(bounded, bound, loss)
         metrics["actor/pg_clipfrac_lower"] = bounded.to(loss.dtype)
     return TokenLoss(loss=loss, metrics=metrics)
+
+
+def ppo_loss(sampled: Sampled, clip: Clip, options: object = None) -> TokenLoss:
+    """`ppo_policy_loss`, as `loss.clip`, `loss.clip_high` and `loss.dual_clip` say; it has no options."""
+    return ppo_policy_loss(
+        sampled.logprobs,
+        sampled.old_logprobs,
+        sampled.advantages,
+        sampled.loss_mask,
+        clip_low=clip.low,
+        clip_high=clip.high,
+        dual_clip=clip.dual,
+    )

@@ -27,6 +27,20 @@ def token_rewards(
     return rewards
 
 
+def overlong_penalty(actions: torch.Tensor, most: int, buffer: int) -> torch.Tensor:
+    """[N] fp32, DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), which is added to the reward.
+
+        0                                 where          l <= most - buffer
+        ((most - buffer) - l) / buffer    where most - buffer < l <= most
+        -1                                where most < l
+
+    `actions` [N] action tokens of each sequence; `most`, `buffer` tokens, 0 < buffer <= most (L_max, L_cache).
+    """
+    if not 0 < buffer <= most:
+        raise ValueError(f"the buffer of {buffer} tokens is not between 1 and the {most} that an answer may have")
+    return ((most - buffer - actions) / buffer).clamp(-1.0, 0.0).float()
+
+
 def last_action(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """[N] index into [T] of the last action token of each sequence, -1 where there is none."""
     starts, last = cu_seqlens[:-1].tolist(), []

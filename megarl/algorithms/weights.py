@@ -32,6 +32,16 @@ def sequence_mean_weights(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor, seq
     return weights
 
 
+def constant_weights(loss_mask: torch.Tensor, length: int, sequences: int) -> torch.Tensor:
+    """[T] fp32 weights that make a sum of token losses the mean over sequences of each one's sum over its action
+    tokens, divided by a constant: 1 / (length * N) on each action token.
+
+    Dr. GRPO (arXiv:2503.20783, listing 1), whose constant is the tokens that may be generated: a token of a long answer
+    counts no less than one of a short one. sequences: N as of `sequence_mean_weights`.
+    """
+    return loss_mask.float().div_(length * max(sequences, 1))
+
+
 def pair_mean_weights(cu_seqlens: torch.Tensor, total: Total = alone) -> torch.Tensor:
     """[T] fp32 weights that make a sum of `bradley_terry` losses their mean over the pairs: 1 / pairs at the last token
     of each chosen sequence, which are those with even numbers. A share of the pairs has whole ones."""

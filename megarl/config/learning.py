@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from megarl.config.job import Weight
 from megarl.strict import Count, Positive, Range, Seconds, Share
@@ -21,10 +21,20 @@ class LossConfig:
     """Clip range of the value update; null turns it off."""
     entropy_coef: Weight = 0.0
     """Weight of the entropy bonus."""
-    mean: Literal["token", "sequence"] = "token"
+    policy: str = "ppo"
+    """The policy's loss: ppo, gspo, gspo_token, gmpo, cispo, sapo, clip_cov, kl_cov, or `module:name` of a fork.
+    `algorithms/README.md` has their papers. The clips above are of ppo and clip_cov; others have their own."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of that loss, such as `{clip_low: 0.0003}` of gspo; `algorithms/README.md` lists them."""
+    mean: Literal["token", "sequence", "constant"] = "token"
     """What the losses of an update are a mean of: its action tokens, each counting alike, as in DAPO (arXiv:2503.14476
     section 3.3); or its sequences, each of which is the mean of its action tokens, as in GRPO's paper
-    (arXiv:2402.03300 eq. 3), where a token of a long answer counts for less."""
+    (arXiv:2402.03300 eq. 3), where a token of a long answer counts for less; or `constant`, its sequences, each the sum
+    over its action tokens divided by `loss.length`, as in Dr. GRPO (arXiv:2503.20783). Metrics are means over action
+    tokens under each."""
+    length: Count | None = None
+    """Of `loss.mean=constant`; null for the tokens that the policy may write in a conversation, which are
+    `rollout.max_new_tokens` times `rollout.max_turns`, at most `rollout.max_context`."""
     truncated: Literal["train", "mask", "drop"] = "train"
     """Rollouts that a length or the number of turns cut off: trained on like others; masked, which is no loss of their
     own, but counts among their group (DAPO's overlong filtering, arXiv:2503.14476 section 3.4); or dropped like aborted
@@ -33,6 +43,10 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
+    kind: Literal["group", "rloo", "reinforce", "reinforce_baseline", "opo"] = "group"
+    """GRPO, what a reward is compared with: its group's mean; the mean of the others of its group (RLOO); those of the
+    whole batch, normalised (REINFORCE++); its group's mean, then normalised over the batch (REINFORCE++ with baseline);
+    its group's mean by length (OPO). `algorithms/README.md` has the papers."""
     gamma: Share = 0.99
     """Discount per action token."""
     lam: Share = 0.95
@@ -40,7 +54,7 @@ class AdvantageConfig:
     whiten: bool = True
     """PPO: advantages to mean 0 and standard deviation 1 over the global batch's action tokens."""
     group_std: bool = True
-    """GRPO: divide by the group's standard deviation."""
+    """GRPO, `advantage.kind=group`: divide by the group's standard deviation; Dr. GRPO does not."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,8 @@ class KLConfig:
     """Initial coefficient."""
     target: Annotated[float, Range(above=0, most=1000)] | None = 0.015
     """Adaptive controller's target in nats per token (arXiv:1909.08593); null keeps the coefficient fixed."""
+    most: Weight = 0.2
+    """What the adaptive controller raises the coefficient to at most."""
     horizon: Count = 10000
     """Rollouts over which the adaptive controller closes the gap."""
 

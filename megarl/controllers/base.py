@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megarl import strict
 from megarl.algorithms.rewards import sequence_sums
-from megarl.algorithms.weights import sequence_mean_weights, token_mean_weights
 from megarl.checkpoint.manifest import Entry
 from megarl.config import Config
-from megarl.types import Rollouts, TrainBatch
+from megarl.controllers.losses import marked, weighted
+from megarl.types import Everyone, Rollouts, TrainBatch
 from megarl.types.declared import Declared, ItemKind
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Controller(ABC):
         returned. Raises OSError."""
         return {}
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, folder: Path, everyone: Everyone) -> None:
         """What `save` has written, by as many ranks or others. Collective."""
         return None
 
@@ -133,22 +133,19 @@ class Controller(ABC):
 def mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[TrainBatch]:
     """Cut a batch into `run.num_update` mini-batches over `run.epochs` passes, each in its own order of sequences.
 
-    Every mini-batch carries its `loss_weights`: a token's share in the mean, as `loss.mean` says, of this mini-batch.
-    One in which nothing is trained on is left out: there may be fewer sequences than mini-batches, or their losses
-    masked.
+    Every mini-batch carries its `loss_weights`: a token's share in the mean, as `loss.mean` says, of this mini-batch;
+    the `counts` that its metrics are means over; and what the policy loss has `marked`, if it does. One in which
+    nothing is trained on is left out: there may be fewer sequences than mini-batches, or their losses masked.
     """
     # [N], so that every rank knows what a mini-batch is a mean of.
     actions = batch.everywhere(sequence_sums(batch.loss_mask.int(), batch.cu_seqlens))
-    for part in parts_of(batch.num_sequences, config.run.num_update, config.run.epochs, seed):
+    parts = parts_of(batch.num_sequences, config.run.num_update, config.run.epochs, seed)
+    for number, part in enumerate(parts):
         chosen = actions[part]
         if not bool(chosen.any()):
             continue
         mini = batch.select(part) if len(part) < batch.num_sequences else batch
-        if config.loss.mean == "token":
-            weights = token_mean_weights(mini.loss_mask, int(chosen.sum()))
-        else:
-            weights = sequence_mean_weights(mini.cu_seqlens, mini.loss_mask, int((chosen > 0).sum()))
-        yield mini.with_(loss_weights=weights)
+        yield marked(weighted(mini, chosen, config), config, seed * config.run.num_update + number)
 
 
 def parts_of(count: int, num_update: int, epochs: int, seed: int) -> Iterator[list[int]]:

@@ -8,17 +8,16 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.manifest import Entry, hash_file
-from megarl.config import ConfigError
 from megarl.observe.rollout_log import part_file, read_records, step_folder, write_part
-from megarl.types import ALONE, Everyone, Rollouts
+from megarl.types import Everyone, Rollouts
 
 FOLDER = "buffer"
 """In a checkpoint: files as those of recorded rollouts, one of each rank that has some."""
 
 
 class Buffer:
-    """The newest `most` rollouts. All ranks do the same with it. Records of routing are not kept: weights have moved on,
-    and they are what is heavy."""
+    """The newest `most` rollouts. All ranks do the same with it. Records of routing are not kept: they are what is heavy,
+    and weights have moved on."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -53,7 +52,7 @@ class Buffer:
         write_part(file, 0, len(self._kept), self._kept.own.tolist(), self._kept.here)
         return {file: hash_file(file)}
 
-    def restore(self, folder: Path, everyone: Everyone = ALONE) -> None:
+    def restore(self, folder: Path, everyone: Everyone) -> None:
         """Collective. Raises ConfigError where a file is not of this program."""
         if not step_folder(folder / FOLDER, 0).is_dir():
             return

@@ -61,9 +61,8 @@ class DAPOController(GRPOController):
         """Those of groups whose members differ."""
         part = self.options.compared
         if part and len(rollouts) and part not in rollouts.reward_parts:
-            raise ConfigError(
-                f"options.compared={part} is no part of the reward; there are {', '.join(sorted(rollouts.reward_parts))}"
-            )
+            there = ", ".join(sorted(rollouts.reward_parts)) or "none"
+            raise ConfigError(f"options.compared={part} is no part of the reward; its parts are {there}")
         figure = rollouts.reward_parts[part] if part and len(rollouts) else rollouts.reward
         _, row = torch.unique(rollouts.group, return_inverse=True)
         edges = figure.new_zeros(groups(rollouts))

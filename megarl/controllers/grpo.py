@@ -7,17 +7,19 @@ default is a mean over all tokens of the update, as in DAPO (arXiv:2503.14476, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl.algorithms.advantages import group_advantages, spread_to_tokens
+from megarl.algorithms.advantages import spread_to_tokens
+from megarl.algorithms.baselines import remax_advantages, sequence_advantages
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.totals import token_mean
 from megarl.config import Config
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.controllers.losses import needs_old_logprobs
 from megarl.controllers.policy import (
     PolicyController,
     drawn_by,
@@ -29,6 +31,7 @@ from megarl.controllers.policy import (
     unreplayed_metrics,
 )
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
+from megarl.types.declared import Declared
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -52,13 +55,19 @@ class GRPOController(PolicyController):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon)
+        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon, most=config.kl.most)
         self.steps = 0
 
     @classmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
         reference = ("reference",) if config.kl.place != "none" else ()
         return ("rollout", "actor", *reference, "reward")
+
+    @classmethod
+    def declare(cls, config: Config) -> Declared:
+        """REINFORCE++ compares each sample with all others."""
+        found = super().declare(config)
+        return replace(found, compares_samples=found.compares_samples and config.advantage.kind != "reinforce")
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
         config = self.config
@@ -68,28 +77,28 @@ class GRPOController(PolicyController):
         flow.rollout.sleep()
         taken = experience.trained
         batch = TrainBatch.from_rollouts(taken)
-        policy = flow.actor.forward(batch)
+        policy = flow.actor.forward(batch) if self.looks_first() else ModelOutput()
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
         batch = batch.with_(old_logprobs=drawn_by(batch, policy), ref_logprobs=reference.logprobs)
-        assert policy.logprobs is not None
         metrics = experience.metrics | sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
 
         # 2. Advantages: each sample against the others of its prompt. A KL in the reward counts as the sequence's sum.
-        kl_mean = 0.0
+        kl_mean = None
         score = batch.sequence_reward
-        if batch.ref_logprobs is not None:
+        if policy.logprobs is not None and batch.ref_logprobs is not None:
             kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, batch.loss_mask)
             kl_mean = token_mean(kl, batch.loss_mask, batch.total)
             if config.kl.place == "reward":
                 score = score - self.kl.coef * batch.everywhere(sequence_sums(kl, batch.cu_seqlens))
         if experience.baseline is None:
-            advantages = group_advantages(score, batch.group, config.advantage.group_std)
+            kind, use_std = config.advantage.kind, config.advantage.group_std
+            advantages = sequence_advantages(kind, score, batch.group, taken.actions, use_std)
         else:
-            advantages = score - experience.baseline.to(score.dtype)
+            advantages = remax_advantages(score, experience.baseline)
         batch = batch.with_(advantages=spread_to_tokens(advantages[batch.own], batch.cu_seqlens, batch.loss_mask))
 
         # 3. Updates.
-        @reads(*policy_reads(config))
+        @reads(*policy_reads(config, batch))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, self.kl.coef)
 
@@ -100,10 +109,19 @@ class GRPOController(PolicyController):
         # 4. The engine gets the new weights.
         flow.rollout.update_weights(flow.actor)
         metrics |= means.result()
+        if kl_mean is None:
+            kl_mean = metrics.get("actor/kl_loss", 0.0)  # by the same estimate, of the policy before its only update
         metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
         self.kl = self.kl.updated(kl_mean, len(taken))
         self.steps += 1
         return StepResult(metrics, experience.rollouts, batch, taken)
+
+    def looks_first(self) -> bool:
+        """Whether the policy's log-probs are computed before the update. Of a single update they are those that it
+        computes itself, and only a look at the engine's log-probs, now and then, wants more than their mean."""
+        config = self.config
+        asked = config.kl.place == "reward" or needs_old_logprobs(config)
+        return asked or self.steps % config.rollout.verify_every == 0
 
     def experience(self, flow: HybridFlow, items: Sequence[Prompt]) -> Experience:
         """Samples of the prompts, with their rewards."""

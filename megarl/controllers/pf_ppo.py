@@ -1,5 +1,5 @@
-"""PF-PPO (arXiv:2409.06957): PPO on samples whose reward can be relied on. A reward model is right about the best and the
-worst answers to a prompt, and least so about those between (section 4), which are mostly filtered out.
+"""PF-PPO (arXiv:2409.06957): PPO on samples whose reward can be relied on. A reward model is right about the best and
+the worst answers to a prompt, and least so about those between, which are mostly filtered out.
 
 What is left goes into a buffer, out of which a step's batch is filled up to the size that it would have had. For
 samples of an earlier policy the ratio is to the engine's own log-probs of then, as `drawn_by` has it.
@@ -17,7 +17,7 @@ from megarl.config import Config
 from megarl.controllers.buffer import Buffer
 from megarl.controllers.ppo import PPOController, PPOOptions
 from megarl.strict import Count, Share
-from megarl.types import Rollouts
+from megarl.types import Everyone, Rollouts
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PFPPOController(PPOController):
         self.buffer = Buffer(self.options.buffer)
 
     def chosen(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
-        draw = torch.Generator().manual_seed(hash((self.config.run.seed, self.steps)) % 2**63)
+        draw = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + self.steps)
         fresh = rollouts.select(reliable(rollouts, self.options.filter, draw))
         older = self.buffer.drawn(len(rollouts) - len(fresh), draw)
         self.buffer.add(fresh)
@@ -52,8 +52,8 @@ class PFPPOController(PPOController):
     def save(self, folder: Path) -> dict[Path, Entry]:
         return self.buffer.save(folder)
 
-    def restore(self, folder: Path) -> None:
-        self.buffer.restore(folder)
+    def restore(self, folder: Path, everyone: Everyone) -> None:
+        self.buffer.restore(folder, everyone)
 
 
 def reliable(rollouts: Rollouts, share: float, draw: torch.Generator) -> torch.Tensor:

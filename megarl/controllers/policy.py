@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.policy_loss import ppo_policy_loss
+from megarl.algorithms.policy_loss import Clip, Sampled
 from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.totals import gap
 from megarl.config import Config
 from megarl.controllers.base import Controller
+from megarl.controllers.losses import chosen_loss
 from megarl.observe.metrics import rollout_metrics
 from megarl.types import ModelOutput, Prompt, Rollouts, Status, TokenLoss, TrainBatch
 
@@ -25,7 +26,7 @@ CUT_OFF: tuple[Status, ...] = ("length", "max_turns")
 
 class PolicyController(Controller):
     """One whose items are prompts, and whose policy is evaluated by what it answers to held-out ones. Its loss
-    is `policy_loss`, of the ratio to the policy that sampled, clipped."""
+    is `policy_loss`, of the ratio to the policy that sampled."""
 
     item = "prompts"
     corrects_lag = True
@@ -64,29 +65,41 @@ def masked(batch: TrainBatch, rollouts: Rollouts, config: Config) -> TrainBatch:
     return batch.with_(loss_mask=batch.loss_mask & ~cut_off[batch.sequence_ids])
 
 
-def policy_reads(config: Config) -> tuple[str, ...]:
-    """The columns that `policy_loss` reads."""
-    return ("old_logprobs", "advantages", *(("ref_logprobs",) if config.kl.place == "loss" else ()))
+def policy_reads(config: Config, batch: TrainBatch | None = None) -> tuple[str, ...]:
+    """The columns that `policy_loss` reads. batch: what they are of, where it may lack `old_logprobs`."""
+    names = ["old_logprobs", "advantages"]
+    if batch is not None and batch.old_logprobs is None:
+        names += ["rollout_logprobs", *(["stale"] if batch.stale is not None else [])]
+    if config.kl.place == "loss":
+        names.append("ref_logprobs")
+    if chosen_loss(config)[0].mark is not None:
+        names.append("marked")
+    return tuple(names)
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:
-    """Clipped surrogate, plus the KL to the reference where it belongs into the loss, minus the entropy bonus."""
-    settings = config.loss
-    assert output.logprobs is not None and batch.old_logprobs is not None and batch.advantages is not None
-    surrogate = ppo_policy_loss(
-        output.logprobs,
-        batch.old_logprobs,
-        batch.advantages,
-        batch.loss_mask,
-        clip_low=settings.clip,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
-    )
+    """The loss that `loss.policy` names, plus the KL to the reference where it belongs into the loss, minus the entropy
+    bonus.
+
+    The ratio is to `old_logprobs`. A batch that has none is that of a single update: the policy before it is the one of
+    now, and the ratio 1, but of tokens that older weights chose, where it is to what the engine said then.
+    """
+    settings, (chosen, options) = config.loss, chosen_loss(config)
+    assert output.logprobs is not None and batch.advantages is not None
+    old = batch.old_logprobs
+    if old is None:
+        assert config.run.num_update == 1, "of a second update the ratio is no longer 1: it needs old_logprobs"
+        old = drawn_by(batch, ModelOutput(logprobs=output.logprobs.detach()))
+        assert old is not None
+    marks = batch.marked if chosen.mark is not None else None
+    sampled = Sampled(output.logprobs, old, batch.advantages, batch.loss_mask, batch.cu_seqlens, marks)
+    surrogate = chosen.loss(sampled, Clip(settings.clip, settings.clip_high, settings.dual_clip), options)
     loss, metrics = surrogate.loss, dict(surrogate.metrics)
     metrics["actor/pg_loss"] = surrogate.loss.detach()
+    if batch.old_logprobs is None and batch.stale is None:
+        metrics["rollout/logprob_diff_mean"] = (output.logprobs.detach() - batch.rollout_logprobs).abs()
     if config.kl.place == "loss":
         assert batch.ref_logprobs is not None
-        old = batch.old_logprobs
         kl = kl_estimate(output.logprobs, batch.ref_logprobs, config.kl.kind, batch.loss_mask, old)
         loss = loss + kl_coef * kl
         metrics["actor/kl_loss"] = kl.detach()
@@ -94,7 +107,7 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
         metrics["actor/entropy"] = output.entropy.detach()
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * output.entropy
-    return TokenLoss(loss, metrics)
+    return TokenLoss(loss, metrics, surrogate.of_sequences)
 
 
 def drawn_by(batch: TrainBatch, policy: ModelOutput) -> torch.Tensor | None:
@@ -117,7 +130,8 @@ def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -
     `..._stale`; where routing is replayed, with all that comes after them. The losses measure from the policy
     that chose them, see `drawn_by`.
     """
-    assert policy.logprobs is not None
+    if policy.logprobs is None:
+        return {}
     masks = {"": batch.loss_mask}
     if (stale := batch.stale) is not None:
         if batch.routing is not None:  # the engine has read these again; they are replayed as older weights read them

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
-from megarl.algorithms.advantages import gae, whiten
+import torch
+
+from megarl.algorithms.advantages import decoupled_gae, gae, length_adaptive_lam, whiten
+from megarl.algorithms.imitation import positive_nll
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.rewards import token_rewards
 from megarl.algorithms.totals import token_mean
 from megarl.algorithms.value_loss import explained_variance, value_loss
-from megarl.config import Config
+from megarl.config import Config, Range, Weight
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.policy import (
     PolicyController,
@@ -22,18 +26,33 @@ from megarl.controllers.policy import (
     trained,
     unreplayed_metrics,
 )
+from megarl.strict import Share
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
 
+@dataclass(frozen=True)
+class PPOOptions:
+    critic_lam: Share | None = None
+    """GAE's lambda of the critic's returns where it is another than `advantage.lam`, the policy's (VC-PPO,
+    arXiv:2503.01491): 1 lets a reward at the end of a long answer reach its beginning."""
+    length_adaptive: Annotated[float, Range(0, 100)] = 0.0
+    """Alpha of a lambda of the policy that follows an answer's l tokens, 1 - 1 / (alpha l), in place of `advantage.lam`
+    (VAPO, arXiv:2504.05118, section 4.2; 0.05 there). 0 is off."""
+    positive_nll: Weight = 0.0
+    """Weight of the negative log-probability of answers whose reward is above 0, which is added to the policy's loss
+    (VAPO, section 4.3; 0.1 there)."""
+
+
 class PPOController(PolicyController):
     trains = ("actor", "critic")
+    Options = PPOOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon)
+        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon, most=config.kl.most)
         self.steps = 0
 
     @classmethod
@@ -70,14 +89,19 @@ class PPOController(PolicyController):
             kl_mean = token_mean(kl, mask, batch.total)
             penalty = kl if config.kl.place == "reward" else None
         rewards = token_rewards(batch.sequence_reward[batch.own], batch.cu_seqlens, mask, penalty, self.kl.coef)
-        discount, lam = config.advantage.gamma, config.advantage.lam
-        advantages, returns = gae(rewards, values, mask, batch.cu_seqlens, discount, lam)
+        discount, lam = config.advantage.gamma, self.lam(batch, taken)
+        critic_lam = self.options.critic_lam
+        if critic_lam is None and isinstance(lam, float):
+            advantages, returns = gae(rewards, values, mask, batch.cu_seqlens, discount, lam)
+        else:
+            critic_lam = config.advantage.lam if critic_lam is None else critic_lam
+            advantages, returns = decoupled_gae(rewards, values, mask, batch.cu_seqlens, discount, lam, critic_lam)
         if config.advantage.whiten:
             advantages = whiten(advantages, mask, batch.total)
         batch = batch.with_(rewards=rewards, advantages=advantages, returns=returns)
 
         # 3. Updates: the critic towards the returns, the policy along the advantages.
-        @reads(*policy_reads(config))
+        @reads(*policy_reads(config, batch))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, self.kl.coef)
 
@@ -101,6 +125,12 @@ class PPOController(PolicyController):
         self.steps += 1
         return StepResult(metrics, rollouts, batch, taken)
 
+    def lam(self, batch: TrainBatch, taken: Rollouts) -> float | torch.Tensor:
+        """GAE's lambda of the policy: one for all, or [n], of each sequence that is here."""
+        if alpha := self.options.length_adaptive:
+            return length_adaptive_lam(taken.actions[batch.own], alpha)
+        return self.config.advantage.lam
+
     def chosen(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
         """What the step's batch is made of, out of what can be trained on, and figures about that."""
         return rollouts, {}
@@ -111,3 +141,11 @@ class PPOController(PolicyController):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kl = self.kl.restored(state["kl"])
         self.steps = state["steps"]
+
+
+def with_positive_nll(loss: TokenLoss, output: ModelOutput, part: TrainBatch, weight: float) -> TokenLoss:
+    if not weight:
+        return loss
+    assert output.logprobs is not None
+    imitation = positive_nll(output.logprobs, part)
+    return replace(loss, loss=loss.loss + weight * imitation.loss, metrics={**loss.metrics, **imitation.metrics})

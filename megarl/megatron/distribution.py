@@ -76,6 +76,7 @@ class Rows:
             group=self._batch.group[numbers],
             sequence_reward=self._batch.sequence_reward[numbers],
             routing=None if self._records is None else tuple(self._records[i] for i in indices),
+            counts=self._batch.counts,
             **found,
         )
 

@@ -263,9 +263,7 @@ class MegatronModel:
             weights = micro.batch.loss_weights
             assert weights is not None
             loss = (weights * result.loss).sum()
-            figures = {f"{self.role}/loss": loss.detach()}
-            for name, metric in result.metrics.items():
-                figures[name] = (weights * metric).sum().detach()
+            figures = {f"{self.role}/loss": loss.detach()} | result.figures(micro.batch)
             if self.mtp_layers:
                 ahead = self._reader.mtp_loss(micro, emitted)
                 figures[f"{self.role}/mtp_loss"] = ahead.detach()

@@ -43,7 +43,7 @@ record covers those before it.
 """
 
 from megarl.types.arrays import Ids, Logprobs, ids_of, no_logprobs
-from megarl.types.batch import COLUMNS, ModelOutput, Shares, TokenLoss, TrainBatch
+from megarl.types.batch import COLUMNS, Counts, ModelOutput, Shares, TokenLoss, TrainBatch
 from megarl.types.everyone import ALONE, Alone, Everyone, Total, alone
 from megarl.types.reads import reads
 from megarl.types.rollouts import FIGURES, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn
@@ -51,6 +51,7 @@ from megarl.types.rollouts import FIGURES, STATUSES, Message, Prompt, Rollout, R
 __all__ = [
     "ALONE",
     "COLUMNS",
+    "Counts",
     "FIGURES",
     "STATUSES",
     "Alone",

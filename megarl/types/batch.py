@@ -26,6 +26,15 @@ class Shares:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """Of a whole mini-batch, of which a rank and a micro-batch have shares: what its metrics are means over."""
+
+    actions: int
+    sequences: int  # with an action token
+    rewarded: int = 0  # action tokens of those whose reward is above 0
+
+
+@dataclass(frozen=True)
 class TrainBatch:
     """N sequences, of which n are here, packed into `[T]` tensors; see the head of this file for the alignment.
 
@@ -48,6 +57,8 @@ class TrainBatch:
     loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
     routing: tuple[torch.Tensor, ...] | None = None  # n records as of `Rollout`; the policy's model replays them
     shares: Shares | None = None
+    marked: torch.Tensor | None = None  # [T] bool, tokens that the policy loss has chosen out of the whole mini-batch
+    counts: Counts | None = None  # of the mini-batch that this is, or is a part of
 
     @staticmethod
     def from_rollouts(rollouts: Rollouts | Sequence[Rollout]) -> TrainBatch:
@@ -153,7 +164,7 @@ class TrainBatch:
         return tuple(name for name in COLUMNS if getattr(self, name) is not None)
 
 
-_NO_COLUMNS = ("cu_seqlens", "group", "sequence_reward", "routing", "shares")
+_NO_COLUMNS = ("cu_seqlens", "group", "sequence_reward", "routing", "shares", "counts")
 COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _NO_COLUMNS)
 """The [T] tensors of a batch."""
 
@@ -186,11 +197,28 @@ class ModelOutput:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a loss returns: a number per token, and further numbers per token to be logged.
+    """What a loss returns: a number per token, and further numbers per token or per sequence to be logged.
 
-    The optimizer step minimises sum(loss_weights * loss); each metric is logged as sum(loss_weights * metric).
-    The weights are shares of the global mini-batch, so the result does not depend on how it was cut up.
+    The optimizer step minimises sum(loss_weights * loss). The weights are shares of the global mini-batch, so the
+    result does not depend on how it was cut up.
     """
 
     loss: torch.Tensor  # [T], differentiable
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> [T], detached
+    of_sequences: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> [n], 0 of those without an action
+
+    def figures(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
+        """What is logged: each metric's share of its mean over the mini-batch, to be added up over its parts.
+
+        A metric is a mean over the mini-batch's action tokens, or over its sequences that have some, whatever the loss
+        is a mean of. Without `counts`, as of a reward model, it is weighted as the loss.
+        """
+        counts, weights = batch.counts, batch.loss_weights
+        assert weights is not None
+        if counts is not None:
+            weights = batch.loss_mask.float().div_(max(counts.actions, 1))
+        found = {name: (weights * metric).sum().detach() for name, metric in self.metrics.items()}
+        for name, metric in self.of_sequences.items():
+            assert counts is not None, f"{name} is a mean over sequences, of which the batch has no counts"
+            found[name] = (metric.sum() / max(counts.sequences, 1)).detach()
+        return found

@@ -236,11 +236,14 @@ class Rollouts:
         names = sorted({name for part in parts for name in part.reward_parts})
         zeros = [torch.zeros(size, dtype=torch.float64) for size in sizes]
         offsets = np.cumsum([0, *sizes[:-1]]).tolist()
+        figures: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts]) for name in ("home", *FIGURES, "reward")
+        }
         return replace(
             last,
             here=tuple(rollout for part in parts for rollout in part.here),
             own=torch.cat([part.own + offset for part, offset in zip(parts, offsets, strict=True)]),
-            **{name: torch.cat([getattr(part, name) for part in parts]) for name in ("home", *FIGURES, "reward")},
+            **figures,
             reward_parts={
                 name: torch.cat([part.reward_parts.get(name, none) for part, none in zip(parts, zeros, strict=True)])
                 for name in names

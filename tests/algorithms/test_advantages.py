@@ -7,7 +7,8 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.algorithms import advantages, totals
-from megarl.algorithms.advantages import gae, group_advantages, spread_to_tokens, whiten
+from megarl.algorithms.advantages import gae, spread_to_tokens, whiten
+from megarl.algorithms.baselines import group_advantages
 
 sys.path.insert(0, str(Path(__file__).parent))
 

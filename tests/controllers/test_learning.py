@@ -54,7 +54,7 @@ class TablePolicy:
         (table,) = optimizer.param_groups[0]["params"]
         table.grad = batch.total(table.grad)
         optimizer.step()
-        return {name: float(batch.total((value * batch.loss_weights).sum())) for name, value in result.metrics.items()}
+        return {name: float(batch.total(value)) for name, value in result.figures(batch).items()}
 
 
 class TableFlow:
