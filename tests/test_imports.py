@@ -19,7 +19,19 @@ LAYERS = (
     {"megatron", "rollout", "rewards", "reshard", "checkpoint", "observe"},
     {"workers"},
     {"controllers"},
-    {"flow", "items", "train", "ending", "launcher", "torchrun", "dry_run", "checks", "named_models", "suggest"}
+    {
+        "flow",
+        "items",
+        "keeping",
+        "train",
+        "ending",
+        "launcher",
+        "torchrun",
+        "dry_run",
+        "checks",
+        "named_models",
+        "suggest",
+    }
     | {"served_models"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

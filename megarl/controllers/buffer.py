@@ -16,8 +16,8 @@ FOLDER = "buffer"
 
 
 class Buffer:
-    """The newest `most` rollouts. All ranks do the same with it. Records of routing are not kept: they are what is heavy,
-    and weights have moved on."""
+    """The newest `most` rollouts. All ranks do the same with it. Records of routing are not kept: they are heavy, and
+    weights have moved on."""
 
     def __init__(self, most: int) -> None:
         self.most = most

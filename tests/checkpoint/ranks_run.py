@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megarl import flow, train
+from megarl import keeping, train
 from megarl.checkpoint import hf, manifest, room
 from megarl.parallel import ranks
 
@@ -78,13 +78,13 @@ def no_room_for_the_export_at_first() -> None:
         save_file(*arguments, **named)
 
     room.free, hf.save_file = found, saving
-    flow.LOOK_FOR_ROOM_S = 0.05
+    keeping.LOOK_FOR_ROOM_S = 0.05
 
 
 def no_room_for_the_export() -> None:
     free = room.free
     room.free = lambda folder: 1000 if folder.name == "export" else free(folder)
-    flow.LOOK_FOR_ROOM_S = 0.05
+    keeping.LOOK_FOR_ROOM_S = 0.05
 
 
 DISKS: dict[str, Callable[[], None]] = {

@@ -1,0 +1,141 @@
+"""What a run leaves on disk and goes on from: checkpoints, and the export at its end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from megarl import ending
+from megarl.checkpoint import room
+from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.sharded import restore_model, save_model
+from megarl.checkpoint.store import CheckpointStore, StorageError
+from megarl.config import Config, ConfigError
+from megarl.controllers.base import Controller
+from megarl.data.prompts import PromptLoader
+from megarl.observe.clock import Clock
+from megarl.observe.run_log import RunLog
+from megarl.parallel import everyone, ranks
+from megarl.parallel.placement import placement_of
+from megarl.types.declared import Declared
+from megarl.workers.context import Worker
+
+LOOK_FOR_ROOM_S = 10.0
+"""How often an export that found no room looks for it again."""
+
+
+class Keeping:
+    """Of a flow. A checkpoint holds the models that are trained, what workers and the controller write, and where the
+    loop is."""
+
+    config: Config
+    declared: Declared
+    controller: Controller
+    workers: list[Worker]
+    loader: PromptLoader[Any]
+    job: ranks.Job
+    clock: Clock
+    log: RunLog
+    needs: room.Needs
+    step: int
+
+    def _trained(self) -> dict[str, Any]:
+        """The models that a checkpoint holds, by role, as far as they are on this rank."""
+        found = {role: getattr(self, role).model for role in self.declared.trains}
+        return {role: model for role, model in found.items() if model is not None}
+
+    def _save(self, must: bool) -> StorageError | None:
+        """Write a checkpoint. One that cannot be written is an error if it must be, else an alarm, and returned."""
+        host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
+
+        def write_models(folder: Path) -> dict[Path, Entry]:
+            written: dict[Path, Entry] = {}
+            for role, model in self._trained().items():
+                written |= save_model(model, folder / role)
+            for worker in self.workers:
+                written |= worker.save(folder)
+            written |= self.controller.save(folder)
+            self.log.settle()  # a run that goes on from here does not take these steps again
+            return written
+
+        with self.clock.phase("save"):
+            try:
+                self.store.save(self.step, host, write_models, self.needs.checkpoint)
+            except StorageError as error:
+                if must:
+                    raise
+                goes_on = self.step < self.config.run.num_rollout
+                self.log.alarm(f"{error}. {'Training goes on; make room' if goes_on else 'It was the last'}")
+                return error
+        return None
+
+    def _export(self) -> None:
+        """Write the trained model. Where the disk does not take it, wait for room: it is all that the run was for."""
+        trained = getattr(self, self.declared.main)
+        folder, patience = self.log.run_dir / "export", self.config.run.storage_timeout_s
+        began, said = time.monotonic(), False
+        while True:
+            try:
+                with ranks.patient(patience):
+                    ranks.together(lambda: room.demand(folder, self.needs.export), lead=True)
+                    ranks.together(lambda: trained.export(folder) if trained.model is not None else None)
+                    return
+            except OSError as error:
+                late = ranks.broadcast_object(time.monotonic() - began > patience)
+                if self._is_asked_to_stop() or late:
+                    kept = self.store.names() or ["none, for run.save_every=0"]
+                    raise ConfigError(
+                        f"could not export to {folder}: {error}; make room and start again with run.resume=auto, from "
+                        f"the newest checkpoint, {kept[-1]}"
+                    ) from None
+                if not said:
+                    self.log.alarm(f"cannot export to {folder}: {error}. Waiting for room, for up to {patience:g} s")
+                said = True
+                time.sleep(LOOK_FOR_ROOM_S)
+
+    def _find_checkpoint(self) -> Path | None:
+        """The one to go on from, before anything is loaded; what is said and recorded of the run goes on after it."""
+        run, parallel, placement = self.config.run, self.config.parallel, placement_of(self.config)
+        sizes = self.job.world, parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
+        apart = () if placement.colocated else (placement.describe(self.declared.roles),)
+        self.store = CheckpointStore(
+            self.log.run_dir, run.keep_checkpoints, run.storage_timeout_s, (*sizes, *apart), self.log.say
+        )
+        if run.resume != "auto":
+            return None
+        folder = self.store.newest()
+        step = self.store.step_of(folder) if folder else 0
+        if step > run.num_rollout:
+            raise ConfigError(
+                f"run.num_rollout={run.num_rollout}, but {folder} is of step {step}; set it to that or more"
+            )
+        self.log.begin(step)
+        if folder is None:
+            self.log.say("no checkpoint in the run folder yet: starting afresh")
+        return folder
+
+    def _resume(self, folder: Path) -> None:
+        host = self.store.load(folder)
+        try:
+            self.step = host["step"]
+            self.loader.load_state_dict(host["loader"])
+            self.controller.load_state_dict(host["controller"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "
+                "to go on from an older checkpoint"
+            ) from None
+
+        def restore() -> None:
+            for role, model in self._trained().items():
+                restore_model(model, folder / role)
+
+        ranks.together(restore)
+        for worker in self.workers:
+            worker.restore(folder)
+        self.controller.restore(folder, everyone.AllRanks())
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether any rank has got a signal that asks for it; the same on all."""
+        return any(ranks.all_gather_objects(ending.asked_to_stop()))
