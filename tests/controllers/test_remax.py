@@ -1,0 +1,38 @@
+"""ReMax: a sample is as good as it is better than the greedy answer to its prompt."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from played import Played  # noqa: E402
+
+from megarl.config import from_dict  # noqa: E402
+from megarl.controllers.registry import declare, make_controller  # noqa: E402
+from megarl.types import Prompt  # noqa: E402
+
+CONFIG = from_dict({"algorithm": "remax", "kl": {"place": "none"}})
+
+
+def test_the_greedy_answer_is_the_baseline() -> None:
+    flow: Any = Played(CONFIG, [[[1.0, 0.0], [0.5, 3.0]]], [[[0.25], [1.0]]])
+    result = make_controller(CONFIG).step(flow, [Prompt("a", ()), Prompt("b", ())])
+    assert result.batch is not None and result.batch.advantages is not None
+    actions = result.batch.advantages[result.batch.loss_mask].tolist()
+    assert actions == [0.75, 0.75, -0.25, -0.25, -0.5, -0.5, 2.0, 2.0]
+    assert result.metrics["rollout/reward_greedy"] == 0.625
+    assert result.rollouts is not None and len(result.rollouts) == 4  # greedy ones are not recorded
+
+
+def test_without_a_greedy_answer_there_is_nothing_to_learn() -> None:
+    flow: Any = Played(CONFIG, [[[1.0, 0.0], [None, 3.0]]], [[[None], [1.0]]])
+    result = make_controller(CONFIG).step(flow, [Prompt("a", ()), Prompt("b", ())])
+    assert result.batch is not None and result.batch.advantages is not None
+    assert result.batch.group.tolist() == [1] and result.batch.advantages[result.batch.loss_mask].tolist() == [2.0, 2.0]
+
+
+def test_one_sample_of_a_prompt_will_do() -> None:
+    assert not declare(CONFIG).compares_samples and declare(CONFIG).follows_prompts
