@@ -65,9 +65,9 @@ def rloo_advantages(reward: torch.Tensor, group: torch.Tensor, left_out: torch.T
     [N]; groups that say nothing as in `group_advantages`.
     """
     groups = _Groups.of(reward, group, left_out)
-    size = groups.size.clamp(min=2)  # of one nothing is told
+    size = groups.size.double().clamp(min=2)  # of one nothing is told
     centred = groups.reward - groups.each(groups.sums(groups.reward) / size)
-    return groups.told(centred * groups.each(size / (size - 1.0))).to(reward.dtype)
+    return groups.told(centred * groups.each(size / (size - 1))).to(reward.dtype)
 
 
 def opo_advantages(

@@ -77,24 +77,30 @@ def mark_in_range(mini: TrainBatch, options: ClipCovOptions, seed: int) -> torch
     with least < Cov < most, or all of these where there are fewer. Collective."""
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > options.least) & (covariance < options.most)
-    found, wanted = int(mini.total(eligible.sum())), _wanted(options.share, actions)
-    if found <= wanted:
-        return eligible
-    order = _at_random(mini, seed)
-    (last,) = kth_values(order[eligible], (wanted,), mini.total)
-    return eligible & (order <= last)
+    return _drawn(mini, eligible, _wanted(options.share, actions), seed)
 
 
 def mark_largest(mini: TrainBatch, options: KLCovOptions, seed: int) -> torch.Tensor:
     """[T] bool of the tokens here: the floor(share N) of all N action tokens (one, at least) with the largest
-    covariance, if it is positive, and any that equal the last of them. Collective; the seed is not needed."""
+    covariance, if it is positive. Of those that equal the last of them, which are many where a policy is sure of most
+    tokens, as many are drawn at random as are wanted. Collective."""
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > 0)
     found, wanted = int(mini.total(eligible.sum())), _wanted(options.share, actions)
     if found <= wanted:
         return eligible
     (last,) = kth_values(covariance[eligible], (found - wanted + 1,), mini.total)
-    return eligible & (covariance >= last)
+    above, equal = eligible & (covariance > last), eligible & (covariance == last)
+    return above | _drawn(mini, equal, wanted - int(mini.total(above.sum())), seed)
+
+
+def _drawn(mini: TrainBatch, eligible: torch.Tensor, wanted: int, seed: int) -> torch.Tensor:
+    """So many of all eligible tokens, [T] bool of the tokens here; all where there are no more."""
+    if int(mini.total(eligible.sum())) <= wanted:
+        return eligible
+    order = _at_random(mini, seed)
+    (last,) = kth_values(order[eligible], (wanted,), mini.total)
+    return eligible & (order <= last)
 
 
 def _wanted(share: float, actions: int) -> int:

@@ -103,11 +103,11 @@ def _means(x: torch.Tensor, sampled: Sampled) -> torch.Tensor:
         part.sum() / mask.sum().clamp(min=1)  # a sum each: in one order, on a GPU too
         for part, mask in zip(x.split(lengths), sampled.loss_mask.split(lengths), strict=True)
     ]
-    return torch.stack(means) if means else x.new_zeros(0)
+    return torch.stack(means) if means else x[:0]
 
 
 def _on_tokens(x: torch.Tensor, sampled: Sampled) -> torch.Tensor:
     """[n] -> [T], 0 where `loss_mask` is False."""
     lengths = sampled.cu_seqlens.diff().tolist()
-    spread = [x.new_zeros(0), *(one.expand(length) for one, length in zip(x, lengths, strict=True))]
+    spread = [x[:0], *(one.expand(length) for one, length in zip(x, lengths, strict=True))]
     return torch.where(sampled.loss_mask, torch.cat(spread), torch.zeros_like(sampled.logprobs))

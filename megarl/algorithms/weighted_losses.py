@@ -55,7 +55,7 @@ def sapo_loss(sampled: Sampled, clip: Clip, options: SAPOOptions) -> TokenLoss:
     """
     log_ratio, advantage = sampled.log_ratio, sampled.advantage
     ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
-    tau = torch.where(advantage > 0, options.tau_positive, options.tau_negative).to(ratio.dtype)
+    tau = torch.full_like(ratio, options.tau_negative).masked_fill_(advantage > 0, options.tau_positive)
     gate = torch.sigmoid(tau * (ratio - 1.0))
     open_by = (4.0 * gate * (1.0 - gate)).detach() * sampled.loss_mask
     metrics = {"actor/sapo_gate": open_by, "actor/ppo_kl": -log_ratio.detach()}

@@ -7,8 +7,14 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.algorithms import advantages, totals
-from megarl.algorithms.advantages import gae, spread_to_tokens, whiten
-from megarl.algorithms.baselines import group_advantages
+from megarl.algorithms.advantages import (
+    decoupled_gae,
+    gae,
+    length_adaptive_lam,
+    rewards_to_go,
+    spread_to_tokens,
+    whiten,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -103,6 +109,47 @@ def test_the_recursion_bit_by_bit(seed, steps, monkeypatch):
         assert torch.equal(got, stepwise_gae(rewards, values, mask, cu, gamma, lam))
 
 
+@pytest.mark.parametrize("steps", [1, 70, advantages.STEPS])
+@pytest.mark.parametrize("seed", range(6))
+def test_each_sequence_has_its_own_lambda(seed, steps, monkeypatch):
+    """As if each were alone with it, bit by bit; and where all have one, as with that one."""
+    monkeypatch.setattr(advantages, "STEPS", steps)
+    mask, cu = random_mask(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, len(mask), generator=generator).where(mask, float("nan"))
+    lam = torch.rand(len(cu) - 1, generator=generator, dtype=F64)
+    got = torch.stack(gae(rewards, values, mask, cu, 0.9, lam))
+    for i, (start, end) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)):
+        alone = gae(
+            *(x[start:end] for x in (rewards, values, mask)), torch.tensor([0, end - start]), 0.9, float(lam[i])
+        )
+        assert torch.equal(got[:, start:end], torch.stack(alone))
+    same = gae(rewards, values, mask, cu, 0.9, torch.full_like(lam, 0.7))
+    assert torch.equal(torch.stack(same), torch.stack(gae(rewards, values, mask, cu, 0.9, 0.7)))
+
+
+def test_the_policys_lambda_is_not_the_critics():
+    rewards, values, mask, cu = random_batch(5)
+    advantages, returns = decoupled_gae(rewards, values, mask, cu, 1.0, 0.3, 1.0)
+    assert torch.equal(advantages, gae(rewards, values, mask, cu, 1.0, 0.3)[0])
+    torch.testing.assert_close(returns, rewards_to_go(rewards, mask, cu, 1.0))  # whatever the critic says
+
+
+def test_lambda_by_length():
+    """alpha 0.05: of 20 actions and fewer 0, of 100 1 - 1/5, of 1000 1 - 1/50."""
+    found = length_adaptive_lam(torch.tensor([0, 1, 20, 40, 100, 1000]), 0.05)
+    assert found.tolist() == pytest.approx([0, 0, 0, 0.5, 0.8, 0.98], abs=1e-12)
+    assert length_adaptive_lam(torch.zeros(0, dtype=torch.int64), 0.05).tolist() == []
+
+
+def test_rewards_to_go_by_hand():
+    """Two sequences; the tool's token, 9, is none of the policy's: 1 + 0.5 (2 + 0.5 * 4) = 3, 2 + 0.5 * 4 = 4, 4."""
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 1]).bool()
+    rewards = torch.tensor([9.0, 1, 2, 9, 4, 9, -3], dtype=F64)
+    found = rewards_to_go(rewards, mask, torch.tensor([0, 5, 7]), 0.5)
+    assert found.tolist() == [0, 3.0, 4.0, 0, 4.0, 0, -3.0]
+
+
 def test_undiscounted_return_is_the_outcome():
     # gamma = lambda = 1: returns are the rewards still to come, whatever the critic says.
     rewards, values, mask, cu = random_batch(3)
@@ -176,40 +223,6 @@ def test_whiten_is_the_plain_formula_bit_by_bit_and_shares_change_nothing(seed, 
         results = as_ranks(ranks, work)
         for (_, tokens, _), got in zip(shares, results, strict=True):
             torch.testing.assert_close(got, whole[tokens], rtol=1e-6, atol=1e-6)
-
-
-def test_group_advantages_by_hand():
-    # group 4: rewards 1, 0, 0, 1: mean 0.5, sample variance 4 * 0.25 / 3; group 7: 2, 5: mean 3.5, variance 4.5
-    reward = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 1.0], dtype=F64)
-    group = torch.tensor([4, 7, 4, 4, 7, 4])
-    plain = torch.tensor([0.5, -1.5, -0.5, -0.5, 1.5, 0.5], dtype=F64)
-    torch.testing.assert_close(group_advantages(reward, group, use_std=False), plain)
-    expected = plain * 3**0.5
-    expected[[1, 4]] = torch.tensor([-1.5, 1.5], dtype=F64) / 4.5**0.5
-    torch.testing.assert_close(group_advantages(reward, group, use_std=True), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("use_std", [True, False])
-def test_groups_that_say_nothing_get_exactly_zero(use_std):
-    reward = torch.tensor([0.1, 0.1, 0.1, 3.0, 1.0, 0.0], dtype=F64)  # 0.1 + 0.1 + 0.1 is not 3 * 0.1 in binary
-    group = torch.tensor([0, 0, 0, 1, 2, 2])
-    got = group_advantages(reward, group, use_std)
-    assert got[:4].tolist() == [0, 0, 0, 0]
-    assert got[4] > 0 > got[5]
-    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64), use_std).tolist() == []
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_group_advantages_against_a_loop_in_any_order(seed):
-    generator = torch.Generator().manual_seed(seed)
-    reward = torch.randn(40, generator=generator, dtype=F64)
-    group = torch.randint(-3, 6, (40,), generator=generator)
-    expected = torch.zeros_like(reward)
-    for number in set(group.tolist()):
-        members = (group == number).nonzero().squeeze(1)
-        if len(members) > 1:
-            expected[members] = (reward[members] - reward[members].mean()) / (reward[members].std() + 1e-6)
-    torch.testing.assert_close(group_advantages(reward, group, True), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_spread():

@@ -144,3 +144,26 @@ def test_controller_refuses_nonsense():
         AdaptiveKL(0.001, 0.015, 10000).updated(math.nan, 64)
     with pytest.raises(ValueError, match="positive"):
         AdaptiveKL(0.001, 0.0, 10000)
+
+
+def test_controller_has_a_bound():
+    start = AdaptiveKL(0.19, 0.015, 100, most=0.2)
+    assert start.updated(1.0, 64).coef == 0.2  # 0.19 * (1 + 0.2 * 0.64) is 0.2143
+    assert start.updated(1.0, 64).updated(0.0, 100).coef == pytest.approx(0.16)  # and down again: 0.2 * (1 - 0.2)
+    assert start.restored({"coef": 7.0, "initial": 0.19}).coef == 0.2  # of a run without it
+    assert AdaptiveKL(0.5, None, 100, most=0.2).updated(1.0, 64).coef == 0.5  # which nobody steers
+
+
+def test_as_a_reward_k1_alone_has_the_gradient_of_the_divergence():
+    """That is of E[k] by the policy gradient, sum over words of p grad log p k; k3's is off by that of the reverse."""
+    logits, policy, reference, _ = divergences()
+    true = gradient((policy.exp() * (policy - reference)).sum(), logits)
+    reverse = gradient((reference.exp() * (reference - policy)).sum(), logits)
+
+    def of(kind: str) -> torch.Tensor:
+        reward = kl_estimate(policy, reference, kind).detach()
+        return gradient((policy.detach().exp() * policy * reward).sum(), logits)
+
+    torch.testing.assert_close(of("k1"), true)
+    torch.testing.assert_close(of("k3"), true - reverse)
+    assert not torch.allclose(of("k2"), true, rtol=0.1)

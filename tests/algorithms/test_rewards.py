@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.algorithms.rewards import last_action, sequence_sums, token_rewards
+from megarl.algorithms.rewards import last_action, overlong_penalty, sequence_sums, token_rewards
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -60,3 +60,14 @@ def test_sums_of_sequences():
     x = torch.randn(len(mask), generator=torch.Generator().manual_seed(0))
     ids = torch.repeat_interleave(torch.arange(len(cu) - 1), cu.diff())
     assert torch.equal(sequence_sums(x, cu), torch.zeros(len(cu) - 1).index_add(0, ids, x))
+
+
+def test_overlong_answers_are_punished_by_degrees():
+    """Of 100 tokens at most, the last 40 cost more and more: DAPO's equation 13 by hand."""
+    found = overlong_penalty(torch.tensor([0, 60, 61, 80, 100, 101, 10**6]), most=100, buffer=40)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx([0, 0, -1 / 40, -0.5, -1, -1, -1])
+    assert overlong_penalty(torch.zeros(0, dtype=torch.int64), 10, 10).tolist() == []
+    for most, buffer in ((10, 0), (10, 11)):
+        with pytest.raises(ValueError, match="buffer"):
+            overlong_penalty(torch.tensor([1]), most, buffer)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from thread_ranks import as_ranks
 
-from megarl.algorithms.weights import pair_mean_weights, sequence_mean_weights, token_mean_weights
+from megarl.algorithms.weights import constant_weights, pair_mean_weights, sequence_mean_weights, token_mean_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -35,6 +35,15 @@ def test_mean_over_sequences_by_hand():
     assert weights.tolist() == pytest.approx([0, 1 / 2, 0, 0, 1 / 6, 1 / 6, 0, 1 / 6])
     assert sequence_mean_weights(torch.tensor([0, 2]), torch.zeros(2).bool(), 0).tolist() == [0, 0]
     assert sequence_mean_weights(torch.tensor([0]), torch.zeros(0).bool(), 0).tolist() == []
+
+
+def test_sums_over_a_constant_by_hand():
+    """Sequences of one, none and three actions: two count; each action has 1 / (5 * 2)."""
+    mask = torch.tensor([0, 1, 0, 0, 1, 1, 0, 1]).bool()
+    weights = constant_weights(mask, 5, 2)
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == pytest.approx([0, 0.1, 0, 0, 0.1, 0.1, 0, 0.1])
+    assert constant_weights(torch.zeros(2).bool(), 5, 0).tolist() == [0, 0]
 
 
 def test_the_mean_over_sequences_is_that_of_a_loop():

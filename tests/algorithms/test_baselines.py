@@ -1,0 +1,162 @@
+"""Advantages that are a number per sequence, by hand and against loops."""
+
+import pytest
+import torch
+
+from megarl.algorithms.advantages import spread_to_tokens, whiten
+from megarl.algorithms.baselines import (
+    group_advantages,
+    opo_advantages,
+    remax_advantages,
+    rloo_advantages,
+    sequence_advantages,
+    whiten_sequences,
+)
+
+F64 = torch.float64
+KINDS = ["group", "rloo", "reinforce", "reinforce_baseline", "opo"]
+
+
+def test_group_advantages_by_hand():
+    # group 4: rewards 1, 0, 0, 1: mean 0.5, sample variance 4 * 0.25 / 3; group 7: 2, 5: mean 3.5, variance 4.5
+    reward = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 1.0], dtype=F64)
+    group = torch.tensor([4, 7, 4, 4, 7, 4])
+    plain = torch.tensor([0.5, -1.5, -0.5, -0.5, 1.5, 0.5], dtype=F64)
+    torch.testing.assert_close(group_advantages(reward, group, use_std=False), plain)
+    expected = plain * 3**0.5
+    expected[[1, 4]] = torch.tensor([-1.5, 1.5], dtype=F64) / 4.5**0.5
+    torch.testing.assert_close(group_advantages(reward, group, use_std=True), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_std", [True, False])
+def test_groups_that_say_nothing_get_exactly_zero(use_std):
+    reward = torch.tensor([0.1, 0.1, 0.1, 3.0, 1.0, 0.0], dtype=F64)  # 0.1 + 0.1 + 0.1 is not 3 * 0.1 in binary
+    group = torch.tensor([0, 0, 0, 1, 2, 2])
+    got = group_advantages(reward, group, use_std)
+    assert got[:4].tolist() == [0, 0, 0, 0]
+    assert got[4] > 0 > got[5]
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64), use_std).tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_group_advantages_against_a_loop_in_any_order(seed):
+    generator = torch.Generator().manual_seed(seed)
+    reward = torch.randn(40, generator=generator, dtype=F64)
+    group = torch.randint(-3, 6, (40,), generator=generator)
+    expected = torch.zeros_like(reward)
+    for number in set(group.tolist()):
+        members = (group == number).nonzero().squeeze(1)
+        if len(members) > 1:
+            expected[members] = (reward[members] - reward[members].mean()) / (reward[members].std() + 1e-6)
+    torch.testing.assert_close(group_advantages(reward, group, True), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rloo_by_hand():
+    """Of 1, 0, 0, 1 the others of the first have the mean 1/3; of 2 and 5 each is the other's baseline."""
+    reward = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 1.0, 3.0], dtype=F64)
+    group = torch.tensor([4, 7, 4, 4, 7, 4, 8])
+    expected = [2 / 3, -3.0, -2 / 3, -2 / 3, 3.0, 2 / 3, 0.0]
+    assert rloo_advantages(reward, group).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_opo_by_hand():
+    """b = (10 * 1 + 30 * 0) / 40 = 1/4; a group without an action token has only its rewards."""
+    reward = torch.tensor([1.0, 0.0, 5.0, 2.0], dtype=F64)
+    found = opo_advantages(reward, torch.tensor([0, 0, 1, 1]), torch.tensor([10, 30, 0, 0]))
+    assert found.tolist() == pytest.approx([0.75, -0.25, 5.0, 2.0], abs=1e-12)
+
+
+def test_remax():
+    assert remax_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])).tolist() == [0.5, -0.5]
+
+
+def test_whitening_by_hand():
+    """Numbers 1 and 4 on 2 tokens and 1: mean 2, variance (2 * 1 + 4) / 3 = 2."""
+    root = 2**0.5
+    found = whiten_sequences(torch.tensor([1.0, 4.0], dtype=F64), torch.tensor([2, 1]))
+    assert found.tolist() == pytest.approx([-1 / root, 2 / root], abs=1e-8)
+    assert whiten_sequences(torch.full((3,), 0.1), torch.tensor([1, 2, 3])).tolist() == [0, 0, 0]
+    assert whiten_sequences(torch.tensor([1.0, 2.0]), torch.tensor([0, 0])).tolist() == [0, 0]
+    assert whiten_sequences(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whitening_is_that_of_all_action_tokens(seed):
+    generator = torch.Generator().manual_seed(seed)
+    actions = torch.randint(0, 9, (20,), generator=generator)
+    x = torch.randn(20, generator=generator, dtype=F64)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), actions.cumsum(0)])
+    mask = torch.ones(int(cu[-1])).bool()
+    expected = whiten(spread_to_tokens(x, cu, mask), mask)
+    torch.testing.assert_close(spread_to_tokens(whiten_sequences(x, actions), cu, mask), expected)
+
+
+def of_a_loop(kind, reward, group, actions):
+    """Each kind written out, sample by sample, in Python's floats."""
+    reward, group, actions = reward.tolist(), group.tolist(), actions.tolist()
+    result = []
+    for i, own in enumerate(reward):
+        members = [j for j, number in enumerate(group) if number == group[i]]
+        rewards = [reward[j] for j in members]
+        if kind == "rloo":
+            others = [reward[j] for j in members if j != i]
+            baseline = sum(others) / len(others) if others else own
+        elif kind == "opo":
+            baseline = sum(actions[j] * reward[j] for j in members) / max(1, sum(actions[j] for j in members))
+        elif kind == "reinforce":
+            baseline = 0.0
+        else:
+            baseline = sum(rewards) / len(rewards)
+        centred = own - baseline
+        if kind == "group":
+            variance = sum((x - baseline) ** 2 for x in rewards) / max(1, len(rewards) - 1)
+            centred /= variance**0.5 + 1e-6
+        result.append(0.0 if kind != "reinforce" and len(set(rewards)) == 1 else centred)
+    if kind.startswith("reinforce"):
+        count = sum(actions)
+        mean = sum(n * x for n, x in zip(actions, result, strict=True)) / count
+        variance = sum(n * (x - mean) ** 2 for n, x in zip(actions, result, strict=True)) / count
+        result = [(x - mean) / (variance + 1e-8) ** 0.5 for x in result]
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_against_a_loop_in_any_order_and_with_some_left_out(kind, seed):
+    """Those left out change nothing for the others, whatever their reward is."""
+    generator = torch.Generator().manual_seed(seed)
+    reward = torch.randint(0, 4, (40,), generator=generator).to(F64) / 3
+    group = torch.randint(-3, 6, (40,), generator=generator)
+    actions = torch.randint(0, 9, (40,), generator=generator)
+    expected = of_a_loop(kind, reward, group, actions)
+    assert sequence_advantages(kind, reward, group, actions).tolist() == pytest.approx(expected, abs=1e-10)
+    order = torch.randperm(40, generator=generator)
+    moved = sequence_advantages(kind, reward[order], group[order], actions[order])
+    assert moved.tolist() == pytest.approx([expected[i] for i in order.tolist()], abs=1e-10)
+
+    out = torch.rand(40, generator=generator) < 0.4
+    out |= group == 2  # a whole group
+    spoilt = torch.where(out, torch.full_like(reward, float("nan")), reward)
+    found = sequence_advantages(kind, spoilt, group, actions, left_out=out)
+    assert found[out].tolist() == [0.0] * int(out.sum())
+    rest = of_a_loop(kind, reward[~out], group[~out], actions[~out])
+    assert found[~out].tolist() == pytest.approx(rest, abs=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_says_nothing_is_zero(kind):
+    equal, group, actions = torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([1, 5, 2, 0, 3, 4])
+    assert sequence_advantages(kind, equal, group, actions).tolist() == [0.0] * 6
+    every = torch.ones(6).bool()
+    assert sequence_advantages(kind, equal * float("nan"), group, actions, left_out=every).tolist() == [0.0] * 6
+    none = torch.zeros(0, dtype=torch.int64)
+    assert sequence_advantages(kind, torch.zeros(0), none, none).tolist() == []
+
+
+def test_only_the_group_has_a_deviation():
+    reward, group, actions = torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    for kind in KINDS:
+        with_std, without = (sequence_advantages(kind, reward, group, actions, group_std=std) for std in (True, False))
+        assert torch.equal(with_std, without) == (kind != "group")
+    with pytest.raises(ValueError, match="opo, not 'remax'"):
+        sequence_advantages("remax", reward, group, actions)

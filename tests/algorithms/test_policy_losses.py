@@ -1,0 +1,240 @@
+"""All policy losses: against loops in Python's floats, gradients against finite differences, and what none may do."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.policy_loss import Clip, Sampled
+from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.weights import constant_weights, sequence_mean_weights, token_mean_weights
+from megarl.types import Counts, TrainBatch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shares import deal, random_batch  # noqa: E402
+
+F64 = torch.float64
+CLIP = Clip(0.2, 0.3, 3.0)
+OPTIONS: dict[str, dict[str, float]] = {
+    "gspo": {"clip_low": 0.1, "clip_high": 0.2},
+    "gspo_token": {"clip_low": 0.1, "clip_high": 0.2},
+    "cispo": {"most": 1.3, "least": 0.6},
+    "gmpo": {"clip_low": 0.3, "clip_high": 0.4},
+}
+NAMES = list(POLICY_LOSSES)
+
+
+def run(name: str, sampled: Sampled) -> Any:
+    chosen = POLICY_LOSSES[name]
+    return chosen.loss(sampled, CLIP, chosen.options(**OPTIONS.get(name, {})))
+
+
+def random_sampled(seed: int, sequences: int = 12) -> Sampled:
+    """Advantages of sequences; some have no action, some no token."""
+    mask, cu = random_batch(seed, sequences, 12)
+    generator = torch.Generator().manual_seed(seed + 100)
+    new, noise = torch.randn(2, len(mask), generator=generator, dtype=F64)
+    advantages = torch.randn(sequences, generator=generator, dtype=F64).repeat_interleave(cu.diff())
+    marked = torch.rand(len(mask), generator=generator) < 0.3
+    return Sampled(new.requires_grad_(), new.detach() - 0.4 * noise, advantages, mask, cu, marked)
+
+
+def of_a_loop(name: str, new: list[float], old: list[float], advantage: list[float], marks: list[bool]) -> list[float]:
+    """The losses of one sequence's action tokens, as the papers have them."""
+    options = POLICY_LOSSES[name].options(**OPTIONS.get(name, {}))
+    ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
+
+    def ppo(ratio: float, a: float, low: float, high: float, dual: float | None) -> float:
+        loss = max(-a * ratio, -a * min(max(ratio, 1 - low), 1 + high))
+        return min(loss, -a * dual) if dual is not None and a < 0 else loss
+
+    if name in ("ppo", "clip_cov"):
+        plain = [ppo(r, a, 0.2, 0.3, 3.0) for r, a in zip(ratios, advantage, strict=True)]
+        return [0.0 if m and name == "clip_cov" else x for x, m in zip(plain, marks, strict=True)]
+    if name == "kl_cov":
+        every = zip(ratios, advantage, marks, strict=True)
+        return [-a * r + (abs(math.log(r)) if m else 0.0) for r, a, m in every]
+    if name in ("gspo", "gspo_token"):
+        mean = math.prod(ratios) ** (1 / len(ratios)) if ratios else 1.0
+        return [ppo(mean, a, 0.1, 0.2, None) for a in advantage]
+    if name == "gmpo":
+        product = 1.0
+        for r, a in zip(ratios, advantage, strict=True):
+            product *= abs(min(r * a, min(max(r, math.exp(-0.3)), math.exp(0.4)) * a)) / abs(a)
+        return [-a * product ** (1 / len(ratios)) for a in advantage]
+    if name == "cispo":
+        return [-min(max(r, 0.6), 1.3) * a * n for r, a, n in zip(ratios, advantage, new, strict=True)]
+    assert name == "sapo"
+    taus = [options.tau_positive if a > 0 else options.tau_negative for a in advantage]
+    every = zip(ratios, advantage, taus, strict=True)
+    return [-a * 4 / tau / (1 + math.exp(-tau * (r - 1))) for r, a, tau in every]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", NAMES)
+def test_against_a_loop(name: str, seed: int) -> None:
+    sampled = random_sampled(seed)
+    expected = torch.zeros(len(sampled.loss_mask), dtype=F64)
+    assert sampled.marked is not None
+    for start, end in zip(sampled.cu_seqlens[:-1].tolist(), sampled.cu_seqlens[1:].tolist(), strict=True):
+        places = [t for t in range(start, end) if sampled.loss_mask[t]]
+        columns = (sampled.logprobs, sampled.old_logprobs, sampled.advantages, sampled.marked)
+        expected[places] = torch.tensor(of_a_loop(name, *(x[places].tolist() for x in columns)), dtype=F64)
+    result = run(name, sampled)
+    torch.testing.assert_close(result.loss.detach(), expected, rtol=1e-12, atol=1e-12)
+    for metric in result.metrics.values():
+        assert metric.shape == expected.shape and not metric.requires_grad
+        assert bool((metric[~sampled.loss_mask] == 0).all())
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cispo", "gspo_token")])
+def test_gradients_are_finite_differences(name: str, seed: int) -> None:
+    """Of the weighted sum; what has a stop-gradient in it has another gradient, and a test of its own."""
+    sampled = random_sampled(seed, 6)
+    weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 5).double()
+
+    def value(logprobs: torch.Tensor) -> torch.Tensor:
+        columns = sampled.old_logprobs, sampled.advantages, sampled.loss_mask, sampled.cu_seqlens, sampled.marked
+        return (weights * run(name, Sampled(logprobs, *columns)).loss).sum()
+
+    (found,) = torch.autograd.grad(value(sampled.logprobs), sampled.logprobs)
+    at, step = sampled.logprobs.detach(), 1e-6
+    for t in range(len(at)):
+        by = torch.zeros_like(at).index_fill(0, torch.tensor(t), step)
+        difference = float(value(at + by) - value(at - by)) / (2 * step)
+        assert float(found[t]) == pytest.approx(difference, abs=1e-8)
+
+
+def test_stopped_gradients_by_hand() -> None:
+    """CISPO: the weight, bounded, times A. GSPO-token: the sequence's ratio times the token's own A, unless clipped."""
+    new = torch.tensor([-1.0, -1.0, -2.0], dtype=F64, requires_grad=True)
+    ratios = torch.tensor([1.1, 2.0, 0.5], dtype=F64)
+    rest = torch.tensor([1.0, -2.0, 3.0], dtype=F64), torch.ones(3).bool(), torch.tensor([0, 3])
+    run("cispo", Sampled(new, new.detach() - ratios.log(), *rest)).loss.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([-1.1, 2 * 1.3, -3 * 0.6], abs=1e-12)
+    new.grad = None
+    run("gspo_token", Sampled(new, new.detach() - ratios.log(), *rest)).loss.sum().backward()
+    assert new.grad is not None
+    whole = (1.1 * 2.0 * 0.5) ** (1 / 3)  # 1.03, inside of the range
+    assert new.grad.tolist() == pytest.approx([-whole, 2 * whole, -3 * whole], abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage(seed: int) -> None:
+    sampled = random_sampled(seed, 40)
+    weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 30).double()
+    one, other = (run(name, sampled) for name in ("gspo", "gspo_token"))
+    torch.testing.assert_close(one.loss, other.loss, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad((weights * x.loss).sum(), sampled.logprobs)[0] for x in (one, other)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
+    clipped = one.of_sequences["actor/sequence_clipfrac"]
+    assert set(clipped.tolist()) <= {0.0, 1.0} and 0 < float(clipped.sum())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
+    """-A on each token, in a mean over sequences; and where nothing is marked nothing is clipped."""
+    sampled = random_sampled(3)
+    new = sampled.logprobs
+    on_policy = Sampled(new, new.detach(), sampled.advantages, sampled.loss_mask, sampled.cu_seqlens)
+    result = run(name, on_policy)
+    weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 10).double()
+    (found,) = torch.autograd.grad((weights * result.loss).sum(), new)
+    torch.testing.assert_close(found, -weights * sampled.advantages, rtol=1e-9, atol=1e-12)
+    for metric, values in (result.metrics | result.of_sequences).items():
+        assert metric == "actor/sapo_gate" or not values.any(), metric
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf"), 1e30, -1e30])
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_positions_are_harmless(name: str, garbage: float) -> None:
+    sampled = random_sampled(1)
+    mask = sampled.loss_mask
+    clean = run(name, sampled)
+    (expected,) = torch.autograd.grad(clean.loss.sum(), sampled.logprobs)
+    spoilt = [
+        torch.where(mask, x.detach(), garbage) for x in (sampled.logprobs, sampled.old_logprobs, sampled.advantages)
+    ]
+    logprobs = spoilt[0].requires_grad_()
+    result = run(name, Sampled(logprobs, *spoilt[1:], mask, sampled.cu_seqlens, sampled.marked))
+    result.loss.sum().backward()
+    assert torch.equal(result.loss, clean.loss) and logprobs.grad is not None and torch.equal(logprobs.grad, expected)
+    for metric, values in result.metrics.items():
+        assert torch.equal(values, clean.metrics[metric])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extremes_have_finite_gradients_and_nan_is_not_hidden(name: str) -> None:
+    """A ratio beyond what exp takes is bounded; NaN stays NaN, and workers refuse it before a loss sees it."""
+    for sign in (1.0, -1.0):
+        logprobs = torch.tensor([0.0, -600.0, -1.0], requires_grad=True)
+        rest = torch.ones(3).bool(), torch.tensor([0, 2, 3])
+        result = run(name, Sampled(logprobs, torch.tensor([-500.0, -1.0, -1.0]), torch.full((3,), sign), *rest))
+        result.loss.sum().backward()
+        assert logprobs.grad is not None and bool(torch.isfinite(logprobs.grad).all())
+        assert bool(torch.isfinite(result.loss).all())
+    nan = torch.tensor([float("nan")])
+    assert run(
+        name, Sampled(nan, torch.zeros(1), torch.ones(1), torch.ones(1).bool(), torch.tensor([0, 1]))
+    ).loss.isnan()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_to_train_on(name: str) -> None:
+    """All masked; a sequence of no token; no sequence."""
+    for cu in ([0, 3, 3, 5], [0]):
+        logprobs = torch.randn(cu[-1], requires_grad=True)
+        zeros = torch.zeros(cu[-1])
+        result = run(name, Sampled(logprobs, zeros, zeros + 1, zeros.bool(), torch.tensor(cu)))
+        result.loss.sum().backward()
+        assert not result.loss.any() and logprobs.grad is not None and not logprobs.grad.any()
+        assert all(len(values) == len(cu) - 1 for values in result.of_sequences.values())
+
+
+@pytest.mark.parametrize("mean", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_does_not_matter_who_has_which_sequence(name: str, mean: str) -> None:
+    """Loss, gradient and metrics of ranks, micro-batches and another order add up to those of the whole."""
+    whole = random_sampled(2, 30)
+    mask, cu = whole.loss_mask, whole.cu_seqlens
+    sequences = sum(bool(part.any()) for part in mask.split(cu.diff().tolist()))
+    counts = Counts(int(mask.sum()), sequences)
+
+    def found(sampled: Sampled) -> tuple[float, torch.Tensor, dict[str, float]]:
+        of_mask = {
+            "token": lambda: token_mean_weights(sampled.loss_mask, counts.actions),
+            "sequence": lambda: sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, sequences),
+            "constant": lambda: constant_weights(sampled.loss_mask, 7, sequences),
+        }
+        weights = of_mask[mean]()
+        result = run(name, sampled)
+        zeros = torch.zeros(len(sampled.loss_mask))
+        batch = TrainBatch(zeros, sampled.cu_seqlens, sampled.loss_mask, zeros, zeros, zeros)
+        figures = result.figures(batch.with_(loss_weights=weights, counts=counts))
+        value = (weights.double() * result.loss).sum()
+        (gradient,) = torch.autograd.grad(value, sampled.logprobs)
+        return float(value), gradient, {name: float(figure) for name, figure in figures.items()}
+
+    value, gradient, figures = found(whole)
+    for seed, ranks in ((0, 3), (1, 9)):
+        values, gradients, sums = 0.0, torch.zeros_like(gradient), dict.fromkeys(figures, 0.0)
+        for own, tokens, starts in deal(cu, ranks, seed):
+            if not len(own):
+                continue
+            columns = (whole.logprobs.detach(), whole.old_logprobs, whole.advantages, mask)
+            new, *rest = (column[tokens] for column in columns)
+            assert whole.marked is not None
+            part = Sampled(new.requires_grad_(), *rest, starts, whole.marked[tokens])
+            of_part = found(part)
+            values += of_part[0]
+            gradients[tokens] = of_part[1]
+            sums = {name: sums[name] + of_part[2][name] for name in sums}
+        assert values == pytest.approx(value, rel=1e-9)
+        torch.testing.assert_close(gradients, gradient, rtol=1e-6, atol=1e-12)
+        assert sums == pytest.approx(figures, rel=1e-5, abs=1e-7)

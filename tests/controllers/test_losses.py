@@ -1,0 +1,277 @@
+"""How a configuration's policy loss and mean are chosen, and what of them does not depend on ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import as_ranks
+
+from megarl.algorithms.policy_loss import Clip, Sampled, ppo_policy_loss
+from megarl.algorithms.policy_losses import POLICY_LOSSES, NoOptions, PolicyLoss
+from megarl.algorithms.sequence_losses import GSPOOptions
+from megarl.config import Config, ConfigError, from_dict
+from megarl.controllers.base import mini_batches
+from megarl.controllers.losses import chosen_loss, mean_length, needs_old_logprobs
+from megarl.controllers.policy import policy_loss, policy_reads
+from megarl.controllers.registry import make_controller
+from megarl.types import ALONE, Counts, Everyone, ModelOutput, Prompt, Shares, TokenLoss, TrainBatch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_learning import TableFlow  # noqa: E402
+
+OPTIONS: dict[str, dict[str, float]] = {
+    "gspo": {"clip_low": 0.05, "clip_high": 0.05},
+    "gspo_token": {"clip_low": 0.05, "clip_high": 0.05},
+    "clip_cov": {"share": 0.2, "least": 0.1, "most": 100.0},
+    "kl_cov": {"share": 0.2},
+}
+MEANS = ("token", "sequence", "constant")
+
+
+def of_a_fork(sampled: Sampled, clip: Clip, options: NoOptions) -> TokenLoss:
+    return TokenLoss(-sampled.advantage * sampled.log_ratio * clip.low)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForksOptions:
+    size: float = 2.0
+
+
+WHOLE = PolicyLoss(of_a_fork, ForksOptions)
+
+
+def config(policy: str = "ppo", mean: str = "token", kl: str = "none", **run: int) -> Config:
+    loss = {"policy": policy, "mean": mean, "length": 7, "options": OPTIONS.get(policy, {})}
+    return from_dict({"loss": loss, "kl": {"place": kl}, "run": run, "algorithm": "grpo"})
+
+
+def test_a_name_and_its_options() -> None:
+    loss, options = chosen_loss(from_dict({"loss": {"policy": "gspo", "options": {"clip_low": "1e-3"}}}))
+    assert loss is POLICY_LOSSES["gspo"] and options == GSPOOptions(clip_low=0.001, clip_high=4e-4)
+    assert chosen_loss(Config()) == (POLICY_LOSSES["ppo"], NoOptions())
+    here = f"{__name__}:"
+    sys.modules.setdefault(__name__, sys.modules[__name__])
+    assert chosen_loss(from_dict({"loss": {"policy": here + "of_a_fork"}})) == (PolicyLoss(of_a_fork), NoOptions())
+    found = chosen_loss(from_dict({"loss": {"policy": here + "WHOLE", "options": {"size": 3}}}))
+    assert found == (WHOLE, ForksOptions(3.0))
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        ({"policy": "gpso"}, "did you mean gspo"),
+        ({"policy": "no_module:x"}, "loss.policy: cannot import no_module"),
+        ({"policy": f"{__name__}:MEANS"}, "is a tuple, and neither"),
+        ({"options": {"clip_low": 1}}, "unknown key loss.options.clip_low"),
+        ({"policy": "gspo", "options": {"clip_lo": 1}}, "did you mean loss.options.clip_low"),
+        ({"policy": "gspo", "options": {"clip_low": 0}}, "loss.options.clip_low must be a number, above 0"),
+        ({"policy": "kl_cov", "options": {"share": 2}}, "loss.options.share"),
+        ({"policy": "cispo", "options": {"most": "many"}}, "loss.options.most"),
+    ],
+)
+def test_what_is_wrong_is_named(loss: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        chosen_loss(from_dict({"loss": loss}))
+
+
+def test_the_constant_is_what_may_be_written() -> None:
+    def length(loss: dict[str, Any], rollout: dict[str, int]) -> int:
+        return mean_length(from_dict({"loss": loss, "rollout": rollout}))
+
+    assert length({}, {"max_new_tokens": 100, "max_turns": 3, "max_context": 1000}) == 300
+    assert length({}, {"max_new_tokens": 100, "max_turns": 30, "max_context": 1000}) == 1000
+    assert length({"length": 5}, {"max_new_tokens": 100}) == 5
+
+
+def test_when_log_probs_of_before_are_needed() -> None:
+    assert not needs_old_logprobs(config()) and needs_old_logprobs(config(num_update=2))
+    assert needs_old_logprobs(config("kl_cov")) and not needs_old_logprobs(config("gspo"))
+
+
+def made(sequences: int = 20) -> tuple[TrainBatch, torch.Tensor]:
+    """A batch, and log-probs of the policy of now; one sequence has no action."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(2, 15, (sequences,), generator=generator)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = int(cu[-1])
+    mask = torch.rand(total, generator=generator) < 0.6
+    mask[cu[:-1]] = False
+    mask[cu[2] : cu[3]] = False
+    columns = torch.randn(4, total, generator=generator)
+    reward = torch.randint(-1, 2, (sequences,), generator=generator).float()
+    batch = TrainBatch(torch.zeros(total), cu, mask, torch.arange(sequences) // 4, reward, columns[0] - 2)
+    advantages = torch.randn(sequences, generator=generator).repeat_interleave(lengths)
+    new = columns[0] - 2 + 0.3 * columns[3]
+    return batch.with_(old_logprobs=columns[0] - 2, ref_logprobs=columns[2] - 2, advantages=advantages), new
+
+
+def shared_out(batch: TrainBatch, everyone: Everyone, ranks: int) -> TrainBatch:
+    home = torch.randint(0, ranks, (batch.num_sequences,), generator=torch.Generator().manual_seed(ranks))
+    own = (home == everyone.rank).nonzero().squeeze(1)
+    shares = Shares(batch.lengths, torch.zeros_like(home), home, own, everyone)
+    part = batch.select(own.tolist())
+    return dataclasses.replace(part, group=batch.group, sequence_reward=batch.sequence_reward, shares=shares)
+
+
+def learned(config: Config, batch: TrainBatch, new: torch.Tensor, at_once: int) -> dict[str, Any]:
+    """Of each update the loss, the gradient of the tokens that are here, and metrics; `at_once` sequences together."""
+    found: dict[str, Any] = {"loss": [], "metrics": []}
+    gradient = torch.zeros(config.run.num_update, len(new))
+    for number, mini in enumerate(mini_batches(batch, config, seed=9)):
+        loss, metrics, here = torch.zeros(()), {}, mini.cu_seqlens.diff()
+        plain = dataclasses.replace(mini, shares=None, group=mini.group[mini.own])
+        plain = plain.with_(sequence_reward=mini.sequence_reward[mini.own], values=mini.tokens * 0)
+        for first in range(0, len(here), at_once):
+            part = plain.select(range(first, min(first + at_once, len(here))))
+            assert part.loss_weights is not None and part.returns is not None
+            places = part.returns.long()  # where in `new`
+            logprobs = new[places].requires_grad_()
+            result = policy_loss(ModelOutput(logprobs=logprobs), part, config, 0.1)
+            value = (part.loss_weights * result.loss).sum()
+            value.backward()
+            loss = loss + value.detach()
+            assert logprobs.grad is not None
+            gradient[number, places] += logprobs.grad
+            for name, figure in result.figures(part).items():
+                metrics[name] = metrics.get(name, torch.zeros(())) + figure
+        names = sorted({name for names in batch.everyone.objects(list(metrics)) for name in names})
+        found["loss"].append(float(batch.total(loss)))
+        found["metrics"].append({name: float(batch.total(metrics.get(name, torch.zeros(())))) for name in names})
+    found["gradient"] = batch.total(gradient)
+    return found
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("policy", list(POLICY_LOSSES))
+def test_an_update_is_the_same_however_its_sequences_lie(policy: str, mean: str) -> None:
+    """Loss, gradient and metrics of two mini-batches; by one rank, or several; all at once, or one by one."""
+    settings = config(policy, mean, "loss", num_update=2)
+    batch, new = made()
+    batch = batch.with_(returns=torch.arange(len(new)).float())
+    alone = learned(settings, batch, new, 1000)
+    assert float(alone["gradient"].abs().max()) > 1e-3
+    for ranks, at_once in ((1, 1), (2, 1000), (3, 2)):
+
+        def work(everyone: Everyone, ranks: int = ranks, at_once: int = at_once) -> dict[str, Any]:
+            return learned(settings, shared_out(batch, everyone, ranks), new, at_once)
+
+        for found in as_ranks(ranks, work):
+            torch.testing.assert_close(found["gradient"], alone["gradient"], rtol=1e-5, atol=1e-8)
+            assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5, abs=1e-7)
+            for mine, theirs in zip(found["metrics"], alone["metrics"], strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("policy", list(POLICY_LOSSES))
+def test_metrics_are_means_over_action_tokens_under_each_mean(policy: str) -> None:
+    batch, new = made()
+    batch = batch.with_(returns=torch.arange(len(new)).float())
+    found = {mean: learned(config(policy, mean, num_update=1), batch, new, 1000) for mean in MEANS}
+    for mean in MEANS:
+        assert found[mean]["metrics"][0] == pytest.approx(found["token"]["metrics"][0], rel=1e-6)
+    assert len({round(value["loss"][0], 4) for value in found.values()}) == 3
+    assert batch.old_logprobs is not None
+    apart = (batch.old_logprobs - new)[batch.loss_mask].mean()
+    assert found["sequence"]["metrics"][0]["actor/ppo_kl"] == pytest.approx(float(apart), rel=1e-5)
+
+
+def test_means_by_hand() -> None:
+    """Of three sequences with 1, 0 and 3 actions: shares of a token, of a sequence, of 7 tokens of a sequence."""
+    mask = torch.tensor([0, 1, 0, 0, 1, 1, 1]).bool()
+    zeros = torch.zeros(7)
+    batch = TrainBatch(zeros, torch.tensor([0, 2, 3, 7]), mask, torch.arange(3), torch.tensor([1.0, 1.0, -1.0]), zeros)
+    for mean, one, other in (("token", 1 / 4, 1 / 4), ("sequence", 1 / 2, 1 / 6), ("constant", 1 / 14, 1 / 14)):
+        (mini,) = mini_batches(batch, config(mean=mean), seed=0)
+        assert mini.loss_weights is not None and mini.counts == Counts(actions=4, sequences=2, rewarded=1)
+        assert mini.loss_weights.tolist() == pytest.approx([0, one, 0, 0, other, other, other])
+    metric = TokenLoss(zeros, {"a": torch.arange(7.0)}, {"b": torch.tensor([1.0, 0.0, 4.0])})
+    assert {name: float(value) for name, value in metric.figures(mini).items()} == {"a": 4.0, "b": 2.5}
+    rest = mini.with_(counts=None)
+    assert float(TokenLoss(zeros, {"a": torch.arange(7.0)}).figures(rest)["a"]) == pytest.approx(16 / 14)
+
+
+@pytest.mark.parametrize("policy", [name for name, loss in POLICY_LOSSES.items() if loss.mark is None])
+def test_a_single_update_needs_no_log_probs_of_before(policy: str) -> None:
+    """As with those of the policy itself; of stale tokens the ratio is to the engine's."""
+    batch, new = made()
+    stale = torch.rand(len(new), generator=torch.Generator().manual_seed(1)) < 0.4
+    settings = config(policy)
+    for given in (None, stale):
+        old = new if given is None else torch.where(given, batch.rollout_logprobs, new)
+        results = []
+        for known in (batch.with_(old_logprobs=old, stale=given), batch.with_(old_logprobs=None, stale=given)):
+            (mini,) = mini_batches(known, settings, seed=0)
+            logprobs = new.clone().requires_grad_()
+            result = policy_loss(ModelOutput(logprobs=logprobs), mini, settings, 0.0)
+            assert mini.loss_weights is not None
+            (mini.loss_weights * result.loss).sum().backward()
+            results.append((result.loss.detach(), logprobs.grad, result.figures(mini)))
+        torch.testing.assert_close(*results, rtol=0, atol=0)
+        reads = policy_reads(settings, batch.with_(old_logprobs=None, stale=given))
+        assert ("stale" in reads, "rollout_logprobs" in reads) == ((given is not None,) * 2)
+
+
+def test_what_may_not_lack_them() -> None:
+    batch, new = made()
+    lacking = batch.with_(old_logprobs=None)
+    with pytest.raises(ConfigError, match="loss.policy=kl_cov chooses tokens by old_logprobs"):
+        list(mini_batches(lacking, config("kl_cov"), seed=0))
+    (first, *_) = mini_batches(lacking, config(num_update=2), seed=0)
+    with pytest.raises(AssertionError, match="second update"):
+        policy_loss(ModelOutput(logprobs=new[: len(first.tokens)]), first, config(num_update=2), 0.0)
+
+
+def test_only_what_has_advantages_is_marked() -> None:
+    """Not the conversations of SFT, whose loss is its own."""
+    batch, _ = made()
+    plain = batch.with_(advantages=None, old_logprobs=None)
+    assert [mini.marked for mini in mini_batches(plain, config("clip_cov"), seed=0)] == [None]
+    (mini,) = mini_batches(batch, config("clip_cov"), seed=0)
+    assert mini.marked is not None and bool(mini.marked.any())
+    assert policy_reads(config("clip_cov", kl="loss")) == ("old_logprobs", "advantages", "ref_logprobs", "marked")
+    assert policy_reads(config()) == ("old_logprobs", "advantages")
+
+
+def test_ppo_is_what_it_was_bit_by_bit() -> None:
+    batch, new = made()
+    assert batch.old_logprobs is not None and batch.advantages is not None
+    args = (new, batch.old_logprobs, batch.advantages, batch.loss_mask)
+    expected = ppo_policy_loss(*args, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    found = policy_loss(
+        ModelOutput(logprobs=new), batch, from_dict({"loss": {"clip_high": 0.28}, "kl": {"place": "none"}}), 0
+    )
+    assert torch.equal(found.loss, expected.loss)
+    assert all(torch.equal(found.metrics[name], value) for name, value in expected.metrics.items())
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "mean"),
+    [
+        ("gspo", "group", "sequence"),
+        ("gspo_token", "group", "sequence"),
+        ("gmpo", "opo", "sequence"),
+        ("cispo", "rloo", "token"),
+        ("sapo", "reinforce", "sequence"),
+        ("clip_cov", "reinforce_baseline", "token"),
+        ("kl_cov", "group", "constant"),
+    ],
+)
+def test_each_learns_a_table(policy: str, kind: str, mean: str) -> None:
+    tree: dict[str, Any] = {"algorithm": "grpo", "kl": {"place": "none"}, "run": {"num_update": 2, "epochs": 2}}
+    options = OPTIONS.get(policy, {})
+    loss = {"policy": policy, "mean": mean, "length": 2, "options": options}
+    tree |= {"loss": loss, "advantage": {"kind": kind}}
+    settings = from_dict(tree | {"rollout": {"samples_per_prompt": 8}})
+    controller, flow = make_controller(settings), TableFlow(settings, ALONE)
+    rewards = []
+    for _ in range(25):
+        result = controller.step(flow, [Prompt(id=str(i), messages=()) for i in range(4)])  # type: ignore[arg-type]
+        assert result.batch is not None
+        rewards.append(float(result.batch.sequence_reward.mean()))
+    assert rewards[0] < 0.4 and sum(rewards[-5:]) / 5 > 0.8, rewards

@@ -1,0 +1,114 @@
+"""One layout: every policy loss under every aggregation, its metrics and all gradients, against transformers and torch.
+
+Argument: layout (tp=2,cp=2,ep=2). The sequences lie on the ranks as they do in training, micro-batches are small, and
+what a loss marks it marks in shares; the truth is one process with all of it. Prints the largest differences.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)
+
+import reference  # noqa: E402
+import tiny  # noqa: E402
+from ranks_layout import gather, shard_of_gradient, sizes  # noqa: E402
+
+from megarl.algorithms.imitation import positive_nll  # noqa: E402
+from megarl.algorithms.policy_losses import POLICY_LOSSES  # noqa: E402
+from megarl.config import Config  # noqa: E402
+from megarl.controllers.base import mini_batches  # noqa: E402
+from megarl.controllers.policy import policy_loss, policy_reads  # noqa: E402
+from megarl.models.cuts import shard  # noqa: E402
+from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+from megarl.types import ModelOutput, TokenLoss, TrainBatch, reads  # noqa: E402
+
+FAMILY = "qwen3_moe"
+OPTIONS: dict[str, dict[str, float]] = {
+    "gspo": {"clip_low": 0.05, "clip_high": 0.05},
+    "gspo_token": {"clip_low": 0.05, "clip_high": 0.05},
+    "gmpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "cispo": {"most": 1.2},
+    "clip_cov": {"share": 0.2, "least": 0.1, "most": 100.0},
+    "kl_cov": {"share": 0.2},
+}
+
+
+def configured(layout: dict[str, int], policy: str, mean: str) -> Config:
+    loss = {"policy": policy, "mean": mean, "length": 11, "options": OPTIONS.get(policy, {})}
+    optimizer = {"lr": 1e-4, "max_grad_norm": 0.0, "schedule": "constant", "warmup_fraction": 0.0}
+    return tiny.config(**layout, loss=loss, actor_optimizer=optimizer, kl={"place": "loss"})
+
+
+def batches(logprobs: torch.Tensor) -> dict[str, TrainBatch]:
+    """With the log-probs of an earlier policy; and without, where older weights chose some of the tokens."""
+    generator = torch.Generator().manual_seed(7)
+    batch = tiny.batch()
+    noise = torch.randn(3, len(logprobs), generator=generator) * 0.3
+    batch = batch.with_(
+        sequence_reward=torch.tensor([1.0, -1.0, 0.0, 2.0, 1.0, -1.0, 1.0]),
+        ref_logprobs=logprobs + noise[0],
+        rollout_logprobs=logprobs + noise[1],
+    )
+    single = batch.with_(stale=torch.rand(len(logprobs), generator=generator) < 0.3)
+    return {"": batch.with_(old_logprobs=logprobs + noise[2]), "single": single}
+
+
+def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
+    from megarl.megatron.model import MegatronModel
+
+    trainer = reference.Trainer(FAMILY, "actor")
+    weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+    logprobs, entropy = reference.policy(trainer.model, tiny.batch())
+    truth = ModelOutput(logprobs=logprobs, entropy=entropy.detach())
+    params = dict(trainer.model.named_parameters())
+    model = MegatronModel(tiny.HF[FAMILY], configured(layout, "ppo", "token"), RANKS, "actor", total_updates=100)
+    results = {}
+    cases = [(name, mean, "") for name in POLICY_LOSSES for mean in ("token", "sequence", "constant")]
+    cases += [(name, "token", "single") for name, loss in POLICY_LOSSES.items() if loss.mark is None]
+    seen: dict[tuple[str, str], dict[str, float]] = {}
+    for name, mean, kind in cases:
+        config = configured(layout, name, mean)
+        whole = batches(logprobs.detach())[kind]
+
+        @reads(*policy_reads(config, whole))
+        def loss_fn(output: ModelOutput, part: TrainBatch, config: Config = config) -> TokenLoss:
+            found, good = policy_loss(output, part, config, 0.1), positive_nll(output.logprobs, part)
+            return TokenLoss(found.loss + 0.1 * good.loss, found.metrics | good.metrics, found.of_sequences)
+
+        (mini,) = mini_batches(whole, config, seed=3)
+        expected = loss_fn(truth, mini)
+        value = (mini.loss_weights * expected.loss).sum()
+        wanted = {key: float(figure) for key, figure in expected.figures(mini).items()}
+        grads = dict(zip(params, torch.autograd.grad(value, list(params.values()), retain_graph=True), strict=True))
+
+        model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+        (mine,) = mini_batches(tiny.in_shares(whole), config, seed=3)
+        metrics = model.train_step(mine, loss_fn)
+        found = gather(model, shard_of_gradient(model), add=True)
+        right = tiny.split_experts(grads)
+        assert found.keys() == right.keys()
+        largest = max(float(grad.abs().max()) for grad in right.values())
+        gap = max(float((found[key] - right[key]).abs().max()) for key in right)
+        results[f"{name} {mean} {kind}"] = {
+            "loss": abs(metrics["actor/loss"] - float(value)) / max(abs(float(value)), 1e-3),
+            "gradients": gap / largest,
+            "metrics": max(abs(metrics[key] - wanted[key]) for key in wanted),
+            "marked": float(wanted.get("actor/cov_frac", -1.0)),
+            # A metric is the same whatever the loss is a mean of.
+            "moved": max(abs(seen.setdefault((name, kind), wanted)[key] - wanted[key]) for key in wanted),
+        }
+    return results
+
+
+if __name__ == "__main__":
+    LAYOUT = sizes(sys.argv[1])
+    RANKS: Any = parallel_ranks.initialize(tiny.config(**LAYOUT).parallel, timeout_s=120)
+    print("RESULT " + json.dumps(check(LAYOUT)))
+    parallel_ranks.shutdown()

@@ -1,0 +1,20 @@
+"""Every policy loss under every aggregation on real Megatron, in two layouts: see `ranks_losses.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(("layout", "world"), [("tp=2,cp=2,ep=2", 4), ("pp=2,ep=2", 4)])
+def test_every_loss_and_aggregation(run_ranks: Callable[..., list[dict[str, Any]]], layout: str, world: int) -> None:
+    first, *others = run_ranks(world, "tests/megatron/ranks_losses.py", layout, timeout=600.0)
+    assert all(other == first for other in others)
+    assert len(first) == 8 * 3 + 6
+    for case, found in first.items():
+        assert found["gradients"] < 1e-5 and found["loss"] < 1e-5 and found["metrics"] < 1e-5, (case, found)
+        assert found["moved"] < 1e-6, (case, found)
+        if "cov" in case:
+            assert 0.05 < found["marked"] <= 0.2, (case, found)
