@@ -17,6 +17,7 @@ from rich.table import Table
 from megarl import checks, named_models, strict
 from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.controllers.registry import declare, make_controller
+from megarl.expected import expectations
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
 from megarl.models.host_memory import Batch, step_bytes
@@ -97,6 +98,7 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
     laid_out = passes(check_placement, config, declared.roles, warnings)
     laid_out = laid_out and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
+    passes(expectations, config)
     passes(checks.check_algorithm, config, declared, warnings)
     reward = (registered or {}).get("reward", Registered())
     judged = "reward" in declared.roles and ours(config, declared, "reward", reward)

@@ -23,6 +23,7 @@ LAYERS = (
         "flow",
         "items",
         "keeping",
+        "expected",
         "train",
         "ending",
         "launcher",

@@ -95,6 +95,9 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+    expect: dict[str, Any] = field(default_factory=dict)
+    """What the run must reach, `{eval/reward_greedy: {least: 0.9}}`, also `most` and `step`: for
+    tools/check_recipes.py, which runs it and compares. The run itself takes no notice."""
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:

@@ -1,0 +1,148 @@
+"""Every algorithm on the quickstart's task, from the same warm-up, with the same seeds and samples: a table and a plot.
+
+    .venv/bin/python tools/compare_algorithms.py FOLDER [--algorithms grpo dapo] [--seeds 1 2] [--out runs/compared]
+                                                 [section.key=value ...]
+
+FOLDER is the one of launch/quickstart.sh (runs/quickstart). Each algorithm is configs/quickstart.yaml with nothing but
+`algorithm: NAME`, so what its recipe sets, and overrides on top; VAPO's critic has four steps to itself, not fifty.
+Runs that are finished in --out are not taken again, so that a comparison that was broken off goes on.
+
+Held out: the reward on 256 problems that were not trained on, before and after. Reward, KL to the warm-up (where there
+is a reference), entropy and tokens of an answer are of the last five steps; seconds are the median of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+import trials
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.command_line import Parser, ends_in_a_line
+from megarl.config import ConfigError, from_dict, load_config
+from megarl.controllers.registry import declare
+from megarl.recipes import RECIPES
+from megarl.rollout.engine import start_host
+
+matplotlib.use("Agg")
+CONFIG = "configs/quickstart.yaml"
+OWN = {"vapo": ["critic.warmup_steps=4"]}
+"""What an algorithm needs to learn anything in so short a run."""
+CURVES = {
+    "reward": "rollout/reward_mean",
+    "KL to the warm-up": "actor/kl_to_reference",
+    "entropy": "actor/entropy",
+    "tokens of an answer": "rollout/response_length_mean",
+}
+LAST = 5
+Metrics = Mapping[int, Mapping[str, float]]
+
+
+def comparable() -> list[str]:
+    """Names of the recipes that learn from rewards, and need no more than a policy, a critic and a reference."""
+    ours = {"rollout", "actor", "critic", "reference", "reward"}
+    found = {name: declare(from_dict({"algorithm": name})) for name in RECIPES}
+    return [name for name, one in found.items() if one.item == "prompts" and set(one.roles) <= ours]
+
+
+def figures(metrics: Metrics) -> dict[str, float]:
+    """Of a run, as the head of this file says; NaN for what it does not have."""
+
+    def last(name: str) -> float:
+        values = [of[name] for of in metrics.values() if name in of][-LAST:]
+        return statistics.fmean(values) if values else math.nan
+
+    def ends(name: str) -> tuple[float, float]:
+        values = [of[name] for of in metrics.values() if name in of]
+        return (values[0], values[-1]) if values else (math.nan, math.nan)
+
+    greedy, sampled = ends("eval/reward_greedy"), ends("eval/reward_sampled")
+    seconds = [of["time/step"] for of in metrics.values() if "time/step" in of]
+    return {
+        "greedy before": greedy[0],
+        "greedy after": greedy[1],
+        "sampled before": sampled[0],
+        "sampled after": sampled[1],
+        **{what: last(name) for what, name in CURVES.items()},
+        "s a step": statistics.median(seconds) if seconds else math.nan,
+    }
+
+
+def table(found: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
+    """A row for each algorithm: means over seeds."""
+    names = list(next(iter(found.values()))[0])
+    result = Table(box=box.SIMPLE_HEAD)
+    result.add_column("algorithm")
+    for name in names:
+        result.add_column(name, justify="right")
+    for algorithm, runs in found.items():
+        cells = [statistics.fmean(run[name] for run in runs) for name in names]
+        result.add_row(algorithm, *("-" if math.isnan(cell) else f"{cell:.3f}" for cell in cells))
+    return result
+
+
+def plot(runs: Mapping[str, Sequence[Metrics]], path: Path) -> None:
+    """Four curves, each algorithm a line: the mean over seeds."""
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    axes = figure.subplots(2, 2)
+    colours = matplotlib.colormaps["tab20"]
+    for axis, (what, name) in zip(axes.flat, CURVES.items(), strict=True):
+        for number, (algorithm, seeds) in enumerate(runs.items()):
+            steps = sorted({step for metrics in seeds for step in metrics if name in metrics[step]})
+            values = [statistics.fmean(m[step][name] for m in seeds if name in m.get(step, {})) for step in steps]
+            if steps:
+                axis.plot(steps, values, label=algorithm, color=colours(number % 20), linewidth=1.2)
+        axis.set_title(what)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="of launch/quickstart.sh")
+    parser.add_argument("--algorithms", nargs="+", default=comparable())
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--out", type=Path, default=Path("runs/compared"), help="run folders, table.json, curves.png")
+    parser.add_argument("overrides", nargs="*", help="key=value, of all runs")
+    options = parser.parse_intermixed_args(arguments)
+    if unknown := [name for name in options.algorithms if name not in comparable()]:
+        raise ConfigError(f"--algorithms: {unknown[0]} is none of {', '.join(comparable())}")
+    given = [*trials.quickstart(options.folder.resolve()), "run.export=false", *options.overrides]
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.algorithms:  # a mistake in any of them is known before an hour of runs
+        load_config(trials.ROOT / CONFIG, [f"algorithm={name}", *OWN.get(name, []), *given])
+    host = start_host(load_config(trials.ROOT / CONFIG, given), threads=1)
+    runs: dict[str, list[Metrics]] = {}
+    try:
+        for name in options.algorithms:
+            for seed in options.seeds:
+                own = [f"algorithm={name}", f"run.seed={seed}", *OWN.get(name, []), *given]
+                metrics = trials.run(CONFIG, own, options.out.resolve() / f"{name}-{seed}", host.path)
+                runs.setdefault(name, []).append(metrics)
+                after = figures(metrics)["greedy after"]
+                print(f"{name}, seed {seed}: held out, greedy, {after:.3f}", flush=True)
+    finally:
+        host.close()
+    found = {name: [figures(metrics) for metrics in seeds] for name, seeds in runs.items()}
+    (options.out / "table.json").write_text(json.dumps(found, indent=1))
+    plot(runs, options.out / "curves.png")
+    Console(width=160).print(table(found))
+    print(f"curves: {options.out / 'curves.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(main))

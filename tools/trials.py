@@ -1,0 +1,45 @@
+"""Runs of a configuration one after another, for tools that compare what comes of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config import ConfigError
+from megarl.observe.tracker import read_metrics
+from megarl.rollout.hosting import SHARED
+
+ROOT = Path(__file__).resolve().parents[1]
+DONE = "finished"
+"""In a run folder: that the run has come to its end."""
+
+
+def quickstart(folder: Path) -> list[str]:
+    """Overrides that make a recipe one of the quickstart's task, warmed up. Raises ConfigError where the folder is not
+    what launch/quickstart.sh leaves."""
+    for part in ("sft/export/config.json", "train.jsonl", "eval.jsonl"):
+        if not (folder / part).is_file():
+            raise ConfigError(
+                f"{folder} has no {part}: call launch/quickstart.sh first, or give the folder it has made"
+            )
+    return [f"model.path={folder}/sft/export", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
+
+
+def run(config: str, overrides: Sequence[str], run_dir: Path, host: str | None = None) -> dict[int, dict[str, float]]:
+    """Metrics by step. A run that came to its end before is not taken again. host: where its engines are started.
+
+    Raises SystemExit with the end of what it said where it fails.
+    """
+    if not (run_dir / DONE).exists():
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({SHARED: host} if host else {})
+        command = [sys.executable, "-W", "ignore", "-m", "megarl.train", config, *overrides, f"run.dir={run_dir}"]
+        done = subprocess.run(
+            [*command, "track.progress=false"], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise SystemExit(f"{run_dir.name} has failed:\n{done.stdout[-1500:]}{done.stderr[-1500:]}")
+        (run_dir / DONE).touch()
+    return read_metrics(run_dir)
