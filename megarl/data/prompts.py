@@ -14,17 +14,22 @@ from typing import Any, Generic, TypeVar
 
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages, tool_names
+from megarl.data.columns import present, row_id, row_source
 from megarl.data.rows import read_rows
 from megarl.types import Prompt, ids_of
 
 Item = TypeVar("Item")
 
 _ALIASES = {"prompt": "messages", "ground_truth": "label"}  # what the two columns are called elsewhere
-_EXTRA = ("extra_info", "metadata", "extra")  # columns whose fields are spread out into Prompt.extra
+EXTRA = ("extra_info", "metadata", "extra")  # columns whose fields are spread out into Prompt.extra
 
 
 def read_prompts(
-    path: str | Path, prompt_key: str = "prompt", label_key: str = "ground_truth", most: int | None = None
+    path: str | Path,
+    prompt_key: str = "prompt",
+    label_key: str = "ground_truth",
+    most: int | None = None,
+    name: str = "",
 ) -> list[Prompt]:
     """All prompts of a file, or the first `most`, in its order, without token ids.
 
@@ -33,7 +38,8 @@ def read_prompts(
     the other's columns. `prompt_key` names the prompt, a list of chat messages or a string that becomes one user
     message; `label_key` the ground truth where there is no `reward_model.ground_truth`, "" where there is none at all.
     `tools` are names or OpenAI tool schemas. Without `id` a row's id is the file's stem and the row's number from 0.
-    Any other column goes into `extra`, together with the fields of extra_info, metadata and extra.
+    Any other column goes into `extra`, together with the fields of extra_info, metadata and extra. name: of the data
+    set among several; ids begin with it, and it is the source of rows without `data_source`.
 
     Raises ConfigError for a missing, empty or unreadable file, a missing column, a malformed row, an id used twice.
     """
@@ -41,7 +47,8 @@ def read_prompts(
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     for where, row in islice(read_rows(file), most):
-        prompt = _prompt(row, where, f"{file.stem}-{len(prompts)}", prompt_key, label_key)
+        number = str(len(prompts))
+        prompt = _prompt(row, where, number if name else f"{file.stem}-{number}", prompt_key, label_key, name)
         if prompt.id in seen:
             raise ConfigError(f"{where}: the id {prompt.id!r} is taken by {seen[prompt.id]}; ids must be unique")
         seen[prompt.id] = where
@@ -173,7 +180,7 @@ class PromptLoader(Generic[Item]):
         return order
 
 
-def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str) -> Prompt:
+def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str, name: str) -> Prompt:
     rest = dict(row)
     messages = chat_messages(_take(rest, prompt_key, where, "data.prompt_key"), where, prompt_key)
     if messages[-1]["role"] == "assistant":
@@ -190,20 +197,19 @@ def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, l
         ground_truth = _take(rest, label_key, where, "data.label_key")
     else:
         ground_truth = None
-    identity, data_source = rest.pop("id", None), rest.pop("data_source", None)
-    for name, value in (("id", identity), ("data_source", data_source)):
-        if isinstance(value, bool | list | dict):
-            raise ConfigError(f"{where}: {name!r} must be text or a number, not {str(value)[:80]!r}")
+    identity, source = row_id(rest, where, name, default_id), row_source(rest, where, name)
+    for column in ("id", "data_source"):
+        rest.pop(column, None)
     tools = tool_names(rest.pop("tools", None), where)
     extra: dict[str, Any] = {}
-    for name in _EXTRA:
-        fields = rest.get(name)
+    for column in EXTRA:
+        fields = rest.get(column)
         if isinstance(fields, dict):
-            extra.update(rest.pop(name))
+            extra.update(rest.pop(column))
     return Prompt(
-        id=default_id if identity is None else str(identity),
+        id=identity,
         messages=messages,
-        data_source=str(data_source or ""),
+        data_source=source,
         ground_truth=ground_truth,
         tools=tools,
         extra=rest | extra,
@@ -214,7 +220,6 @@ def _take(row: dict[str, Any], key: str, where: str, option: str) -> Any:
     for name in (key, _ALIASES.get(key)):
         if name is not None and row.get(name) is not None:
             return row.pop(name)
-    present = ", ".join(name for name, value in row.items() if value is not None) or "none"
     empty = f"; the column {key!r} is empty here" if key in row else ""
     none = ' (or to "" if there is no ground truth)' if option == "data.label_key" else ""
-    raise ConfigError(f"{where}: no {key!r}{empty}; columns here: {present}; set {option} to the right one{none}")
+    raise ConfigError(f"{where}: no {key!r}{empty}; columns here: {present(row)}; set {option} to the right one{none}")
