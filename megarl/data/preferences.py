@@ -13,7 +13,7 @@ in each. `README.md` has a row of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -22,6 +22,7 @@ import numpy as np
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages, tool_schemas
 from megarl.data.columns import answer_messages, present, row_id, row_source, sharegpt
+from megarl.data.order import Keys
 from megarl.data.sft import conversation
 from megarl.data.table import Table
 from megarl.types import Message, Rollout
@@ -48,6 +49,8 @@ class Preferences(Sequence[Pair]):
     tokenizer: Any
     name: str = ""
     """Of the data set among several."""
+    keys: np.ndarray | None = field(default=None, compare=False)
+    """[rows] float64, as of `Demonstrations`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -60,13 +63,14 @@ class Preferences(Sequence[Pair]):
 
     def __getitem__(self, index: int | slice) -> Pair | Preferences:
         if isinstance(index, slice):
-            return replace(self, rows=self.rows[index])
+            keys = None if self.keys is None else self.keys[index]
+            return replace(self, rows=self.rows[index], keys=keys)
         where, row = self.rows[index]
         return _pair(row, self.tokenizer, where, self.name, group=index)
 
 
 def read_preferences(
-    path: str | Path, tokenizer: Any, max_tokens: int, max_length: int, name: str = ""
+    path: str | Path, tokenizer: Any, max_tokens: int, max_length: int, name: str = "", order: str = ""
 ) -> tuple[Preferences, int]:
     """The pairs of a .jsonl or .parquet file, without those that are too long, and how many these were.
 
@@ -74,18 +78,21 @@ def read_preferences(
     conversation of more than `max_length`. A chat is rendered by the tokenizer's template up to and including the end
     of the last answer's turn, which is where a rollout ends. `tools`, a list of OpenAI tool schemas, may be another
     column; `id` and `data_source` are as of prompts, and all others are ignored. name: of the data set among several.
+    order: a column of numbers.
 
     Every pair is rendered once here, so that a mistake shows before training. Raises ConfigError, naming the line: for
     a row without one of the two answers, without an assistant's message at the end, with two different prompts or twice
     the same answer; and for a file without a pair, or with none that is short enough.
     """
     dropped = shortest = 0
+    keys = Keys(order)
 
     def fits(where: str, row: dict[str, Any]) -> bool:
         nonlocal dropped, shortest
         pair = _pair(row, tokenizer, where, name)
         longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
         if pair.num_tokens <= max_tokens and longest <= max_length:
+            keys.add(row, where)
             return True
         dropped, shortest = dropped + 1, min(shortest or pair.num_tokens, pair.num_tokens)
         return False
@@ -98,7 +105,7 @@ def read_preferences(
         )
     if not len(rows):
         raise ConfigError(f"{path} holds no pair")
-    return Preferences(rows, tokenizer, name), dropped
+    return Preferences(rows, tokenizer, name, keys.array(path)), dropped
 
 
 def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]]:

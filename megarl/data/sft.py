@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,6 +12,7 @@ import numpy as np
 from megarl.config import ConfigError
 from megarl.data.chats import tool_schemas
 from megarl.data.columns import conversation_messages, row_id, row_source
+from megarl.data.order import Keys
 from megarl.data.table import Table
 from megarl.types import Message, Prompt, Rollout, Turn, ids_of
 
@@ -23,13 +24,14 @@ def sft_rollouts(
     prompt_key: str = "prompt",
     answer_key: str = "",
     name: str = "",
+    order: str = "",
 ) -> Demonstrations:
     """The conversations of a .jsonl or .parquet file as Rollouts whose action turns are what the assistant wrote.
 
     A row holds `messages`, ShareGPT's `conversations`, or a prompt and the answer to it, as `columns` reads them; where
     tools are called `tools`, a list of OpenAI tool schemas or its JSON. An action turn runs up to and including the
     tokenizer's end-of-turn token; its log-probs are 0, for nobody sampled it. most: rows that are read. name: of the
-    data set, for ids and as the source of rows without `data_source`.
+    data set among several, for ids and as the source of rows without `data_source`. order: a column of numbers.
 
     Raises ConfigError, naming the line, where there is no conversation.
     """
@@ -37,10 +39,16 @@ def sft_rollouts(
     def read(where: str, row: dict[str, Any]) -> dict[str, Any]:
         return _checked(row, where, prompt_key, answer_key, name)
 
-    rows = Table.read(Path(path), lambda where, row: bool(read(where, row)), most)
+    keys = Keys(order)
+
+    def look(where: str, row: dict[str, Any]) -> None:
+        keys.add(row, where)
+        read(where, row)
+
+    rows = Table.read(Path(path), look, most)
     if not len(rows):
         raise ConfigError(f"{path} holds no conversation")
-    return Demonstrations(rows, tokenizer, read)
+    return Demonstrations(rows, tokenizer, read, keys.array(path) if most is None else None)
 
 
 @dataclass(frozen=True)
@@ -52,12 +60,15 @@ class Demonstrations(Sequence[Rollout]):
     tokenizer: Any
     read: Callable[[str, dict[str, Any]], dict[str, Any]]
     """(where, row) to what `conversation` takes."""
+    keys: np.ndarray | None = field(default=None, compare=False)
+    """[rows] float64, the numbers of the column that they are ordered by, NaN where unknown; None without one."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def only(self, indices: Sequence[int]) -> Demonstrations:
-        return replace(self, rows=self.rows.only(indices))
+        keys = None if self.keys is None else self.keys[np.asarray(indices, np.int64)]
+        return replace(self, rows=self.rows.only(indices), keys=keys)
 
     @overload
     def __getitem__(self, index: int) -> Rollout: ...
@@ -67,7 +78,7 @@ class Demonstrations(Sequence[Rollout]):
 
     def __getitem__(self, index: int | slice) -> Rollout | Demonstrations:
         if isinstance(index, slice):
-            return replace(self, rows=self.rows[index])
+            return self.only(range(*index.indices(len(self))))
         where, row = self.rows[index]
         return conversation(self.read(where, row), self.tokenizer, where, group=index)
 
