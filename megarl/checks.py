@@ -16,7 +16,7 @@ from megarl.checkpoint import room
 from megarl.checkpoint.hf import check_target, open_hf
 from megarl.config import Config, ConfigError, LoraConfig
 from megarl.data.first_rows import check_first_rows
-from megarl.data.mixture import names_of
+from megarl.data.mixture import check_files
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
@@ -357,12 +357,7 @@ def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list
     data, run = config.data, config.run
     if not data.train:
         raise ConfigError(f"data.train is not set; it must name a file of {KINDS[declared.item]} (.parquet or .jsonl)")
-    if data.weights and len(data.weights) != len(data.train):
-        raise ConfigError(
-            f"data.weights has {len(data.weights)} numbers, but data.train names {len(data.train)} files; give one for "
-            "each"
-        )
-    names_of(data.train)
+    check_files(data)
     if not declared.generates and run.epochs > 1:
         warnings.append(
             f"run.epochs={run.epochs} goes over each step's batch so many times; passes over the data are steps: "

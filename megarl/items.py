@@ -11,7 +11,7 @@ import numpy as np
 from megarl.config import Config, ConfigError
 from megarl.data.first_rows import answer_key
 from megarl.data.mixture import Joined, names_of
-from megarl.data.order import key_of
+from megarl.data.order import check_known, key_of
 from megarl.data.preferences import Pair, Preferences, read_preferences
 from megarl.data.prompts import read_prompts, render_prompts
 from megarl.data.sft import Demonstrations, sft_rollouts
@@ -102,8 +102,10 @@ class Items:
         order = data.order if paths == data.train else ""
         names = names_of(paths)
         found = [load(path, name, order) for path, name in zip(paths, names, strict=True)]
-        keys = [numbers for _, numbers in found if numbers is not None]
-        return Joined(tuple(items for items, _ in found), names, np.concatenate(keys) if keys else None)
+        numbers = [keys for _, keys in found if keys is not None]
+        keys = np.concatenate(numbers) if numbers else None
+        check_known(keys, order, paths)
+        return Joined(tuple(items for items, _ in found), names, keys)
 
     def _note_slow(self, rows: Table) -> None:
         if rows.slow:

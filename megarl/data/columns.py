@@ -117,7 +117,7 @@ def _said(item: Any, where: str) -> Any:
     if not isinstance(item, dict) or "from" not in item:
         return item
     speaker, value = item["from"], item.get("value")
-    if speaker not in SHAREGPT:
+    if not isinstance(speaker, str) or speaker not in SHAREGPT:
         known = ", ".join(SHAREGPT)
         raise ConfigError(f"{where} is from {str(speaker)[:80]!r}; one of these it must be: {known}")
     if not isinstance(value, str):

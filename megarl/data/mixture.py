@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from megarl.config import ConfigError
+from megarl.config import ConfigError, DataConfig
 
 Item = TypeVar("Item")
 
@@ -101,6 +101,18 @@ def names_of(paths: Sequence[str]) -> tuple[str, ...]:
         if len(set(names)) == len(names):
             return tuple(names)
     return tuple(path.lstrip("/") for path in paths)  # they differ in the suffix
+
+
+def check_files(data: DataConfig) -> None:
+    """Raise ConfigError for weights that are not those of the files, and for a file that is named twice."""
+    if data.weights and len(data.weights) != len(data.train):
+        raise ConfigError(
+            f"data.weights has {len(data.weights)} numbers, but data.train names {len(data.train)} files; give one for "
+            "each"
+        )
+    whole_shares(data.weights)
+    for paths in (data.train, data.eval):
+        names_of(paths)
 
 
 def pattern(weights: Sequence[float]) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,17 +27,18 @@ class Keys:
         if self._column:
             self._found.append(key_of(row, self._column, where))
 
-    def array(self, path: str | Path) -> np.ndarray | None:
-        """[rows] float64, NaN where unknown; None without a column. Raises ConfigError where no row has a number."""
-        found = np.array(self._found, dtype=np.float64)
-        if not self._column:
-            return None
-        if len(found) and np.isnan(found).all():
-            raise ConfigError(
-                f"data.order={self._column}: no row of {path} has a number in that column, or in a field of that "
-                f"name in {', '.join(SPREAD)}; set it to one that there is, or to nothing"
-            )
-        return found
+    def array(self) -> np.ndarray | None:
+        """[rows] float64, NaN where unknown; None without a column."""
+        return np.array(self._found, dtype=np.float64) if self._column else None
+
+
+def check_known(keys: np.ndarray | None, column: str, files: Sequence[str]) -> None:
+    """Raise ConfigError where no row of any of the files has a number in the column."""
+    if keys is not None and np.isnan(keys).all():
+        raise ConfigError(
+            f"data.order={column}: no row of {', '.join(files)} has a number in that column, or in a field of "
+            f"that name in {', '.join(SPREAD)}; set it to one that there is, or to nothing"
+        )
 
 
 def key_of(row: Mapping[str, Any], column: str, where: str) -> float:

@@ -105,7 +105,7 @@ def read_preferences(
         )
     if not len(rows):
         raise ConfigError(f"{path} holds no pair")
-    return Preferences(rows, tokenizer, name, keys.array(path)), dropped
+    return Preferences(rows, tokenizer, name, keys.array()), dropped
 
 
 def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]]:

@@ -60,8 +60,6 @@ def read_prompts(
         prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")
-    if most is None:  # the others may have what the first ones lack
-        keys.array(file)
     return prompts
 
 

@@ -48,7 +48,7 @@ def sft_rollouts(
     rows = Table.read(Path(path), look, most)
     if not len(rows):
         raise ConfigError(f"{path} holds no conversation")
-    return Demonstrations(rows, tokenizer, read, keys.array(path) if most is None else None)
+    return Demonstrations(rows, tokenizer, read, keys.array())
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.config import ConfigError
 from megarl.data.mixture import Joined
-from megarl.data.order import Keys, ascending, key_of
+from megarl.data.order import Keys, ascending, check_known, key_of
 from megarl.data.prompts import PromptLoader
 
 NAN = math.nan
@@ -85,10 +85,12 @@ def test_a_number_beyond_floats() -> None:
 def test_a_column_that_no_row_has() -> None:
     keys = Keys("level")
     keys.add({"x": 1}, "a.jsonl:1")
-    with pytest.raises(ConfigError, match="data.order=level: no row of a.jsonl has a number in that column"):
-        keys.array("a.jsonl")
-    keys.add({"level": 1}, "a.jsonl:2")
-    assert keys.array("a.jsonl").tolist()[1:] == [1.0]
-    assert Keys("").array("a.jsonl") is None
+    with pytest.raises(ConfigError, match="data.order=level: no row of a.jsonl, b.jsonl has a number in that column"):
+        check_known(keys.array(), "level", ("a.jsonl", "b.jsonl"))
+    keys.add({"level": 1}, "b.jsonl:1")
+    found = keys.array()
+    assert found is not None and found.tolist()[1:] == [1.0]
+    check_known(found, "level", ("a.jsonl", "b.jsonl"))
+    assert Keys("").array() is None
     with pytest.raises(ConfigError, match="data.order=level: this algorithm's items have no columns"):
         PromptLoader(list("ab"), 1, 1, order="level")
