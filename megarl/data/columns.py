@@ -42,12 +42,11 @@ def present(row: dict[str, Any]) -> str:
 
 
 def row_id(row: dict[str, Any], where: str, name: str, default: str) -> str:
-    """Of a row, by its column `id` or else the default, which may not be unique over data sets of several names."""
+    """Of a row, by its column `id`, which is unique in a data set only and so goes after its name; or the default."""
     identity = row.get("id")
     if isinstance(identity, bool | list | dict):
         raise ConfigError(f"{where}: 'id' must be text or a number, not {str(identity)[:80]!r}")
-    identity = default if identity is None else str(identity)
-    return f"{name}-{identity}" if name else identity
+    return default if identity is None else f"{name}-{identity}" if name else str(identity)
 
 
 def row_source(row: dict[str, Any], where: str, name: str) -> str:

@@ -51,8 +51,7 @@ def read_prompts(
     seen: dict[str, str] = {}
     keys = Keys(order)
     for where, row in islice(read_rows(file), most):
-        number = str(len(prompts))
-        prompt = _prompt(row, where, number if name else f"{file.stem}-{number}", prompt_key, label_key, name)
+        prompt = _prompt(row, where, f"{name or file.stem}-{len(prompts)}", prompt_key, label_key, name)
         if prompt.id in seen:
             raise ConfigError(f"{where}: the id {prompt.id!r} is taken by {seen[prompt.id]}; ids must be unique")
         seen[prompt.id] = where

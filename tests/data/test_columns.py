@@ -116,7 +116,7 @@ def test_dialogues_of_hh() -> None:
 
 def test_ids_and_sources_of_one_file_and_of_several() -> None:
     assert row_id({"id": 5}, "f", "", "a-0") == "5" and row_id({}, "f", "", "a-0") == "a-0"
-    assert row_id({"id": 5}, "f", "math", "0") == "math-5" and row_id({"id": None}, "f", "math", "0") == "math-0"
+    assert row_id({"id": 5}, "f", "math", "0") == "math-5" and row_id({"id": None}, "f", "math", "f:1") == "f:1"
     assert row_source({"data_source": "x"}, "f", "math") == "x" and row_source({}, "f", "math") == "math"
     assert row_source({}, "f", "") == ""
     with pytest.raises(ConfigError, match="f: 'id' must be text or a number"):
