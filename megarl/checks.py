@@ -17,6 +17,7 @@ from megarl.checkpoint.hf import check_target, open_hf
 from megarl.config import Config, ConfigError, LoraConfig
 from megarl.controllers.losses import chosen_loss
 from megarl.data.first_rows import check_first_rows
+from megarl.data.mixture import check_files
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
@@ -363,15 +364,21 @@ def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list
     data, run = config.data, config.run
     if not data.train:
         raise ConfigError(f"data.train is not set; it must name a file of {KINDS[declared.item]} (.parquet or .jsonl)")
-    needed = (("data.train", data.train), ("data.eval", data.eval if run.eval_every else ""))
-    for key, path in needed:
-        if path and not os.path.exists(path):
+    check_files(data)
+    if not declared.generates and run.epochs > 1:
+        warnings.append(
+            f"run.epochs={run.epochs} goes over each step's batch so many times; passes over the data are steps: "
+            "run.num_rollout times data.prompts_per_step over the rows"
+        )
+    trained = [("data.train", path) for path in data.train]
+    for key, path in trained + [("data.eval", path) for path in data.eval if run.eval_every]:
+        if not os.path.exists(path):
             if not dry_run:
-                several = "; it names one file, so join several into one" if set(path) & set(",*") else ""
+                several = f"; several are a list, {key}=[one.jsonl,two.jsonl]" if set(path) & set(",*") else ""
                 raise ConfigError(f"{key}={path[:200]}: there is no such file{several}")
             warnings.append(f"{key}={path} is not here; it must be when the run starts")
-        elif path:
-            check_first_rows(config, declared.item, path)
+        else:
+            check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
     if run.eval_every and not data.eval:
         raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
     if run.resume == "auto" and not run.save_every:

@@ -196,7 +196,7 @@ class HybridFlow(Items, Keeping):
             metrics |= rollout_metrics(result.rollouts)
         for worker in self.workers:
             metrics |= worker.figures()
-        metrics |= self.clock.lap(self.step)
+        metrics |= self.loader.epochs() | self.clock.lap(self.step)
         self.log.spans(self.clock.spans())
         if result.batch is not None:
             tokens = int(result.batch.lengths.sum())
@@ -235,7 +235,7 @@ class HybridFlow(Items, Keeping):
         self._notes = []  # for the log, which is not there yet
         items = self.controller.items(self)
         check_enough_prompts(len(items), config)
-        self.loader = PromptLoader(items, config.data.prompts_per_step, run.seed, config.data.shuffle)
+        self.loader = PromptLoader.of(items, config)
         self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
 
     def _start(self) -> None:

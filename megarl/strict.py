@@ -202,7 +202,7 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
     if base is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     if get_origin(base) is tuple:
-        value = [value] if isinstance(value, str) else value
+        value = [] if value in (None, "") else [value] if isinstance(value, str) else value
         if isinstance(value, list | tuple):
             for number, item in enumerate(value):
                 require(item, get_args(base)[0], f"{name}[{number}]")

@@ -225,7 +225,8 @@ def test_figures_of_all_and_rollouts_where_they_are():
         assert rollouts.home.tolist() == [0, 2, 2, 0, 0]
         assert rollouts.own.tolist() == [[0, 3, 4], [], [1, 2]][rank]
         assert rollouts.here == tuple(IN_ORDER[number] for number in rollouts.own.tolist())
-        for name in (*FIGURES, "reward"):
+        assert rollouts.sources == whole.sources
+        for name in (*FIGURES, "source", "reward"):
             assert torch.equal(getattr(rollouts, name), getattr(whole, name)), name
         assert rollouts.routed.tolist() == [0, 2, 0, 0, 0]
         rest = rollouts.select(torch.tensor([True, False, True, True, False]))
@@ -308,3 +309,14 @@ def test_all_ranks_have_the_column_where_one_has_older_tokens():
     )
     assert [batch.stale is None for batch in found] == [False, False]
     assert not found[1].stale.any()
+
+
+def test_sources_are_numbers_into_a_table_that_is_the_same_everywhere():
+    def of(source: str) -> Rollout:
+        return dataclasses.replace(SHORT, prompt=dataclasses.replace(SHORT.prompt, data_source=source))
+
+    given = [[of("math"), of("code")], [], [of("math"), of("")]]
+    for rollouts in as_ranks(3, lambda rank: Rollouts.of(given[rank.rank], None, rank)):
+        assert rollouts.sources == ("", "code", "math") and rollouts.source.tolist() == [2, 1, 2, 0]
+        rest = rollouts.select(torch.tensor([False, True, True, False]))
+        assert rest.source.tolist() == [1, 2] and rest.sources == rollouts.sources

@@ -82,16 +82,24 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: str = ""
-    """Prompts to train on: .parquet with verl's columns, or .jsonl. Conversations for SFT, pairs for a reward model.
-    What is longer than the model, or `rollout.max_context`, is left out and counted."""
-    eval: str = ""
-    """Held-out prompts, conversations or pairs, same formats; empty for none."""
+    train: tuple[str, ...] = ()
+    """Prompts to train on, a file or several: .parquet with verl's columns, or .jsonl. Conversations for SFT, pairs for
+    a reward model; `data/README.md` has the columns. What is longer than the model, or `rollout.max_context`, is left
+    out and counted."""
+    weights: tuple[Annotated[float, Range(above=0, most=1_000_000)], ...] = ()
+    """One for each file of `data.train`: the shares that they have in every step, each with epochs of its own. Without,
+    they are one data set."""
+    order: str = ""
+    """Column of numbers by whose order the first epoch goes, from the least: a curriculum. Later ones are shuffled;
+    without `data.shuffle` all go by it. Ties, and rows without a number, are where the shuffling puts them."""
+    eval: tuple[str, ...] = ()
+    """Held-out prompts, conversations or pairs, a file or several, same formats; empty for none."""
     prompts_per_step: Batch = 64
     """Prompts in one rollout batch; conversations or pairs in a step of SFT or of a reward model."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of chat messages, or a string that becomes one user message."""
     label_key: str = "ground_truth"
-    """Column of the ground truth where there is no `reward_model.ground_truth`."""
+    """Column of the ground truth where there is no `reward_model.ground_truth`; for SFT, where it is set, that of the
+    answer to the prompt."""
     shuffle: bool = True
     """Shuffle anew each epoch, by `run.seed`."""

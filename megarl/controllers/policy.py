@@ -39,14 +39,15 @@ class PolicyController(Controller):
         return () if self.config.rollout.replay else flow.load_prompts(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Prompt]) -> dict[str, float]:
-        """Reward on the held-out prompts, one answer each: greedy, and sampled as in training."""
+        """Reward on the held-out prompts, one answer each: greedy, and sampled as in training; of each source, too."""
         metrics = {}
         for name, greedy in (("greedy", True), ("sampled", False)):
             rollouts = flow.reward.score(flow.rollout.generate(items, 1, greedy=greedy))
             for metric, value in rollout_metrics(rollouts).items():
-                short = metric.removeprefix("rollout/").replace("reward_mean", "reward")
+                figure, _, source = metric.removeprefix("rollout/").partition("/")
+                short = figure.replace("reward_mean", "reward")
                 if short in ("reward", "turns_mean", "response_length_mean", "aborted_frac"):
-                    metrics[f"eval/{short}_{name}"] = value
+                    metrics[f"eval/{short}_{name}" + (f"/{source}" if source else "")] = value
         return metrics
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.algorithms.preference_loss import bradley_terry
+from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.weights import pair_mean_weights
 from megarl.config import Config
 from megarl.controllers.base import Controller, MeanOf, StepResult, parts_of
 from megarl.data.preferences import Pair
-from megarl.types import ModelOutput, TokenLoss, TrainBatch, reads
+from megarl.observe.metrics import SourceMeans
+from megarl.types import ModelOutput, Rollouts, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -48,23 +50,28 @@ class RewardModelController(Controller):
         return flow.load_preferences(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Pair]) -> dict[str, float]:
-        """Loss, accuracy and margin of the held-out pairs, under eval/."""
-        totals = {"eval/loss": 0.0, "eval/accuracy": 0.0, "eval/margin": 0.0}
-        at_once = self.config.data.prompts_per_step
+        """Loss, accuracy and margin of the held-out pairs, under eval/: of all, and of those of each source."""
+        means, at_once = SourceMeans(), self.config.data.prompts_per_step
         for first in range(0, len(items), at_once):
-            batch = pair_batch(flow, [items[i] for i in range(first, min(first + at_once, len(items)))])
+            rollouts, batch = dealt(flow, items[first : first + at_once])
             scores = flow.reward_model.forward(batch).scores
             assert scores is not None
             result = bradley_terry(scores, batch.cu_seqlens, batch.group[batch.own])
-            figures = {"loss": result.loss, **result.metrics}
-            for name, values in figures.items():
-                totals[f"eval/{name.removeprefix('reward_model/')}"] += float(batch.total(values.sum())) / len(items)
-        return totals
+            for name, values in {"loss": result.loss, **result.metrics}.items():
+                of_pairs = batch.everywhere(sequence_sums(values, batch.cu_seqlens))  # at the chosen one of each
+                halves = torch.full_like(of_pairs, 0.5)
+                means.add(f"eval/{name.removeprefix('reward_model/')}", of_pairs, halves, rollouts)
+        return means.result()
 
 
 def pair_batch(flow: HybridFlow, pairs: Sequence[Pair]) -> TrainBatch:
     """Chosen and rejected in turn: sequences 2k and 2k + 1 are pair k; the weights make the loss a mean over pairs."""
+    return dealt(flow, pairs)[1]
+
+
+def dealt(flow: HybridFlow, pairs: Sequence[Pair]) -> tuple[Rollouts, TrainBatch]:
+    """The two conversations of each pair, and `pair_batch` of them."""
     rollouts = flow.deal([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], together=2)
     batch = TrainBatch.from_rollouts(rollouts)
     group = torch.arange(len(pairs)).repeat_interleave(2)
-    return batch.with_(group=group, loss_weights=pair_mean_weights(batch.cu_seqlens, batch.total))
+    return rollouts, batch.with_(group=group, loss_weights=pair_mean_weights(batch.cu_seqlens, batch.total))

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.algorithms.rewards import sequence_sums
 from megarl.config import Config
 from megarl.controllers.base import Controller, MeanOf, StepResult, mini_batches
+from megarl.observe.metrics import SourceMeans
 from megarl.types import ModelOutput, Rollout, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
@@ -42,12 +44,14 @@ class SFTController(Controller):
         return flow.load_conversations(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Rollout]) -> dict[str, float]:
-        """Negative log-probability of an assistant's token in the held-out conversations, in the mean."""
-        total, tokens, at_once = 0.0, 0, self.config.data.prompts_per_step
+        """Negative log-probability of an assistant's token in the held-out conversations, in the mean: of all, and of
+        those of each source."""
+        means, at_once = SourceMeans(), self.config.data.prompts_per_step
         for first in range(0, len(items), at_once):
-            batch = TrainBatch.from_rollouts(flow.deal(items[first : first + at_once]))
+            rollouts = flow.deal(items[first : first + at_once])
+            batch = TrainBatch.from_rollouts(rollouts)
             logprobs = flow.actor.forward(batch).logprobs
             assert logprobs is not None
-            total -= float(batch.total(logprobs[batch.loss_mask].sum(dtype=torch.float64)))
-            tokens += int(batch.total(batch.loss_mask.sum()))
-        return {"eval/nll": total / tokens}
+            nll = torch.where(batch.loss_mask, -logprobs.double(), 0.0)
+            means.add("eval/nll", batch.everywhere(sequence_sums(nll, batch.cu_seqlens)), rollouts.actions, rollouts)
+        return means.result()

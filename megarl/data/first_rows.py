@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from megarl.config import Config, ConfigError
+from megarl.config import Config, ConfigError, DataConfig
+from megarl.data.order import Keys
 from megarl.data.preferences import check_pair
 from megarl.data.prompts import read_prompts
 from megarl.data.rows import read_rows
@@ -16,13 +17,25 @@ MOST = 1000
 """Rows: milliseconds of a file of any size. The others are read as soon as the ranks are there."""
 
 
-def check_first_rows(config: Config, item: ItemKind, path: str) -> None:
-    """Raise ConfigError, naming the line, for what is wrong with the form of the first rows."""
+def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "") -> None:
+    """Raise ConfigError, naming the line, for what is wrong with the form of the first rows. order: the column by which
+    they are to be ordered."""
+    data = config.data
     if item == "conversations":
-        sft_rollouts(path, None, MOST)
+        sft_rollouts(path, None, MOST, data.prompt_key, answer_key(config), order=order)
     elif item == "pairs":
-        pairs = [check_pair(row, where) for where, row in islice(read_rows(Path(path)), MOST)]
+        keys, pairs = Keys(order), 0
+        for where, row in islice(read_rows(Path(path)), MOST):
+            check_pair(row, where)
+            keys.add(row, where)
+            pairs += 1
         if not pairs:
             raise ConfigError(f"{path} holds no pair")
     elif item == "prompts":
-        read_prompts(path, config.data.prompt_key, config.data.label_key, MOST)
+        read_prompts(path, data.prompt_key, data.label_key, MOST, order=order)
+
+
+def answer_key(config: Config) -> str:
+    """The column of the answer in a conversation of a prompt and an answer; empty where nobody has said which."""
+    key = config.data.label_key
+    return "" if key == DataConfig.label_key else key

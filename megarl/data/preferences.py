@@ -5,12 +5,15 @@ The columns are those of TRL's preference data sets, `chosen` and `rejected`:
     {"chosen": [user, assistant], "rejected": [user, assistant]}          whole chats, the prompt inside of both
     {"prompt": [user], "chosen": [assistant], "rejected": [assistant]}    messages after the prompt's
     {"prompt": "text", "chosen": "text", "rejected": "text"}              a user's message and two answers to it
+
+or those of Anthropic's HH, a dialogue as text in both, or LLaMA-Factory's, ShareGPT's `conversations` before a message
+in each. `README.md` has a row of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -18,8 +21,10 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages, tool_schemas
-from megarl.data.rows import read_rows
+from megarl.data.columns import answer_messages, present, row_id, row_source, sharegpt
+from megarl.data.order import Keys
 from megarl.data.sft import conversation
+from megarl.data.table import Table
 from megarl.types import Message, Rollout
 
 
@@ -37,10 +42,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class Preferences(Sequence[Pair]):
-    """The pairs of a file, each rendered and tokenised when it is asked for (a millisecond): tokens are not kept."""
+    """The pairs of a file, each read, rendered and tokenised when it is asked for (a millisecond): neither rows nor
+    tokens are kept."""
 
-    rows: Sequence[tuple[str, dict[str, Any]]]
+    rows: Table
     tokenizer: Any
+    name: str = ""
+    """Of the data set among several."""
+    keys: np.ndarray | None = field(default=None, compare=False)
+    """[rows] float64, as of `Demonstrations`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -53,39 +63,49 @@ class Preferences(Sequence[Pair]):
 
     def __getitem__(self, index: int | slice) -> Pair | Preferences:
         if isinstance(index, slice):
-            return Preferences(self.rows[index], self.tokenizer)
+            keys = None if self.keys is None else self.keys[index]
+            return replace(self, rows=self.rows[index], keys=keys)
         where, row = self.rows[index]
-        return _pair(row, self.tokenizer, where, group=index)
+        return _pair(row, self.tokenizer, where, self.name, group=index)
 
 
-def read_preferences(path: str | Path, tokenizer: Any, max_tokens: int, max_length: int) -> tuple[Preferences, int]:
+def read_preferences(
+    path: str | Path, tokenizer: Any, max_tokens: int, max_length: int, name: str = "", order: str = ""
+) -> tuple[Preferences, int]:
     """The pairs of a .jsonl or .parquet file, without those that are too long, and how many these were.
 
     Too long is a pair of more than `max_tokens` tokens, for both answers must fit into one micro-batch, or with a
     conversation of more than `max_length`. A chat is rendered by the tokenizer's template up to and including the end
     of the last answer's turn, which is where a rollout ends. `tools`, a list of OpenAI tool schemas, may be another
-    column; all others are ignored.
+    column; `id` and `data_source` are as of prompts, and all others are ignored. name: of the data set among several.
+    order: a column of numbers.
 
     Every pair is rendered once here, so that a mistake shows before training. Raises ConfigError, naming the line: for
     a row without one of the two answers, without an assistant's message at the end, with two different prompts or twice
     the same answer; and for a file without a pair, or with none that is short enough.
     """
-    rows, dropped, shortest = [], 0, 0
-    for where, row in read_rows(Path(path)):
-        pair = _pair(row, tokenizer, where)
+    dropped = shortest = 0
+    keys = Keys(order)
+
+    def fits(where: str, row: dict[str, Any]) -> bool:
+        nonlocal dropped, shortest
+        pair = _pair(row, tokenizer, where, name)
         longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
         if pair.num_tokens <= max_tokens and longest <= max_length:
-            rows.append((where, row))
-        else:
-            dropped, shortest = dropped + 1, min(shortest or pair.num_tokens, pair.num_tokens)
-    if dropped and not rows:
+            keys.add(row, where)
+            return True
+        dropped, shortest = dropped + 1, min(shortest or pair.num_tokens, pair.num_tokens)
+        return False
+
+    rows = Table.read(Path(path), fits)
+    if dropped and not len(rows):
         raise ConfigError(
             f"{path}: all {dropped} pairs are too long: the shortest has {shortest} tokens in its two conversations, "
             f"a micro-batch holds {max_tokens}, and the model {max_length} in one; raise train.token_budget"
         )
-    if not rows:
+    if not len(rows):
         raise ConfigError(f"{path} holds no pair")
-    return Preferences(rows, tokenizer), dropped
+    return Preferences(rows, tokenizer, name, keys.array()), dropped
 
 
 def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]]:
@@ -96,11 +116,12 @@ def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]
     return messages
 
 
-def _pair(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0) -> Pair:
+def _pair(row: dict[str, Any], tokenizer: Any, where: str, name: str = "", group: int = 0) -> Pair:
     messages, tools = check_pair(row, where), tool_schemas(row.get("tools"), where)
+    about = {"id": row_id(row, where, name, where), "data_source": row_source(row, where, name), "tools": tools}
     talks = {
         key: conversation(
-            {"id": row.get("id") or where, "messages": value, "tools": tools},
+            {**about, "messages": value},
             tokenizer,
             f"{where}, {key!r}",
             group,
@@ -115,12 +136,15 @@ def _pair(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0) -> Pa
 
 def _messages(row: dict[str, Any], key: str, where: str) -> tuple[Message, ...]:
     """The whole conversation of one of the two columns."""
-    value, prompt = row.get(key), row.get("prompt")
+    value, prompt, before = row.get(key), row.get("prompt"), row.get("conversations")
     if value is None:
-        have = ", ".join(name for name, item in row.items() if item is not None) or "none"
-        raise ConfigError(f"{where}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {have}")
-    head = () if prompt is None else chat_messages(prompt, where, "prompt")
-    messages = chat_messages(value, where, key, role="assistant")
+        raise ConfigError(f"{where}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {present(row)}")
+    head: tuple[Message, ...] = ()
+    if prompt is not None:
+        head = chat_messages(prompt, where, "prompt")
+    elif isinstance(before, list) and before:
+        head = sharegpt(before, where, "conversations")
+    messages = answer_messages(value, where, key)
     if messages[0]["role"] == "assistant":
         if not head:
             raise ConfigError(f"{where}: {key!r} begins with the answer, and there is no 'prompt' before it")

@@ -12,19 +12,26 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megarl.config import ConfigError
+from megarl.config import Config, ConfigError
 from megarl.data.chats import chat_messages, tool_names
+from megarl.data.columns import present, row_id, row_source
+from megarl.data.mixture import Joined, Stream
+from megarl.data.order import SPREAD, Keys, ascending
 from megarl.data.rows import read_rows
 from megarl.types import Prompt, ids_of
 
 Item = TypeVar("Item")
 
 _ALIASES = {"prompt": "messages", "ground_truth": "label"}  # what the two columns are called elsewhere
-_EXTRA = ("extra_info", "metadata", "extra")  # columns whose fields are spread out into Prompt.extra
 
 
 def read_prompts(
-    path: str | Path, prompt_key: str = "prompt", label_key: str = "ground_truth", most: int | None = None
+    path: str | Path,
+    prompt_key: str = "prompt",
+    label_key: str = "ground_truth",
+    most: int | None = None,
+    name: str = "",
+    order: str = "",
 ) -> list[Prompt]:
     """All prompts of a file, or the first `most`, in its order, without token ids.
 
@@ -33,18 +40,22 @@ def read_prompts(
     the other's columns. `prompt_key` names the prompt, a list of chat messages or a string that becomes one user
     message; `label_key` the ground truth where there is no `reward_model.ground_truth`, "" where there is none at all.
     `tools` are names or OpenAI tool schemas. Without `id` a row's id is the file's stem and the row's number from 0.
-    Any other column goes into `extra`, together with the fields of extra_info, metadata and extra.
+    Any other column goes into `extra`, together with the fields of extra_info, metadata and extra. name: of the data
+    set among several; ids begin with it, and it is the source of rows without `data_source`. order: a column whose
+    values must be numbers where there are some.
 
     Raises ConfigError for a missing, empty or unreadable file, a missing column, a malformed row, an id used twice.
     """
     file = Path(path)
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
+    keys = Keys(order)
     for where, row in islice(read_rows(file), most):
-        prompt = _prompt(row, where, f"{file.stem}-{len(prompts)}", prompt_key, label_key)
+        prompt = _prompt(row, where, f"{name or file.stem}-{len(prompts)}", prompt_key, label_key, name)
         if prompt.id in seen:
             raise ConfigError(f"{where}: the id {prompt.id!r} is taken by {seen[prompt.id]}; ids must be unique")
         seen[prompt.id] = where
+        keys.add(prompt.extra, where)
         prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")
@@ -79,45 +90,62 @@ class PromptLoader(Generic[Item]):
 
     A batch may take the end of one epoch and the beginning of the next, so that every prompt comes once per epoch.
     Items of another kind will do, too: they are only indexed, and only when it is their turn.
+
+    weights: of the data sets that the prompts are `Joined` of, which then have epochs of their own. order: the column
+    of their keys, by which each set's first epoch goes, and without shuffling all of them.
     """
 
-    def __init__(self, prompts: Sequence[Item], prompts_per_step: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Item],
+        prompts_per_step: int,
+        seed: int,
+        shuffle: bool = True,
+        weights: Sequence[float] = (),
+        order: str = "",
+    ) -> None:
         if not len(prompts):
             raise ConfigError("there are no prompts to train on")
         if prompts_per_step < 1:
             raise ConfigError(f"data.prompts_per_step must be at least 1, not {prompts_per_step}")
-        self._prompts = prompts
+        joined = prompts if isinstance(prompts, Joined) else Joined((prompts,), ("",))
+        if weights and len(weights) != len(joined.parts):
+            raise ConfigError(f"data.weights has {len(weights)} numbers, but there are {len(joined.parts)} data sets")
+        if order and joined.keys is None:
+            raise ConfigError(
+                f"data.order={order}: this algorithm's items have no columns to order them by; leave it out"
+            )
+        self._prompts = joined
+        self._stream = Stream(joined.sizes, weights)
+        self._names = joined.names if weights else ("",)
+        self._keys = joined.keys if order else None
         self._per_step = prompts_per_step
         self._seed = seed
         self._shuffle = shuffle
-        self._epoch = 0
-        self._offset = 0  # prompts of this epoch that were handed out
         self._samples = 0  # prompts handed out since the beginning
-        self._last: list[Item] = []  # those that were handed out last, together
-        self._order = self._order_of(0)
+        self._last: Sequence[Item] = []  # those that were handed out last, together
+        self._orders: dict[tuple[int, int], list[int]] = {}  # by set and epoch: the numbers of the set's prompts
 
-    def next_batch(self) -> list[Item]:
+    @staticmethod
+    def of(items: Sequence[Item], config: Config) -> PromptLoader[Item]:
+        """As a configuration has it."""
+        data = config.data
+        return PromptLoader(items, data.prompts_per_step, config.run.seed, data.shuffle, data.weights, data.order)
+
+    def next_batch(self) -> Sequence[Item]:
         """The next `prompts_per_step` prompts."""
         return self.further(self._per_step)
 
-    def further(self, count: int) -> list[Item]:
+    def further(self, count: int) -> Sequence[Item]:
         """The next so many."""
-        batch: list[Item] = []
-        while len(batch) < count:
-            if self._offset == len(self._order):
-                self._go_to(self._epoch + 1, 0)
-            batch.append(self._prompts[self._order[self._offset]])
-            self._offset += 1
-        self._samples += len(batch)
+        batch = self._from(self._samples, count)
+        self._samples += count
         self._last = batch
         return batch
 
-    def peek(self, steps: int) -> list[list[Item]]:
+    def peek(self, steps: int) -> list[Sequence[Item]]:
         """What `next_batch` will return the next times."""
-        before = self._epoch, self._offset, self._samples, self._order, self._last
-        batches = [self.next_batch() for _ in range(steps)]
-        self._epoch, self._offset, self._samples, self._order, self._last = before
-        return batches
+        return [self._from(self._samples + step * self._per_step, self._per_step) for step in range(steps)]
 
     def give_back(self, count: int) -> None:
         """The last so many that were handed out were not used: they come first the next time, in the same order."""
@@ -126,54 +154,70 @@ class PromptLoader(Generic[Item]):
         if count:
             self._samples -= count
             self._last = []
-            self._go_to(*divmod(self._samples, len(self._prompts)))
 
     def ends_with(self, prompts: Sequence[Item]) -> bool:
         """Whether these are the ones that were handed out last, so that `further` gives those that come after them."""
         last = self._last[-len(prompts) :] if prompts else []
         return bool(last) and len(last) == len(prompts) and all(map(operator.is_, prompts, last))
 
+    def epochs(self) -> dict[str, float]:
+        """How often the prompts were handed out, all of them or those of each set: `data/epoch`, `data/epoch/<set>`."""
+        counts = zip(self._names, self._stream.counts(self._samples), self._stream.sizes, strict=True)
+        return {f"data/epoch/{name}".rstrip("/"): count / size for name, count, size in counts}
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, as plain values: the next batch of a loader that loads this is the next one of this."""
-        return {
-            "epoch": self._epoch,
-            "offset": self._offset,
-            "samples": self._samples,
-            "fingerprint": self.fingerprint,
-        }
+        return {"samples": self._samples, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved place. Raises ConfigError if it was saved with other prompts."""
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
-                "the checkpoint was written with other training prompts than these; give data.train the file it was "
-                "written with, or start a new run.dir"
+                "the checkpoint was written with other training prompts than these; give data.train the files it was "
+                "written with, and data.weights and data.order what they were, or start a new run.dir"
             )
         self._samples = int(state["samples"])
-        self._go_to(int(state["epoch"]), int(state["offset"]))
+        self._last = []
 
-    def _go_to(self, epoch: int, offset: int) -> None:
-        if epoch != self._epoch:
-            self._order = self._order_of(epoch)
-        self._epoch, self._offset = epoch, offset
+    def _from(self, place: int, count: int) -> Sequence[Item]:
+        return self._prompts.chosen([self._index(one) for one in range(place, place + count)])
+
+    def _index(self, place: int) -> int:
+        """Among all prompts, of the one that is handed out after so many others."""
+        chosen, epoch, number = self._stream.at(place)
+        return self._stream.begins[chosen] + self._order_of(chosen, epoch)[number]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the data set: its length and up to 1,000 of its items, evenly spread, for some are slow to index."""
+        """Of the data and its shares: the length and up to 1,000 of the items, evenly spread, for some are slow to
+        index."""
         count = len(self._prompts)
         digest = hashlib.sha256(str(count).encode())
         for place in range(min(count, 1000)):
             digest.update(repr(self._prompts[place * count // min(count, 1000)]).encode())
+        if len(self._stream.sizes) > 1:
+            digest.update(repr(self._stream.describe()).encode())
+        if self._keys is not None:
+            digest.update(self._keys.tobytes())
         return digest.hexdigest()
 
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._prompts)))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+    def _order_of(self, chosen: int, epoch: int) -> list[int]:
+        """Of a set in an epoch; the two that were used last are kept, for a batch may take of both."""
+        if (order := self._orders.get((chosen, epoch))) is None:
+            begin, size = self._stream.begins[chosen], self._stream.sizes[chosen]
+            order = list(range(size))
+            if self._shuffle:
+                which = f"/{chosen}" if len(self._stream.sizes) > 1 else ""
+                random.Random(f"{self._seed}/{epoch}{which}").shuffle(order)
+            if self._keys is not None and (epoch == 0 or not self._shuffle):
+                order = ascending(order, self._keys[begin : begin + size])
+            for other in [key for key in self._orders if key[0] == chosen and abs(key[1] - epoch) > 1]:
+                del self._orders[other]
+            self._orders[chosen, epoch] = order
         return order
 
 
-def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str) -> Prompt:
+def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str, name: str) -> Prompt:
     rest = dict(row)
     messages = chat_messages(_take(rest, prompt_key, where, "data.prompt_key"), where, prompt_key)
     if messages[-1]["role"] == "assistant":
@@ -190,20 +234,19 @@ def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, l
         ground_truth = _take(rest, label_key, where, "data.label_key")
     else:
         ground_truth = None
-    identity, data_source = rest.pop("id", None), rest.pop("data_source", None)
-    for name, value in (("id", identity), ("data_source", data_source)):
-        if isinstance(value, bool | list | dict):
-            raise ConfigError(f"{where}: {name!r} must be text or a number, not {str(value)[:80]!r}")
+    identity, source = row_id(rest, where, name, default_id), row_source(rest, where, name)
+    for column in ("id", "data_source"):
+        rest.pop(column, None)
     tools = tool_names(rest.pop("tools", None), where)
     extra: dict[str, Any] = {}
-    for name in _EXTRA:
-        fields = rest.get(name)
+    for column in SPREAD:
+        fields = rest.get(column)
         if isinstance(fields, dict):
-            extra.update(rest.pop(name))
+            extra.update(rest.pop(column))
     return Prompt(
-        id=default_id if identity is None else str(identity),
+        id=identity,
         messages=messages,
-        data_source=str(data_source or ""),
+        data_source=source,
         ground_truth=ground_truth,
         tools=tools,
         extra=rest | extra,
@@ -214,7 +257,6 @@ def _take(row: dict[str, Any], key: str, where: str, option: str) -> Any:
     for name in (key, _ALIASES.get(key)):
         if name is not None and row.get(name) is not None:
             return row.pop(name)
-    present = ", ".join(name for name, value in row.items() if value is not None) or "none"
     empty = f"; the column {key!r} is empty here" if key in row else ""
     none = ' (or to "" if there is no ground truth)' if option == "data.label_key" else ""
-    raise ConfigError(f"{where}: no {key!r}{empty}; columns here: {present}; set {option} to the right one{none}")
+    raise ConfigError(f"{where}: no {key!r}{empty}; columns here: {present(row)}; set {option} to the right one{none}")

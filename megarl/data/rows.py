@@ -2,11 +2,16 @@
 
 What cannot be meant is a ConfigError that names the file and the line. What stands for nothing, or for a letter that
 got lost, is set right: NaN, as pandas writes what is missing, becomes null, and half a surrogate pair (a truncated
-emoji) U+FFFD, as in what a tool says.
+emoji) U+FFFD, as in what a tool says. Parquet's further types become what JSON has: a map an object, a decimal a
+number, a date or a time text in ISO 8601, a duration seconds.
+
+A row that is read again is found by its place: the byte at which its line begins, or its number in a parquet file.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import math
 from collections.abc import Iterator
@@ -33,10 +38,18 @@ _MAGIC = {
     b"\xfe\xff": "is UTF-16: convert it, by iconv -f UTF-16 -t UTF-8",
 }
 """How files begin that are no JSON in UTF-8, whatever they are called."""
+_MARK = b"\xef\xbb\xbf"
+"""UTF-8's byte order mark, as editors put it before the first line."""
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) for each row of a .parquet or .jsonl file; `where` names it in messages. Raises ConfigError."""
+    """(where, row) for each row of a .parquet or .jsonl file, one after the other, of which only a few are in memory;
+    `where` names it in messages. Raises ConfigError."""
+    return ((where, row) for _, where, row in scan(file))
+
+
+def scan(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(place, where, row), as `read_rows`."""
     kinds = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     try:
         if not file.exists():
@@ -52,29 +65,33 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     return kinds[file.suffix.lower()](file)
 
 
-def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def is_parquet(file: Path) -> bool:
+    return file.suffix.lower() == ".parquet"
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     try:
         with file.open("rb") as lines:
-            number = 0
+            number = place = 0
             while line := lines.readline(LONGEST_LINE + 1):
-                number += 1
+                number, begin, place = number + 1, place, place + len(line)
                 where = f"{file}:{number}"
                 if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark
                     for magic, problem in _MAGIC.items():
-                        if line.startswith(magic):
+                        if line.removeprefix(_MARK).startswith(magic):
                             raise ConfigError(f"{file} {problem}")
                 if len(line) > LONGEST_LINE:
                     raise ConfigError(f"{where}: more than {LONGEST_LINE >> 20} MiB; a line is to hold one row")
-                if line.strip():
-                    yield where, _parsed(line, where)
+                if line.removeprefix(_MARK if number == 1 else b"").strip():
+                    yield begin, where, parsed(line, where, first=number == 1)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def _parsed(line: bytes, where: str) -> dict[str, Any]:
+def parsed(line: bytes, where: str, first: bool) -> dict[str, Any]:
+    """A line of a .jsonl file, which is the first of it or not."""
     try:
-        row = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
+        row = json.loads(line.removeprefix(_MARK if first else b"").decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{where}: not UTF-8 at byte {error.start}; convert the file, by iconv -f LATIN1 -t UTF-8 or what it is in"
@@ -102,21 +119,41 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     number = 0
     try:
-        table = pyarrow.parquet.ParquetFile(file)
-        names = table.schema_arrow.names
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"{file} has two columns {min(twice)!r}; rename one")
-        for batch in table.iter_batches(batch_size=1000):  # not the whole table at once
-            for row in batch.to_pylist():
-                where = f"{file}, row {number}"
-                columns = _plain(row, where).items()
-                yield where, {name: _filled(value) if isinstance(value, list) else value for name, value in columns}
-                number += 1
+        with open_parquet(file) as table:
+            for batch in table.iter_batches(batch_size=1000):  # not the whole table at once
+                for row in dicts(batch):
+                    where = f"{file}, row {number}"
+                    yield number, where, plain_row(row, where)
+                    number += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}") from None
+        raise not_parquet(file, error) from None
+
+
+def open_parquet(file: Path) -> pyarrow.parquet.ParquetFile:
+    table = pyarrow.parquet.ParquetFile(file)
+    names = table.schema_arrow.names
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{file} has two columns {min(twice)!r}; rename one")
+    return table
+
+
+def not_parquet(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}")
+
+
+def dicts(rows: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any]]:
+    """Of values of Python, with maps as objects; of a key that a map has twice the last."""
+    found: list[dict[str, Any]] = rows.to_pylist(maps_as_pydicts="lossy")
+    return found
+
+
+def plain_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row of a parquet file as a .jsonl would hold it."""
+    columns = _plain(row, where).items()
+    return {name: _filled(value) if isinstance(value, list) else value for name, value in columns}
 
 
 def _filled(value: Any) -> Any:
@@ -147,4 +184,8 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
             return value.decode("utf-8")
         except UnicodeDecodeError:
             return value
-    return value
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return value.total_seconds() if isinstance(value, datetime.timedelta) else value

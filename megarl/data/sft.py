@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
 from megarl.config import ConfigError
-from megarl.data.chats import chat_messages, tool_schemas
-from megarl.data.rows import read_rows
+from megarl.data.chats import tool_schemas
+from megarl.data.columns import conversation_messages, row_id, row_source
+from megarl.data.order import Keys
+from megarl.data.table import Table
 from megarl.types import Message, Prompt, Rollout, Turn, ids_of
 
 
-def sft_rollouts(path: str | Path, tokenizer: Any, most: int | None = None) -> Demonstrations:
-    """Read a .jsonl or .parquet file of conversations as Rollouts whose action turns are what the assistant wrote.
+def sft_rollouts(
+    path: str | Path,
+    tokenizer: Any,
+    most: int | None = None,
+    prompt_key: str = "prompt",
+    answer_key: str = "",
+    name: str = "",
+    order: str = "",
+) -> Demonstrations:
+    """The conversations of a .jsonl or .parquet file as Rollouts whose action turns are what the assistant wrote.
 
-    Each row holds `messages`, which end with the assistant's, and where tools are called `tools`, a list of OpenAI
-    tool schemas. An action turn runs up to and including the tokenizer's end-of-turn token; its log-probs are 0, for
-    nobody sampled it. most: rows that are read. Raises ConfigError, naming the line, where there is no conversation.
+    A row holds `messages`, ShareGPT's `conversations`, or a prompt and the answer to it, as `columns` reads them; where
+    tools are called `tools`, a list of OpenAI tool schemas or its JSON. An action turn runs up to and including the
+    tokenizer's end-of-turn token; its log-probs are 0, for nobody sampled it. most: rows that are read. name: of the
+    data set among several, for ids and as the source of rows without `data_source`. order: a column of numbers.
+
+    Raises ConfigError, naming the line, where there is no conversation.
     """
-    rows = [(where, _checked(row, where)) for where, row in islice(read_rows(Path(path)), most)]
-    if not rows:
+
+    def read(where: str, row: dict[str, Any]) -> dict[str, Any]:
+        return _checked(row, where, prompt_key, answer_key, name)
+
+    keys = Keys(order)
+
+    def look(where: str, row: dict[str, Any]) -> None:
+        keys.add(row, where)
+        read(where, row)
+
+    rows = Table.read(Path(path), look, most)
+    if not len(rows):
         raise ConfigError(f"{path} holds no conversation")
-    return Demonstrations(rows, tokenizer)
+    return Demonstrations(rows, tokenizer, read, keys.array())
 
 
+@dataclass(frozen=True)
 class Demonstrations(Sequence[Rollout]):
-    """The conversations of a file, each rendered and tokenised when it is asked for (0.5 ms), not all at the start."""
+    """The conversations of a file, each read, rendered and tokenised when it is asked for (0.6 ms): neither rows nor
+    tokens are kept."""
 
-    def __init__(self, rows: Sequence[tuple[str, dict[str, Any]]], tokenizer: Any) -> None:
-        self.rows = rows
-        self.tokenizer = tokenizer
+    rows: Table
+    tokenizer: Any
+    read: Callable[[str, dict[str, Any]], dict[str, Any]]
+    """(where, row) to what `conversation` takes."""
+    keys: np.ndarray | None = field(default=None, compare=False)
+    """[rows] float64, the numbers of the column that they are ordered by, NaN where unknown; None without one."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def only(self, indices: Sequence[int]) -> Demonstrations:
-        return Demonstrations([self.rows[index] for index in indices], self.tokenizer)
+        keys = None if self.keys is None else self.keys[np.asarray(indices, np.int64)]
+        return replace(self, rows=self.rows.only(indices), keys=keys)
 
     @overload
     def __getitem__(self, index: int) -> Rollout: ...
@@ -49,27 +78,24 @@ class Demonstrations(Sequence[Rollout]):
 
     def __getitem__(self, index: int | slice) -> Rollout | Demonstrations:
         if isinstance(index, slice):
-            return Demonstrations(self.rows[index], self.tokenizer)
+            return self.only(range(*index.indices(len(self))))
         where, row = self.rows[index]
-        return conversation(row, self.tokenizer, where, group=index)
+        return conversation(self.read(where, row), self.tokenizer, where, group=index)
 
 
-def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
+def _checked(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
     """The row in the form that `conversation` reads. Raises ConfigError where the assistant has not the last word."""
-    if row.get("messages") is None:
-        present = ", ".join(name for name, value in row.items() if value is not None) or "none"
-        raise ConfigError(f"{where} has no list `messages`; columns here: {present}")
-    if not isinstance(row["messages"], list):
-        raise ConfigError(f"{where} has no list `messages`, but {str(row['messages'])[:80]!r}")
-    messages = chat_messages(row["messages"], where, "messages")
+    messages = conversation_messages(row, where, prompt_key, answer_key)
     roles = [message["role"] for message in messages]
     if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
         raise ConfigError(f"{where}: messages must begin with a prompt and end with the assistant's, not {roles}")
     for number, message in enumerate(messages):
-        written = [message.get(name) for name in ("content", "tool_calls", "reasoning_content")]
+        written = [message.get(part) for part in ("content", "tool_calls", "reasoning_content")]
         if message["role"] == "assistant" and not any(map(str.strip, map(str, filter(None, written)))):
             raise ConfigError(f"{where}: message {number} of 'messages', the assistant's, is empty; drop the row")
-    return {**row, "messages": messages, "tools": tool_schemas(row.get("tools"), where)}
+    identity, source = row_id(row, where, name, where), row_source(row, where, name)
+    tools = tool_schemas(row.get("tools"), where)
+    return {**row, "id": identity, "data_source": source, "messages": messages, "tools": tools}
 
 
 def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0, last_only: bool = False) -> Rollout:
@@ -120,6 +146,7 @@ def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0
         id=str(row.get("id", where)),
         messages=messages[: answers[0]],
         token_ids=turns[0].token_ids,
+        data_source=row.get("data_source", ""),
         ground_truth=row.get("ground_truth"),
         tools=tuple(tool["function"]["name"] for tool in tools or ()),
     )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import torch
 
 from megarl.types import Rollouts
+
+MOST_SOURCES = 32
+"""Sources of prompts of which each has figures of its own."""
+UNNAMED = "other"
+"""The source, in the names of figures, of what has none."""
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -16,6 +22,9 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     `tool_errors` is a total. `zero_spread_frac` is the share of prompts whose samples all have the same reward, from
     which group-relative methods learn nothing; there is none where every prompt was sampled once. `draft_accepted` is
     the share of drafted tokens that the policy accepted, where there were drafts.
+
+    Of prompts from 2 to `MOST_SOURCES` sources (`data_source`) there are also `rollout/reward_mean/<source>`,
+    `response_length_mean/<source>` and `count/<source>`, the number of rollouts.
 
     `aborted_frac` is the share of aborted ones, which nothing else here contains: it stands alone where all are.
     """
@@ -58,7 +67,51 @@ def _of_whole(rollouts: Rollouts) -> dict[str, float]:
     if len(rollouts.reward_parts) > 1:  # a single part is the reward itself
         for name, part in rollouts.reward_parts.items():
             metrics[f"reward/{name}"] = statistics.fmean(part.tolist())
+    return metrics | _by_source(rollouts)
+
+
+def _by_source(rollouts: Rollouts) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for source, among in of_sources(rollouts.source, rollouts.sources).items():
+        metrics[f"rollout/reward_mean/{source}"] = statistics.fmean(rollouts.reward[among].tolist())
+        metrics[f"rollout/response_length_mean/{source}"] = _mean(rollouts.actions[among])
+        metrics[f"rollout/count/{source}"] = float(among.sum())
     return metrics
+
+
+class SourceMeans:
+    """Means over all items of an evaluation, which come a batch at a time, and over those of each source."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[str, list[float]]] = {}  # figure -> source -> its sum and that of the weights
+
+    def add(self, figure: str, sums: torch.Tensor, weights: torch.Tensor, rollouts: Rollouts) -> None:
+        """sums: [N] of each rollout what it adds; weights: [N] of how much, such as tokens."""
+        of_figure = self._sums.setdefault(figure, {})
+        for number, source in enumerate(rollouts.sources):
+            among = rollouts.source == number
+            both = of_figure.setdefault(source, [0.0, 0.0])
+            both[0] += float(sums[among].sum(dtype=torch.float64))
+            both[1] += float(weights[among].sum(dtype=torch.float64))
+
+    def result(self) -> dict[str, float]:
+        """`<figure>`, and from 2 to `MOST_SOURCES` sources `<figure>/<source>`."""
+        means = {}
+        for figure, of_figure in self._sums.items():
+            sums, weights = zip(*of_figure.values(), strict=True)
+            means[figure] = math.fsum(sums) / math.fsum(weights)
+            if 1 < len(of_figure) <= MOST_SOURCES:
+                means |= {f"{figure}/{name or UNNAMED}": value / weight for name, (value, weight) in of_figure.items()}
+        return means
+
+
+def of_sources(source: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """[N] bool for each source by its name: which of the N are of it. Of those that occur; empty for a single one, and
+    for more than `MOST_SOURCES`, whose figures nobody would read."""
+    found = torch.unique(source).tolist()
+    if not 1 < len(found) <= MOST_SOURCES:
+        return {}
+    return {names[number] or UNNAMED: source == number for number in found}
 
 
 def _mean(numbers: torch.Tensor) -> float:

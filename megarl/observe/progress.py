@@ -81,7 +81,7 @@ class Progress:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> str:
         """Figures of the state after `step` steps; returns the line that it says."""
         self._values |= metrics
-        figures = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith(HELD_OUT)}
+        figures = {name.removeprefix("eval/"): value for name, value in metrics.items() if _is_shown(name)}
         listed = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         line = f"held out, after step {step}: {listed}"
         self.say(line)
@@ -134,7 +134,7 @@ class Progress:
         cells += [
             (f"held-out {name.removeprefix('eval/').removeprefix('reward_')}", f"{value:.3f}")
             for name, value in self._values.items()
-            if name.startswith(HELD_OUT)
+            if _is_shown(name)
         ]
         if cells:
             texts = [Text.assemble((f"{title} ", "dim"), (value, "bold")) for title, value in cells]
@@ -149,6 +149,11 @@ def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         for title, name, style in SHOWN
         if name in metrics and (metrics[name] or name not in SHOWN_IF_ANY)
     ]
+
+
+def _is_shown(name: str) -> bool:
+    """Whether a metric is a figure of an evaluation to show: none of a single source, `eval/nll/<source>`."""
+    return name.startswith(HELD_OUT) and name.count("/") == 1
 
 
 def clock(seconds: float) -> str:

@@ -23,6 +23,8 @@ IDENTITY = (
     "model.path",
     "model.dtype",
     "data.train",
+    "data.weights",
+    "data.order",
     "data.prompt_key",
     "data.label_key",
     "data.prompts_per_step",

@@ -185,6 +185,8 @@ class Rollouts:
     oldest: torch.Tensor  # [N] int64, first version of the weights that chose a token of it; -1 where none did
     reward: torch.Tensor  # [N] float64
     reward_parts: dict[str, torch.Tensor]  # [N] float64 each; 0 where a rollout has no such part
+    source: torch.Tensor  # [N] int64, place in `sources`
+    sources: tuple[str, ...] = ()  # the prompts' data_source, each once, in the order of the alphabet
     failures: tuple[str, ...] = ()  # of the aborted ones, in no order
     version: int = -1  # of the policy's weights as they are now; -1 where nobody said
     everyone: Everyone = field(default=ALONE, compare=False, repr=False)
@@ -202,18 +204,23 @@ class Rollouts:
         mine = (
             sorted({name for rollout in here for name in rollout.reward_parts}),
             [rollout.failure or "no reason on record" for rollout in here if rollout.status == "aborted"],
+            sorted({rollout.prompt.data_source for rollout in here}),
         )
         said = everyone.objects(mine)
-        parts = sorted({name for names, _ in said for name in names})
-        whole = [[get(rollout) for get in FIGURES.values()] for rollout in here]
+        parts = sorted({name for names, _, _ in said for name in names})
+        sources = sorted({name for _, _, names in said for name in names})
+        at_source = {name: number for number, name in enumerate(sources)}
+        whole = [
+            [*(get(rollout) for get in FIGURES.values()), at_source[rollout.prompt.data_source]] for rollout in here
+        ]
         rewards = [[rollout.reward, *(rollout.reward_parts.get(name, 0.0) for name in parts)] for rollout in here]
-        numbers = torch.tensor(whole, dtype=torch.int64).reshape(len(here), len(FIGURES))
+        numbers = torch.tensor(whole, dtype=torch.int64).reshape(len(here), len(FIGURES) + 1)
         marks = torch.stack([keys, torch.full_like(keys, everyone.rank)], dim=1)
         rated = torch.tensor(rewards, dtype=torch.float64).reshape(len(here), 1 + len(parts))
         # One exchange for both: the rewards' bits, as whole numbers.
         table = everyone.rows(torch.cat([marks, numbers, rated.view(torch.int64)], dim=1))
         table = table[torch.sort(table[:, 0], stable=True).indices]
-        rated = table[:, 2 + len(FIGURES) :].contiguous().view(torch.float64)
+        rated = table[:, 3 + len(FIGURES) :].contiguous().view(torch.float64)
         own = (table[:, 1] == everyone.rank).nonzero().squeeze(1)
         at = torch.sort(keys, stable=True).indices.tolist()  # equal keys of one rank are in its own order above, too
         return Rollouts(
@@ -223,7 +230,9 @@ class Rollouts:
             **{name: table[:, column].contiguous() for column, name in enumerate(FIGURES, 2)},
             reward=rated[:, 0].contiguous(),
             reward_parts={name: rated[:, column].contiguous() for column, name in enumerate(parts, 1)},
-            failures=tuple(reason for _, reasons in said for reason in reasons),
+            source=table[:, 2 + len(FIGURES)].contiguous(),
+            sources=tuple(sources),
+            failures=tuple(reason for _, reasons, _ in said for reason in reasons),
             version=version,
             everyone=everyone,
         )
@@ -271,7 +280,7 @@ class Rollouts:
     def select(self, keep: torch.Tensor) -> Rollouts:
         """Those where `keep`, [N] bool, says so, in their order."""
         kept = keep[self.own]
-        figures = {name: getattr(self, name)[keep] for name in ("home", *FIGURES, "reward")}
+        figures = {name: getattr(self, name)[keep] for name in ("home", *FIGURES, "source", "reward")}
         return replace(
             self,
             here=tuple(rollout for rollout, stays in zip(self.here, kept.tolist(), strict=True) if stays),

@@ -70,9 +70,9 @@ def pair(name: str, says: tuple[str, ...], row: Any) -> Case:
 FILES = [
     of_file("no such file", ("data.train=FOLDER/none.jsonl", "no such file"), lambda folder: None, "none.jsonl"),
     of_file(
-        "two files", ("data.train=", "names one file", "join"), lambda folder: None, "train.jsonl,FOLDER/eval.jsonl"
+        "two files", ("data.train=", "no such file", "a list"), lambda folder: None, "train.jsonl,FOLDER/eval.jsonl"
     ),
-    of_file("a pattern", ("data.train=", "names one file"), lambda folder: None, "tr*.jsonl"),
+    of_file("a pattern", ("data.train=", "no such file", "a list"), lambda folder: None, "tr*.jsonl"),
     of_file("a folder", ("FOLDER/model is a folder", "name a .parquet or .jsonl file"), lambda folder: None, "model"),
     of_file("a folder of that name", ("is a folder",), lambda folder: (folder / "own.jsonl").mkdir()),
     of_file("a name too long", ("too long",), lambda folder: None, "x" * 300 + ".jsonl"),
@@ -204,8 +204,11 @@ LINES = [
 ]
 
 CONVERSATIONS = [
-    talk("no messages", ("has no list `messages`", "prompt"), PROMPT),
-    talk("messages null", ("has no list `messages`",), {"messages": None}),
+    talk("no messages", ("has no conversation", "prompt, ground_truth", "data.label_key"), PROMPT),
+    talk("messages null", ("has no conversation", "columns here: none"), {"messages": None}),
+    talk("a stranger", ("message 0 of 'conversations' is from 'alien'",), {"conversations": [{"from": "alien"}]}),
+    talk("sharegpt in messages", ("not a message with role",), {"messages": [{"from": "human", "value": "x"}]}),
+    talk("a response that is a number", ("'response' must be text",), {"prompt": "x", "response": 5}),
     talk("messages that are text", ("has no list `messages`",), {"messages": "hi"}),
     talk("messages without one", ("must be text or a list",), {"messages": []}),
     talk("only a prompt", ("end with the assistant's",), {"messages": [USER]}),
@@ -289,4 +292,61 @@ PREFERENCES = [
     ),
 ]
 
-CASES = [*FILES, *LINES, *CONVERSATIONS, *PREFERENCES]
+TWO = "data.train=[FOLDER/train.jsonl,FOLDER/own.jsonl]"
+LEVELS = [PROMPT | {"level": 1}, PROMPT | {"level": None}]
+
+SEVERAL = [
+    Case("one of two files is not there", ("data.train=FOLDER/own.jsonl", "no such file"), (TWO,)),
+    Case("a bad line in the second file", ("own.jsonl:3: ", "no 'prompt'"), (TWO,), third(PROMPT, {"x": 1})),
+    Case("the second file is empty", ("own.jsonl holds no prompts",), (TWO,), holds(b"")),
+    Case(
+        "a column that one of two files lacks",
+        ("own.jsonl:1: no 'ground_truth'", "columns here: answer", "data.label_key"),
+        (TWO,),
+        third({"prompt": "x", "answer": 1}, {"prompt": "x", "answer": 2}),
+    ),
+    Case("a file twice", ("named twice", "data.weights"), ("data.train=[FOLDER/train.jsonl,FOLDER/train.jsonl]",)),
+    Case(
+        "a weight too many",
+        ("data.weights has 3 numbers", "2 files", "one for each"),
+        (TWO, "data.weights=[1,1,1]"),
+        third(PROMPT, PROMPT),
+    ),
+    Case("weights of one file", ("data.weights has 2 numbers", "1 files"), (*PROMPTS, "data.weights=[1,1]")),
+    Case("a weight of zero", ("data.weights[1] must be a number, above 0", "not 0"), (TWO, "data.weights=[1,0]")),
+    Case("a weight below zero", ("data.weights[0] must be a number, above 0",), (TWO, "data.weights=[-1,2]")),
+    Case("a weight that is a word", ("data.weights[1] must be a number",), (TWO, "data.weights=[1,much]")),
+    Case("weights that are no list", ("data.weights must be a list",), (TWO, "data.weights=3")),
+    Case(
+        "a weight too small to count",
+        ("data.weights", "1e-05", "less than one prompt in 10000", "raise it"),
+        (TWO, "data.weights=[1,0.00001]"),
+        third(PROMPT, PROMPT),
+    ),
+    Case(
+        "an order of words",
+        ("own.jsonl:3: 'level' is 'hard'", "no number"),
+        (*PROMPTS, "data.order=level"),
+        third(LEVELS[0], PROMPT | {"level": "hard"}),
+    ),
+    Case(
+        "an order of nothing",
+        ("data.order=depth", "no row of FOLDER/own.jsonl"),
+        (*PROMPTS, "data.order=depth"),
+        third(*LEVELS),
+    ),
+    Case(
+        "sft: an order of words",
+        ("own.jsonl:3: 'level' is 'hard'", "no number"),
+        (*SFT, "data.order=level"),
+        third(TALK | {"level": 1}, TALK | {"level": "hard"}),
+    ),
+    Case(
+        "pairs: an order of words",
+        ("own.jsonl:3: 'level' is 'hard'", "no number"),
+        (*PAIRS, "data.order=level"),
+        third(PAIR | {"level": 1}, PAIR | {"level": "hard"}),
+    ),
+]
+
+CASES = [*SEVERAL, *FILES, *LINES, *CONVERSATIONS, *PREFERENCES]

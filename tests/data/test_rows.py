@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import gzip
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -124,3 +128,40 @@ def test_parquet_that_cannot_be_read(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="c.parquet cannot be read as parquet: 'utf-8' codec"):
         list(read_rows(write(tmp_path / "c.parquet", pyarrow.Table.from_arrays([words], names=["a"]))))
+
+
+def test_parquets_further_types_are_those_of_json(tmp_path: Path) -> None:
+    columns = {
+        "map": pyarrow.array([[("a", 1), ("b", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "maps": pyarrow.array([[[("a", 1)]]], pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.int64()))),
+        "whole": pyarrow.array([decimal.Decimal("2.00")]),
+        "part": pyarrow.array([decimal.Decimal("2.50")]),
+        "time": pyarrow.array([datetime.datetime(2020, 1, 2, 3, 4)]),
+        "day": pyarrow.array([datetime.date(2020, 1, 2)]),
+        "long": pyarrow.array([1500], pyarrow.duration("ms")),
+        "word": pyarrow.array(["x"]).dictionary_encode(),
+        "large": pyarrow.array(["x"], pyarrow.large_string()),
+        "array": pyarrow.array([[[1.0, 2.0], [3.0, 4.0]]], pyarrow.list_(pyarrow.list_(pyarrow.float32(), 2))),
+    }
+    ((_, row),) = read_rows(write(tmp_path / "a.parquet", pyarrow.table(columns)))
+    assert json.loads(json.dumps(row)) == row
+    assert row == {
+        "map": {"a": 1, "b": None},
+        "maps": [{"a": 1}],
+        "whole": 2,
+        "part": 2.5,
+        "time": "2020-01-02T03:04:00",
+        "day": "2020-01-02",
+        "long": 1.5,
+        "word": "x",
+        "large": "x",
+        "array": [[1.0, 2.0], [3.0, 4.0]],
+    }
+
+
+def test_what_pandas_makes_of_numpy_arrays_is_plain(tmp_path: Path) -> None:
+    messages = np.array([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], dtype=object)
+    frame = pandas.DataFrame({"messages": [messages], "scores": [np.array([1.0, np.nan])], "n": [np.int64(3)]})
+    frame.to_parquet(tmp_path / "a.parquet")
+    ((_, row),) = read_rows(tmp_path / "a.parquet")
+    assert row == {"messages": messages.tolist(), "scores": [1.0, None], "n": 3} and type(row["n"]) is int

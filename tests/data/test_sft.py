@@ -75,7 +75,7 @@ def test_a_sequence_that_is_read_when_asked(tmp_path: Path) -> None:
     [
         ("{", "a.jsonl:2: not JSON"),
         ([], "a.jsonl:2: a list, not an object"),
-        ({"prompt": "x"}, "a.jsonl:2 has no list `messages`"),
+        ({"prompt": "x"}, "a.jsonl:2 has no conversation: neither a list `messages` nor"),
         ({"messages": ["x"]}, "a.jsonl:2: message 0 of 'messages' is 'x', not a message"),
         ({"messages": TALK[:1]}, "a.jsonl:2: messages must begin with a prompt and end with the assistant's"),
         ({"messages": TALK[1:]}, "a.jsonl:2: messages must begin with a prompt and end with the assistant's"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from thread_ranks import as_ranks
 
-from megarl.observe.metrics import rollout_metrics
+from megarl.observe import metrics as metrics_module
+from megarl.observe.metrics import SourceMeans, rollout_metrics
 from megarl.types import Prompt, Rollout, Rollouts, Status, Turn
 
 
@@ -75,3 +77,47 @@ def test_share_of_drafts_that_were_accepted() -> None:
 def test_nothing_to_measure() -> None:
     assert rollout_metrics(Rollouts.of([])) == {}
     assert "rollout/zero_spread_frac" not in rollout_metrics(Rollouts.of([rollout(0, 1.0, (1,), 0, 0, "stop")]))
+
+
+def of(source: str, reward: float, length: int, status: Status = "stop") -> Rollout:
+    one = rollout(0, reward, (length,), 0, 0, status)
+    return replace(one, prompt=replace(one.prompt, data_source=source), reward_parts={})
+
+
+SOURCES = [of("b", 1.0, 2), of("openai/a", 0.5, 4), of("b", 0.0, 6), of("", 1.0, 1), of("c", 9.0, 9, "aborted")]
+
+
+def test_sources_have_figures_of_their_own() -> None:
+    whole = rollout_metrics(Rollouts.of(SOURCES))
+    found = {name: value for name, value in whole.items() if name.count("/") > 1}
+    assert found == {
+        **{"rollout/reward_mean/b": 0.5, "rollout/response_length_mean/b": 4.0, "rollout/count/b": 2.0},
+        **{"rollout/reward_mean/openai/a": 0.5, "rollout/response_length_mean/openai/a": 4.0},
+        **{"rollout/count/openai/a": 1.0, "rollout/count/other": 1.0},
+        **{"rollout/reward_mean/other": 1.0, "rollout/response_length_mean/other": 1.0},
+    }
+    # A rank with none of a source, and one with nothing, say the same.
+    shares = [SOURCES[:2], [], SOURCES[2:]]
+    elsewhere = as_ranks(3, lambda rank: rollout_metrics(Rollouts.of(shares[rank.rank], None, rank)))
+    assert elsewhere == [whole] * 3
+
+
+def test_one_source_needs_none_and_too_many_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for few in (SOURCES[:1], [SOURCES[0], SOURCES[2]], [SOURCES[3]], [SOURCES[0], SOURCES[4]]):
+        assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.of(few)))
+    monkeypatch.setattr(metrics_module, "MOST_SOURCES", 2)
+    assert "rollout/count/b" in rollout_metrics(Rollouts.of(SOURCES[:3]))
+    assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.of(SOURCES[:4])))
+
+
+def test_means_of_sources_over_batches_with_other_sources() -> None:
+    means = SourceMeans()
+    for batch in (SOURCES[:2], SOURCES[2:4]):
+        rollouts = Rollouts.of(batch)
+        means.add("eval/nll", rollouts.reward * 10, rollouts.actions, rollouts)
+    assert means.result() == pytest.approx(
+        {"eval/nll": 25 / 13, "eval/nll/b": 10 / 8, "eval/nll/openai/a": 5 / 4, "eval/nll/other": 10.0}
+    )
+    alone = SourceMeans()
+    alone.add("eval/nll", torch.tensor([3.0]), torch.tensor([2]), Rollouts.of(SOURCES[:1]))
+    assert alone.result() == {"eval/nll": 1.5}

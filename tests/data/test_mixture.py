@@ -1,0 +1,166 @@
+"""Data sets in shares: exact ones, any place of the stream by itself, and each set's epochs whole."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config import ConfigError
+from megarl.data.mixture import FINEST, Chosen, Joined, Stream, names_of, pattern, whole_shares
+from megarl.data.prompts import PromptLoader
+
+SETS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=2, max_size=6)
+"""(items, weight) of each."""
+
+
+def joined(sizes: list[int], keys: np.ndarray | None = None) -> Joined[str]:
+    """Items `0.0`, `0.1` ...: of which set, and which one."""
+    parts = tuple([f"{number}.{item}" for item in range(size)] for number, size in enumerate(sizes))
+    return Joined(parts, tuple(f"set{number}" for number in range(len(sizes))), keys)
+
+
+def loader(sets: list[tuple[int, int]], per_step: int = 3, seed: int = 1, **given: Any) -> PromptLoader[str]:
+    sizes, weights = [size for size, _ in sets], [weight for _, weight in sets]
+    return PromptLoader(joined(sizes), per_step, seed, weights=weights, **given)
+
+
+def test_by_hand() -> None:
+    assert pattern([2, 1, 1]).tolist() == [0, 1, 0, 2]
+    assert pattern([0.7, 0.2, 0.1]).tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 0, 2]
+    assert pattern([1.5]).tolist() == pattern([]).tolist() == [0]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_of_any_first_places_each_set_has_its_share_rounded_down_or_up(weights: list[int]) -> None:
+    places = pattern(weights)
+    had = np.zeros(len(weights), np.int64)
+    for count, chosen in enumerate(places.tolist(), 1):
+        had[chosen] += 1
+        for number, weight in enumerate(weights):
+            share = Fraction(count * weight, sum(weights))
+            assert share.__floor__() <= had[number] <= share.__ceil__()
+    assert [Fraction(int(one), len(places)) for one in had] == [Fraction(one, sum(weights)) for one in weights]
+
+
+@given(SETS, st.integers(1, 20), st.integers(0, 5))
+def test_a_step_has_what_the_weights_say(sets: list[tuple[int, int]], rounds: int, steps: int) -> None:
+    """Exactly, where that is a whole number of each set; within two, where it is none."""
+    total = sum(weight for _, weight in sets)
+    one = loader(sets, per_step=rounds * total)
+    for _ in range(steps):
+        assert Counter(item[0] for item in one.next_batch()) == {
+            str(number): rounds * weight for number, (_, weight) in enumerate(sets)
+        }
+    one = loader(sets, per_step=rounds)
+    for _ in range(steps):
+        found = Counter(item[0] for item in one.next_batch())
+        assert all(abs(found[str(n)] - rounds * weight / total) < 2 for n, (_, weight) in enumerate(sets))
+
+
+@given(SETS, st.integers(0, 60), st.integers(1, 7), st.booleans())
+@settings(max_examples=50)
+def test_each_set_has_every_item_once_in_each_epoch_of_its_own(
+    sets: list[tuple[int, int]], count: int, seed: int, shuffle: bool
+) -> None:
+    one = loader(sets, seed=seed, shuffle=shuffle)
+    handed = one.further(count)
+    for number, (size, _) in enumerate(sets):
+        of_it = [item for item in handed if item.startswith(f"{number}.")]
+        assert one.epochs()[f"data/epoch/set{number}"] == len(of_it) / size
+        for begin in range(0, len(of_it), size):
+            epoch = of_it[begin : begin + size]
+            assert len(set(epoch)) == len(epoch)
+            assert shuffle or epoch == [f"{number}.{item}" for item in range(len(epoch))]
+
+
+@given(SETS, st.integers(0, 60), st.integers(0, 40))
+@settings(max_examples=50)
+def test_a_run_goes_on_anywhere_with_the_same_rest(sets: list[tuple[int, int]], count: int, back: int) -> None:
+    whole = list(loader(sets).further(count + 30))
+    one = loader(sets)
+    one.further(count)
+    state = json.loads(json.dumps(one.state_dict()))
+    assert state["samples"] == count
+    resumed = loader(sets)
+    resumed.load_state_dict(state)
+    assert [*resumed.peek(2)[0], *resumed.peek(2)[1]] == whole[count : count + 6]
+    assert list(resumed.further(30)) == whole[count:] and list(one.further(30)) == whole[count:]
+    resumed.give_back(min(back, count + 30))
+    assert list(resumed.further(min(back, count + 30))) == whole[count + 30 - min(back, count + 30) :]
+
+
+def test_a_checkpoint_of_other_shares_is_refused() -> None:
+    state = loader([(4, 1), (5, 3)]).state_dict()
+    loader([(4, 2), (5, 6)]).load_state_dict(state)  # the same ones
+    for sets in ([(4, 1), (5, 2)], [(5, 3), (4, 1)], [(4, 1), (6, 3)]):
+        with pytest.raises(ConfigError, match="other training prompts.*data.weights"):
+            loader(sets).load_state_dict(state)
+    with pytest.raises(ConfigError, match="other training prompts"):
+        PromptLoader(joined([4, 5]), 3, 1).load_state_dict(state)
+
+
+def test_without_weights_files_are_one_data_set() -> None:
+    one = PromptLoader(joined([3, 4]), 7, seed=1)
+    alone = PromptLoader([*joined([3, 4])], 7, seed=1)
+    assert one.next_batch() == alone.next_batch() and one.state_dict() == alone.state_dict()
+    assert one.epochs() == {"data/epoch": 1.0}
+
+
+def test_weights_become_small_whole_numbers() -> None:
+    assert whole_shares([0.5, 0.25, 0.25]) == (2, 1, 1) and whole_shares([30, 20]) == (3, 2)
+    assert whole_shares([0.1, 0.2]) == (1, 2) and whole_shares([1e-6, 2e-6]) == (1, 2)
+    third = whole_shares([0.33333, 0.33333, 0.33334])
+    assert sum(third) == FINEST and third == (3333, 3333, 3334)
+    with pytest.raises(ConfigError, match=r"data.weights=\[1, 1e-05\]: 1e-05 is less than one prompt in 10000; raise"):
+        whole_shares([1, 1e-5])
+
+
+def test_the_weights_must_be_of_the_data_sets() -> None:
+    with pytest.raises(ConfigError, match="data.weights has 3 numbers, but there are 2 data sets"):
+        PromptLoader(joined([3, 4]), 1, 1, weights=[1, 2, 3])
+
+
+def test_names_are_as_short_as_sets_them_apart() -> None:
+    assert names_of([]) == () and names_of(["data/a.parquet"]) == ("",)
+    assert names_of(["x/a.parquet", "x/b.jsonl"]) == ("a", "b")
+    assert names_of(["gsm8k/train.parquet", "math/train.parquet"]) == ("gsm8k/train", "math/train")
+    assert names_of(["/d/x/train.jsonl", "train.jsonl"]) == ("x/train", "train")
+    assert names_of(["x/a.jsonl", "x/a.parquet"]) == ("x/a.jsonl", "x/a.parquet")
+    with pytest.raises(ConfigError, match="x/a.jsonl is named twice; .*data.weights"):
+        names_of(["x/a.jsonl", "y.jsonl", "x/./a.jsonl"])
+
+
+def test_items_of_several_parts_by_number() -> None:
+    items = joined([2, 0, 3])
+    assert len(items) == 5 and list(items) == ["0.0", "0.1", "2.0", "2.1", "2.2"] == items[:]
+    assert items[-1] == "2.2" and items[1:4:2] == ["0.1", "2.1"]
+    with pytest.raises(IndexError):
+        items[5]
+
+
+def test_items_that_are_slow_to_read_are_read_when_asked_for() -> None:
+    asked = []
+
+    class Slow(tuple):  # type: ignore[type-arg]
+        def __getitem__(self, index: Any) -> Any:
+            asked.append(index)
+            return super().__getitem__(index)
+
+    one = PromptLoader(Joined((Slow("abcdef"),), ("",)), 4, seed=1, shuffle=False)
+    batch = one.next_batch()
+    assert isinstance(batch, Chosen) and len(batch) == 4 and not asked
+    assert batch[2] == "c" and asked == [2] and list(batch[1:3]) == ["b", "c"] and asked == [2, 1, 2]
+
+
+def test_places_far_out_need_no_walk_there() -> None:
+    stream = Stream((3, 5), (1, 2))
+    far = 3 * 10**15
+    assert stream.counts(far) == [10**15, 2 * 10**15]
+    assert stream.at(far) == (1, 2 * 10**15 // 5, 0)

@@ -1,0 +1,138 @@
+"""What a run reads of one file and of several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import ConfigError, from_dict
+from megarl.data.prompts import PromptLoader
+from megarl.items import Items
+from megarl.models.registry import load_hf_config
+from megarl.parallel import ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Letters:
+    """An id is a character's code; a turn is `(role:content;`."""
+
+    eos_token = ";"
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: Any, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        text = "".join(f"({message['role'][0]}:{message['content']};" for message in messages)
+        return text + ("(a:" if add_generation_prompt else "")
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(char) for char in text]
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Of data in tmp_path, by its keys: what a flow has when it reads items."""
+    monkeypatch.setattr(ranks, "shared_out", lambda count, work: [work(number) for number in range(count)])
+    monkeypatch.chdir(tmp_path)
+
+    def make(**data: Any) -> Items:
+        items = Items()
+        items.config = from_dict({"data": data, "rollout": {"max_context": 10}, "run": {"seed": 1}})
+        items.hf_config = load_hf_config(ROOT / "configs/models/qwen2.5_0.5b.json")
+        items.chat = SimpleNamespace(
+            render=lambda prompt: [0] * len(prompt.messages[0]["content"]), tokenizer=Letters()
+        )
+        items._notes = []
+        return items
+
+    return make
+
+
+def write(name: str, *rows: dict[str, Any]) -> str:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def prompts(count: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"p{number}", "ground_truth": number, **more} for number in range(count)]
+
+
+def test_one_file_is_as_ever(reader: Any) -> None:
+    file = write("a.jsonl", *prompts(2), {"prompt": "x" * 10, "label": 1}, {"prompt": "y", "label": 1, "id": 7})
+    flow = reader(train=file)
+    found = flow.load_prompts(flow.config.data.train)
+    assert [prompt.id for prompt in found] == ["a-0", "a-1", "7"] and found[0].data_source == ""
+    assert flow.load_prompts(file) == found and found.keys is None
+    assert flow._notes[0] == "a.jsonl: 1 of 4 prompts are longer than rollout.max_context: left out"
+
+
+def test_ids_and_sources_of_several_files(reader: Any) -> None:
+    files = [write("m/train.jsonl", *prompts(2, data_source="gsm8k")), write("n/train.jsonl", *prompts(2))]
+    files.append(write("own.jsonl", {"prompt": "x", "ground_truth": 1, "id": 0}))
+    flow = reader(train=files, weights=[1, 1, 2])
+    found = flow.load_prompts(flow.config.data.train)
+    assert found.names == ("m/train", "n/train", "own") and found.sizes == (2, 2, 1)
+    assert [prompt.id for prompt in found] == ["m/train-0", "m/train-1", "n/train-0", "n/train-1", "own-0"]
+    assert [prompt.data_source for prompt in found] == ["gsm8k", "gsm8k", "n/train", "n/train", "own"]
+    loader = PromptLoader.of(found, flow.config)
+    assert [prompt.id for prompt in loader.further(4)].count("own-0") == 2
+    assert loader.epochs() == {"data/epoch/m/train": 0.5, "data/epoch/n/train": 0.5, "data/epoch/own": 2.0}
+
+
+def test_ids_that_come_out_alike_are_refused(reader: Any) -> None:
+    files = [write("a.jsonl", *prompts(1, id="b-1")), write("a-b.jsonl", *prompts(2))]
+    flow = reader(train=files)
+    with pytest.raises(ConfigError, match=r"a-b.jsonl: the id 'a-b-1' is taken by a row of a.jsonl; rename that file"):
+        flow.load_prompts(files)
+
+
+def test_numbers_stay_with_their_prompts_where_others_are_left_out(reader: Any) -> None:
+    rows = [{**row, "level": 9 - number} for number, row in enumerate(prompts(3))]
+    rows.insert(1, {"prompt": "x" * 10, "ground_truth": 1, "level": 100})
+    rows.insert(3, {"prompt": "y", "ground_truth": 1})
+    flow = reader(train=write("a.jsonl", *rows), eval=write("e.jsonl", *prompts(1, level="hard")), order="level")
+    found = flow.load_prompts(flow.config.data.train)
+    assert np.array_equal(found.keys, [9, 8, np.nan, 7], equal_nan=True)
+    assert flow.load_prompts(flow.config.data.eval).keys is None  # and its columns are its own
+
+
+def test_an_order_that_no_file_knows(reader: Any) -> None:
+    files = [write("a.jsonl", *prompts(2)), write("b.jsonl", *prompts(2))]
+    flow = reader(train=files, order="level")
+    with pytest.raises(ConfigError, match="data.order=level: no row of a.jsonl, b.jsonl has a number"):
+        flow.load_prompts(flow.config.data.train)
+    flow = reader(train=[files[0], write("c.jsonl", *prompts(1, level=3))], order="level")
+    assert np.array_equal(flow.load_prompts(flow.config.data.train).keys, [np.nan, np.nan, 3], equal_nan=True)
+
+
+def test_conversations_of_several_files_in_several_forms(reader: Any) -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    long = {"messages": [{"role": "user", "content": "x" * 40000}, talk[1]], "n": 5}
+    files = [
+        write("a.jsonl", {"messages": talk, "n": 2}, long, {"messages": talk, "id": "z"}),
+        write("b.jsonl", {"q": "hi", "a": "yes", "n": 1, "data_source": "own"}),
+    ]
+    flow = reader(train=files, order="n", prompt_key="q", label_key="a")
+    found = flow.load_conversations(flow.config.data.train)
+    assert found.names == ("a", "b") and len(found) == 3
+    assert [talk.prompt.data_source for talk in found] == ["a", "a", "own"]
+    assert [talk.prompt.id for talk in found] == ["a.jsonl:1", "a-z", "b.jsonl:1"]
+    assert ["".join(map(chr, talk.token_ids)) for talk in found] == ["(u:hi;(a:yes;"] * 3
+    assert np.array_equal(found.keys, [2, np.nan, 1], equal_nan=True)
+    assert "a.jsonl: 1 of 3 conversations are longer than the model's 32768 positions: left out" in flow._notes
+
+
+def test_pairs_of_several_files(reader: Any) -> None:
+    pair = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
+    hh = {"chosen": "\n\nHuman: hi\n\nAssistant: yes", "rejected": "\n\nHuman: hi\n\nAssistant: no", "n": 1}
+    flow = reader(train=[write("a.jsonl", pair), write("b.jsonl", hh)], order="n", weights=[1, 3])
+    found = flow.load_preferences(flow.config.data.train)
+    assert [one.chosen.prompt.data_source for one in found] == ["a", "b"]
+    assert ["".join(map(chr, one.rejected.token_ids)) for one in found] == ["(u:hi;(a:no;"] * 2
+    assert np.array_equal(found.keys, [np.nan, 1], equal_nan=True)
