@@ -288,23 +288,23 @@ def test_tokens_of_older_weights_are_known_by_rollout_and_by_token():
     assert (rollouts.oldest[0], rollouts.versions[0], rollouts.lag[0]) == (2, 2 + 4 + 4 + 5, 3)
     rollouts = rollouts.with_(rollouts.here).select(torch.tensor([True, False]))  # which says the version, too
     assert rollouts.lag.tolist() == [3]
-    stale = TrainBatch.from_rollouts(rollouts).stale
-    assert stale is not None and stale.tolist() == [False, False, True, True, True, False, False]
+    lag = TrainBatch.from_rollouts(rollouts).lag
+    assert lag is not None and lag.tolist() == [0, 0, 3, 1, 1, 0, 0] and lag.dtype == torch.int32
     batch = TrainBatch.from_rollouts(rollouts).select([0])
-    assert batch.stale is not None and torch.equal(batch.stale, stale)
+    assert batch.lag is not None and torch.equal(batch.lag, lag)
 
 
 def test_without_older_weights_there_is_no_such_column():
-    assert Rollouts.of([AGED]).lag.tolist() == [0] and TrainBatch.from_rollouts([AGED]).stale is None
+    assert Rollouts.of([AGED]).lag.tolist() == [0] and TrainBatch.from_rollouts([AGED]).lag is None
     only_prompt = dataclasses.replace(AGED, turns=AGED.turns[:1])
     assert Rollouts.of([only_prompt], version=5).lag.tolist() == [0]
     fresh = dataclasses.replace(AGED, turns=(AGED.turns[0], AGED.turns[3]))
-    assert TrainBatch.from_rollouts(Rollouts.of([fresh], version=5)).stale is None
+    assert TrainBatch.from_rollouts(Rollouts.of([fresh], version=5)).lag is None
 
 
 def test_all_ranks_have_the_column_where_one_has_older_tokens():
     found = as_ranks(
         2, lambda rank: TrainBatch.from_rollouts(Rollouts.of([AGED, SHORT][rank.rank :][:1], [rank.rank], rank, 5))
     )
-    assert [batch.stale is None for batch in found] == [False, False]
-    assert not found[1].stale.any()
+    assert [batch.lag is None for batch in found] == [False, False]
+    assert not found[1].lag.any()

@@ -15,16 +15,8 @@ from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.totals import token_mean
 from megarl.config import Config
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
-from megarl.controllers.policy import (
-    PolicyController,
-    drawn_by,
-    masked,
-    policy_loss,
-    policy_reads,
-    sampling_metrics,
-    trained,
-    unreplayed_metrics,
-)
+from megarl.controllers.correction import before_updates, corrected
+from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
@@ -52,11 +44,10 @@ class GRPOController(PolicyController):
         flow.rollout.sleep()
         taken = trained(rollouts, config)
         batch = TrainBatch.from_rollouts(taken)
-        policy = flow.actor.forward(batch)
+        policy = before_updates(flow, batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
-        batch = batch.with_(old_logprobs=drawn_by(batch, policy), ref_logprobs=reference.logprobs)
+        batch, metrics = corrected(flow, batch.with_(ref_logprobs=reference.logprobs), policy, self.steps)
         assert policy.logprobs is not None
-        metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
 
         # 2. Advantages: each sample against the others of its prompt. A KL in the reward counts as the sequence's sum.
         kl_mean = 0.0

@@ -57,20 +57,26 @@ def trained(rollouts: Rollouts, config: Config) -> Rollouts:
 
 def masked(batch: TrainBatch, rollouts: Rollouts, config: Config) -> TrainBatch:
     """The batch of these rollouts as its losses see it: without the tokens of those that were cut off, where
-    `loss.truncated` says `mask`. What was computed of them before, such as the mean of their group, stays."""
-    if config.loss.truncated != "mask":
-        return batch
-    cut_off = rollouts.are(*CUT_OFF)
-    return batch.with_(loss_mask=batch.loss_mask & ~cut_off[batch.sequence_ids])
+    `loss.truncated` says `mask`, and of those that `correction.kind` rejects. What was computed of them before, such as
+    the mean of their group, stays."""
+    if config.loss.truncated == "mask":
+        cut_off = rollouts.are(*CUT_OFF)
+        batch = batch.with_(loss_mask=batch.loss_mask & ~cut_off[batch.sequence_ids])
+    if config.correction.kind == "reject":
+        assert batch.importance is not None
+        batch = batch.with_(loss_mask=batch.loss_mask & (batch.importance > 0), importance=None)
+    return batch
 
 
 def policy_reads(config: Config) -> tuple[str, ...]:
     """The columns that `policy_loss` reads."""
-    return ("old_logprobs", "advantages", *(("ref_logprobs",) if config.kl.place == "loss" else ()))
+    reference = ("ref_logprobs",) if config.kl.place == "loss" else ()
+    return ("old_logprobs", "advantages", *reference, *(("importance",) if config.correction.weighs else ()))
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:
-    """Clipped surrogate, plus the KL to the reference where it belongs into the loss, minus the entropy bonus."""
+    """Clipped surrogate, weighted where a correction does, plus the KL to the reference where it belongs into the loss,
+    minus the entropy bonus."""
     settings = config.loss
     assert output.logprobs is not None and batch.old_logprobs is not None and batch.advantages is not None
     surrogate = ppo_policy_loss(
@@ -83,11 +89,15 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
         dual_clip=settings.dual_clip,
     )
     loss, metrics = surrogate.loss, dict(surrogate.metrics)
-    metrics["actor/pg_loss"] = surrogate.loss.detach()
+    if (weights := batch.importance) is not None:
+        loss = loss * weights
+    metrics["actor/pg_loss"] = loss.detach()
     if config.kl.place == "loss":
         assert batch.ref_logprobs is not None
         old = batch.old_logprobs
         kl = kl_estimate(output.logprobs, batch.ref_logprobs, config.kl.kind, batch.loss_mask, old)
+        if weights is not None and config.kl.kind == "k3_unbiased":  # which is by the ratio to who drew the token
+            kl = kl * weights
         loss = loss + kl_coef * kl
         metrics["actor/kl_loss"] = kl.detach()
     if output.entropy is not None:
@@ -95,14 +105,6 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * output.entropy
     return TokenLoss(loss, metrics)
-
-
-def drawn_by(batch: TrainBatch, policy: ModelOutput) -> torch.Tensor | None:
-    """[T] log-probs by the policy that an update's ratio is to: the one that drew the tokens. That is the trainer's of
-    now, in its own kernels; of tokens that older weights chose there is what the engine said then."""
-    if batch.stale is None or policy.logprobs is None:
-        return policy.logprobs
-    return torch.where(batch.stale, batch.rollout_logprobs, policy.logprobs)
 
 
 def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -> dict[str, float]:
@@ -114,12 +116,12 @@ def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -
     `train.replay_routing` they cannot. suffix: of the names, where `policy` was not computed as in training.
 
     Of tokens that older weights chose the two sides differ by what the policy has learned since: these are apart,
-    `..._stale`; where routing is replayed, with all that comes after them. The losses measure from the policy
-    that chose them, see `drawn_by`.
+    `..._stale`; where routing is replayed, with all that comes after them.
     """
     assert policy.logprobs is not None
     masks = {"": batch.loss_mask}
-    if (stale := batch.stale) is not None:
+    if batch.lag is not None:
+        stale = batch.lag > 0
         if batch.routing is not None:  # the engine has read these again; they are replayed as older weights read them
             after = sequence_sums(stale.int(), batch.cu_seqlens) > 0
             stale = torch.repeat_interleave(after, batch.cu_seqlens.diff())

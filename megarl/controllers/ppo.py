@@ -12,16 +12,8 @@ from megarl.algorithms.totals import token_mean
 from megarl.algorithms.value_loss import explained_variance, value_loss
 from megarl.config import Config
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
-from megarl.controllers.policy import (
-    PolicyController,
-    drawn_by,
-    masked,
-    policy_loss,
-    policy_reads,
-    sampling_metrics,
-    trained,
-    unreplayed_metrics,
-)
+from megarl.controllers.correction import before_updates, corrected
+from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
@@ -54,13 +46,12 @@ class PPOController(PolicyController):
         flow.rollout.sleep()
         taken = trained(rollouts, config)
         batch = TrainBatch.from_rollouts(taken)
-        policy, critic = flow.actor.forward(batch), flow.critic.forward(batch)
+        policy, critic = before_updates(flow, batch), flow.critic.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
-        old = drawn_by(batch, policy)
-        batch = batch.with_(old_logprobs=old, ref_logprobs=reference.logprobs, values=critic.values)
+        batch = batch.with_(ref_logprobs=reference.logprobs, values=critic.values)
+        batch, metrics = corrected(flow, batch, policy, self.steps)
         assert policy.logprobs is not None and batch.values is not None
         values, mask = batch.values, batch.loss_mask
-        metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
 
         # 2. Advantages: outcome on the last action, the KL penalty on every one, then GAE over the actions.
         kl_mean = 0.0
