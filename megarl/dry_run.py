@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megarl import checks, named_models, strict
 from megarl.config import Config, ConfigError, ParallelConfig
+from megarl.controllers.correction import check_correction
 from megarl.controllers.registry import declare, make_controller
 from megarl.expected import expectations
 from megarl.models.adapters import adapter_params
@@ -100,6 +101,7 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
     passes(checks.check_run_dir, config)
     passes(expectations, config)
     passes(checks.check_algorithm, config, declared, warnings)
+    passes(check_correction, config, declared)
     reward = (registered or {}).get("reward", Registered())
     judged = "reward" in declared.roles and ours(config, declared, "reward", reward)
     if judged:

@@ -89,6 +89,8 @@ RECIPES: dict[str, Recipe] = {
     "clip_cov": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "clip_cov"}),
     "kl_cov": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "kl_cov"}),
     # --- without a reward ---
+    # Reverse KL to the role `teacher`, which is what holds the policy.
+    "distill": Recipe("megarl.controllers.distill:DistillController", {"kl.place": "none"}),
     "sft": Recipe("megarl.controllers.sft:SFTController"),
     # arXiv:2203.02155, section 3.5.
     "reward_model": Recipe("megarl.controllers.reward_model:RewardModelController"),

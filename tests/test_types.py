@@ -289,26 +289,26 @@ def test_tokens_of_older_weights_are_known_by_rollout_and_by_token():
     assert (rollouts.oldest[0], rollouts.lag[0]) == (2, 3)
     rollouts = rollouts.with_(rollouts.here).select(torch.tensor([True, False]))  # which says the version, too
     assert rollouts.lag.tolist() == [3]
-    stale = TrainBatch.from_rollouts(rollouts).stale
-    assert stale is not None and stale.tolist() == [False, False, True, True, True, False, False]
+    lag = TrainBatch.from_rollouts(rollouts).lag
+    assert lag is not None and lag.tolist() == [0, 0, 3, 1, 1, 0, 0] and lag.dtype == torch.int32
     batch = TrainBatch.from_rollouts(rollouts).select([0])
-    assert batch.stale is not None and torch.equal(batch.stale, stale)
+    assert batch.lag is not None and torch.equal(batch.lag, lag)
 
 
 def test_without_older_weights_there_is_no_such_column():
-    assert Rollouts.of([AGED]).lag.tolist() == [0] and TrainBatch.from_rollouts([AGED]).stale is None
+    assert Rollouts.of([AGED]).lag.tolist() == [0] and TrainBatch.from_rollouts([AGED]).lag is None
     only_prompt = dataclasses.replace(AGED, turns=AGED.turns[:1])
     assert Rollouts.of([only_prompt], version=5).lag.tolist() == [0]
     fresh = dataclasses.replace(AGED, turns=(AGED.turns[0], AGED.turns[3]))
-    assert TrainBatch.from_rollouts(Rollouts.of([fresh], version=5)).stale is None
+    assert TrainBatch.from_rollouts(Rollouts.of([fresh], version=5)).lag is None
 
 
 def test_all_ranks_have_the_column_where_one_has_older_tokens():
     found = as_ranks(
         2, lambda rank: TrainBatch.from_rollouts(Rollouts.of([AGED, SHORT][rank.rank :][:1], [rank.rank], rank, 5))
     )
-    assert [batch.stale is None for batch in found] == [False, False]
-    assert not found[1].stale.any()
+    assert [batch.lag is None for batch in found] == [False, False]
+    assert not found[1].lag.any()
 
 
 def test_sources_are_numbers_into_a_table_that_is_the_same_everywhere():
@@ -320,3 +320,30 @@ def test_sources_are_numbers_into_a_table_that_is_the_same_everywhere():
         assert rollouts.sources == ("", "code", "math") and rollouts.source.tolist() == [2, 1, 2, 0]
         rest = rollouts.select(torch.tensor([False, True, True, False]))
         assert rest.source.tolist() == [1, 2] and rest.sources == rollouts.sources
+
+
+def test_generations_of_a_step_are_joined():
+    """Figures one after the other, parts that only one has, and numbers of sources into one table."""
+
+    def of(source: str, group: int, **parts: float) -> Rollout:
+        prompt = dataclasses.replace(SHORT.prompt, data_source=source)
+        return dataclasses.replace(SHORT, prompt=prompt, group=group, reward=float(group), reward_parts=parts)
+
+    first = [[of("math", 0, a=1.0)], [of("code", 1, a=2.0)]]
+    second = [[], [of("art", 2, b=3.0), of("math", 2)]]
+    for rank, rollouts in enumerate(
+        as_ranks(
+            2,
+            lambda rank: Rollouts.joined(
+                [Rollouts.of(part[rank.rank], None, rank, version) for version, part in enumerate((first, second))]
+            ),
+        )
+    ):
+        assert rollouts.group.tolist() == [0, 1, 2, 2] and rollouts.reward.tolist() == [0.0, 1.0, 2.0, 2.0]
+        assert [rollouts.sources[i] for i in rollouts.source.tolist()] == ["math", "code", "art", "math"]
+        assert {name: part.tolist() for name, part in rollouts.reward_parts.items()} == {
+            "a": [1.0, 2.0, 0.0, 0.0],
+            "b": [0.0, 0.0, 3.0, 0.0],
+        }
+        assert rollouts.own.tolist() == [[0], [1, 2, 3]][rank] and rollouts.version == 1
+        assert [rollout.group for rollout in rollouts.here] == [[0], [1, 2, 2]][rank]

@@ -6,7 +6,7 @@ numbers or a histogram go through `total`. Where one rank holds everything, `alo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,25 +60,37 @@ def kth_values(x: torch.Tensor, ks: tuple[int, ...], total: Total = alone) -> li
     one histogram per digit says where the k-th one's digit lies, and then only those that share it are looked at.
     Three histograms of at most 2,048 numbers per k go through `total`, and no value does.
     """
-    if x.dtype != torch.float32:
-        raise TypeError(f"kth_values reads the bits of fp32, not of {x.dtype}")
-    found = [0] * len(ks)  # the bits that are known, the others 0
-    left = list(ks)  # which one it is among those that share these bits
-    shares = {0: x.view(torch.int32)}  # known bits -> the own ones that share them
+    return kth_values_of([x], [ks], total)[0]
+
+
+def kth_values_of(
+    several: Sequence[torch.Tensor], ks: Sequence[tuple[int, ...]], total: Total = alone
+) -> list[list[float]]:
+    """`kth_values` of each of several, with their own `ks`, of which there is at least one, in the same exchanges."""
+    for x in several:
+        if x.dtype != torch.float32:
+            raise TypeError(f"kth_values reads the bits of fp32, not of {x.dtype}")
+    asked = [(which, k) for which, own in enumerate(ks) for k in own]
+    found = [0] * len(asked)  # the bits that are known, the others 0
+    left = [k for _, k in asked]  # which one it is among those that share these bits
+    # (which, known bits) -> the own ones of it that share these bits
+    shares = {(which, 0): x.view(torch.int32) for which, x in enumerate(several) if ks[which]}
     for shift, width in DIGITS:
         counts = total(torch.stack([_histogram(share, shift, width) for share in shares.values()]))
         of_known = dict(zip(shares, counts, strict=True))
-        sharing: dict[int, torch.Tensor] = {}
-        for i, known in enumerate(found):
+        sharing: dict[tuple[int, int], torch.Tensor] = {}
+        for i, (which, _) in enumerate(asked):
+            known = (which, found[i])
             reached = of_known[known].cumsum(0)
             digit = int(torch.searchsorted(reached, left[i]))
             left[i] -= int(reached[digit] - of_known[known][digit])
             found[i] |= digit << shift
-            if found[i] not in sharing:
+            if (which, found[i]) not in sharing:
                 parts = shares[known].split(BLOCK)
-                sharing[found[i]] = torch.cat([part[part >> shift == found[i] >> shift] for part in parts])
+                sharing[which, found[i]] = torch.cat([part[part >> shift == found[i] >> shift] for part in parts])
         shares = sharing
-    return torch.tensor(found, dtype=torch.int32).view(torch.float32).tolist()
+    values = iter(torch.tensor(found, dtype=torch.int32).view(torch.float32).tolist())
+    return [[next(values) for _ in own] for own in ks]
 
 
 def picked(x: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -29,7 +29,7 @@ from megarl.config.job import (
     TrainConfig,
     Weight,
 )
-from megarl.config.learning import AdvantageConfig, KLConfig, LossConfig, RewardConfig
+from megarl.config.learning import AdvantageConfig, CorrectionConfig, KLConfig, LossConfig, RewardConfig
 from megarl.recipes import with_recipe
 from megarl.strict import ConfigError, Range, to_dict
 
@@ -38,6 +38,7 @@ __all__ = [
     "Batch",
     "Config",
     "ConfigError",
+    "CorrectionConfig",
     "CriticConfig",
     "DataConfig",
     "KLConfig",
@@ -88,6 +89,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: KLConfig = field(default_factory=KLConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     actor_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The policy's optimizer."""
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -82,6 +82,60 @@ class KLConfig:
 
 
 @dataclass(frozen=True)
+class CorrectionConfig:
+    """`algorithms/CORRECTIONS.md` has the equations, and which are called what elsewhere."""
+
+    kind: Literal["none", "tis", "icepop", "mis", "reject"] = "none"
+    """What is done where the policy that learns differs from the one that sampled, in other kernels or by older
+    weights, by the ratio of its probability of a token to the engine's. `tis`: a token's loss is weighted by the ratio,
+    cut to [low, high]; `icepop`: weighted, and not learned from outside of them (arXiv:2510.18855); `mis`: the same by
+    the ratio of the whole sequence; `reject`: sequences outside of them are left out, the others not weighted."""
+    level: Literal["token", "sequence", "geometric"] | None = None
+    """Of what the ratio is: a token, the product over a sequence, or the geometric mean over its tokens. null is token
+    for tis and icepop, sequence for mis, geometric for reject; `token` rejects a sequence with one such token."""
+    low: Annotated[float, Range(0, 1_000_000)] | None = None
+    """Least ratio; null is 0 for tis, 0.5 for icepop and mis, 0.99 for reject."""
+    high: Annotated[float, Range(above=0, most=1_000_000_000)] | None = None
+    """Largest ratio; null is 2 for tis and mis, 5 for icepop, 1.01 for reject."""
+    proximal: Literal["drawn", "trainer", "engine"] | None = None
+    """Whose log-probs the clipped ratio of the loss is to. `trainer`: the trainer's at the beginning of the step, which
+    with `kind` tis is decoupled PPO (arXiv:2505.24298 section 5.2); `engine`: the engine's, so that those of the
+    trainer need not be computed; `drawn`: the trainer's, but the engine's for tokens of older weights. null is trainer
+    for the kinds that weight, drawn for none and reject."""
+
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens' losses have weights."""
+        return self.kind in ("tis", "icepop", "mis")
+
+    @property
+    def measured(self) -> Literal["token", "sequence", "geometric"]:
+        """The level where none is named, too."""
+        return self.level or _OF_KIND[self.kind][0]
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Least and largest ratio, also where they are not named."""
+        _, low, high = _OF_KIND[self.kind]
+        return (low if self.low is None else self.low), (high if self.high is None else self.high)
+
+    @property
+    def clipped_to(self) -> Literal["drawn", "trainer", "engine"]:
+        """The proximal policy where none is named, too."""
+        return self.proximal or ("trainer" if self.weighs else "drawn")
+
+
+_OF_KIND: dict[str, tuple[Literal["token", "sequence", "geometric"], float, float]] = {
+    "none": ("token", 0.5, 2.0),  # which then count, and change nothing
+    "tis": ("token", 0.0, 2.0),
+    "icepop": ("token", 0.5, 5.0),
+    "mis": ("sequence", 0.5, 2.0),
+    "reject": ("geometric", 0.99, 1.01),
+}
+"""Of each kind of correction what it measures, and its bounds, where nobody says otherwise."""
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     functions: tuple[str, ...] = ()
     """Reward functions as `module:name`; each takes a Rollout and returns a number, at most 1e6. The reward is their

@@ -19,17 +19,9 @@ from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.totals import token_mean
 from megarl.config import Config
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.controllers.correction import before_updates, corrected
 from megarl.controllers.losses import needs_old_logprobs
-from megarl.controllers.policy import (
-    PolicyController,
-    drawn_by,
-    masked,
-    policy_loss,
-    policy_reads,
-    sampling_metrics,
-    trained,
-    unreplayed_metrics,
-)
+from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 from megarl.types.declared import Declared
 
@@ -77,10 +69,10 @@ class GRPOController(PolicyController):
         flow.rollout.sleep()
         taken = experience.trained
         batch = TrainBatch.from_rollouts(taken)
-        policy = flow.actor.forward(batch) if self.looks_first() else ModelOutput()
+        policy = before_updates(flow, batch, self.looks_first())
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
-        batch = batch.with_(old_logprobs=drawn_by(batch, policy), ref_logprobs=reference.logprobs)
-        metrics = experience.metrics | sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
+        batch, found = corrected(flow, batch.with_(ref_logprobs=reference.logprobs), policy, self.steps)
+        metrics = experience.metrics | found
 
         # 2. Advantages: each sample against the others of its prompt. A KL in the reward counts as the sequence's sum.
         kl_mean = None

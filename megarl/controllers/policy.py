@@ -59,28 +59,34 @@ def trained(rollouts: Rollouts, config: Config) -> Rollouts:
 
 def masked(batch: TrainBatch, rollouts: Rollouts, config: Config) -> TrainBatch:
     """The batch of these rollouts as its losses see it: without the tokens of those that were cut off, where
-    `loss.truncated` says `mask`. What was computed of them before, such as the mean of their group, stays."""
-    if config.loss.truncated != "mask":
-        return batch
-    cut_off = rollouts.are(*CUT_OFF)
-    return batch.with_(loss_mask=batch.loss_mask & ~cut_off[batch.sequence_ids])
+    `loss.truncated` says `mask`, and of those that `correction.kind` rejects. What was computed of them before, such as
+    the mean of their group, stays."""
+    if config.loss.truncated == "mask":
+        cut_off = rollouts.are(*CUT_OFF)
+        batch = batch.with_(loss_mask=batch.loss_mask & ~cut_off[batch.sequence_ids])
+    if config.correction.kind == "reject":
+        assert batch.importance is not None
+        batch = batch.with_(loss_mask=batch.loss_mask & (batch.importance > 0), importance=None)
+    return batch
 
 
 def policy_reads(config: Config, batch: TrainBatch | None = None) -> tuple[str, ...]:
     """The columns that `policy_loss` reads. batch: what they are of, where it may lack `old_logprobs`."""
     names = ["old_logprobs", "advantages"]
     if batch is not None and batch.old_logprobs is None:
-        names += ["rollout_logprobs", *(["stale"] if batch.stale is not None else [])]
+        names += ["rollout_logprobs", *(["lag"] if batch.lag is not None else [])]
     if config.kl.place == "loss":
         names.append("ref_logprobs")
     if chosen_loss(config)[0].mark is not None:
         names.append("marked")
+    if config.correction.weighs:
+        names.append("importance")
     return tuple(names)
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:
-    """The loss that `loss.policy` names, plus the KL to the reference where it belongs into the loss, minus the entropy
-    bonus.
+    """The loss that `loss.policy` names, weighted where a correction does, plus the KL to the reference where it
+    belongs into the loss, minus the entropy bonus.
 
     The ratio is to `old_logprobs`. A batch that has none is that of a single update: the policy before it is the one of
     now, and the ratio 1, but of tokens that older weights chose, where it is to what the engine said then.
@@ -96,12 +102,16 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
     sampled = Sampled(output.logprobs, old, batch.advantages, batch.loss_mask, batch.cu_seqlens, marks)
     surrogate = chosen.loss(sampled, Clip(settings.clip, settings.clip_high, settings.dual_clip), options)
     loss, metrics = surrogate.loss, dict(surrogate.metrics)
-    metrics["actor/pg_loss"] = surrogate.loss.detach()
-    if batch.old_logprobs is None and batch.stale is None:
+    if (weights := batch.importance) is not None:
+        loss = loss * weights
+    metrics["actor/pg_loss"] = loss.detach()
+    if batch.old_logprobs is None and batch.lag is None:
         metrics["rollout/logprob_diff_mean"] = (output.logprobs.detach() - batch.rollout_logprobs).abs()
     if config.kl.place == "loss":
         assert batch.ref_logprobs is not None
         kl = kl_estimate(output.logprobs, batch.ref_logprobs, config.kl.kind, batch.loss_mask, old)
+        if weights is not None and config.kl.kind == "k3_unbiased":  # which is by the ratio to who drew the token
+            kl = kl * weights
         loss = loss + kl_coef * kl
         metrics["actor/kl_loss"] = kl.detach()
     if output.entropy is not None:
@@ -112,11 +122,11 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
 
 
 def drawn_by(batch: TrainBatch, policy: ModelOutput) -> torch.Tensor | None:
-    """[T] log-probs by the policy that an update's ratio is to: the one that drew the tokens. That is the trainer's of
-    now, in its own kernels; of tokens that older weights chose there is what the engine said then."""
-    if batch.stale is None or policy.logprobs is None:
+    """[T] log-probs by the policy that drew the tokens. That is the trainer's of now, in its own kernels; of tokens
+    that older weights chose there is what the engine said then."""
+    if batch.lag is None or policy.logprobs is None:
         return policy.logprobs
-    return torch.where(batch.stale, batch.rollout_logprobs, policy.logprobs)
+    return torch.where(batch.lag > 0, batch.rollout_logprobs, policy.logprobs)
 
 
 def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -> dict[str, float]:
@@ -128,13 +138,13 @@ def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -
     `train.replay_routing` they cannot. suffix: of the names, where `policy` was not computed as in training.
 
     Of tokens that older weights chose the two sides differ by what the policy has learned since: these are apart,
-    `..._stale`; where routing is replayed, with all that comes after them. The losses measure from the policy
-    that chose them, see `drawn_by`.
+    `..._stale`; where routing is replayed, with all that comes after them.
     """
     if policy.logprobs is None:
         return {}
     masks = {"": batch.loss_mask}
-    if (stale := batch.stale) is not None:
+    if batch.lag is not None:
+        stale = batch.lag > 0
         if batch.routing is not None:  # the engine has read these again; they are replayed as older weights read them
             after = sequence_sums(stale.int(), batch.cu_seqlens) > 0
             stale = torch.repeat_interleave(after, batch.cu_seqlens.diff())

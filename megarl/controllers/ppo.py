@@ -16,16 +16,8 @@ from megarl.algorithms.totals import token_mean
 from megarl.algorithms.value_loss import explained_variance, value_loss
 from megarl.config import Config, Range, Weight
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
-from megarl.controllers.policy import (
-    PolicyController,
-    drawn_by,
-    masked,
-    policy_loss,
-    policy_reads,
-    sampling_metrics,
-    trained,
-    unreplayed_metrics,
-)
+from megarl.controllers.correction import before_updates, corrected
+from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
 from megarl.strict import Share
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 
@@ -71,15 +63,15 @@ class PPOController(PolicyController):
         # 1. Experience: rollouts by the engine, scored; then everything that the update needs to know about them.
         rollouts = flow.reward.score(flow.rollout.generate(items, config.rollout.samples_per_prompt))
         flow.rollout.sleep()
-        taken, found = self.chosen(trained(rollouts, config))
+        taken, chosen = self.chosen(trained(rollouts, config))
         batch = TrainBatch.from_rollouts(taken)
-        policy, critic = flow.actor.forward(batch), flow.critic.forward(batch)
+        policy, critic = before_updates(flow, batch), flow.critic.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
-        old = drawn_by(batch, policy)
-        batch = batch.with_(old_logprobs=old, ref_logprobs=reference.logprobs, values=critic.values)
+        batch = batch.with_(ref_logprobs=reference.logprobs, values=critic.values)
+        batch, metrics = corrected(flow, batch, policy, self.steps)
         assert policy.logprobs is not None and batch.values is not None
         values, mask = batch.values, batch.loss_mask
-        metrics = found | sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, self.steps)
+        metrics |= chosen
 
         # 2. Advantages: outcome on the last action, the KL penalty on every one, then GAE over the actions.
         kl_mean = 0.0

@@ -53,7 +53,8 @@ class TrainBatch:
     rewards: torch.Tensor | None = None  # [T] token rewards: outcome plus, where asked for, the KL penalty
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T]
-    stale: torch.Tensor | None = None  # [T] bool, True where older weights than the policy's chose it; None: nowhere
+    lag: torch.Tensor | None = None  # [T] int32 versions by which the weights that chose it are older; None: all are 0
+    importance: torch.Tensor | None = None  # [T] weight of the policy's loss: what sampled is not what learns; None: 1
     loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
     routing: tuple[torch.Tensor, ...] | None = None  # n records as of `Rollout`; the policy's model replays them
     shares: Shares | None = None
@@ -73,10 +74,10 @@ class TrainBatch:
         mask = np.repeat(np.array([turn.is_action for turn in turns], dtype=np.bool_), lengths)
         logprobs = np.zeros(len(mask), dtype=np.float32)
         logprobs[mask] = joined([turn.logprobs for turn in turns], np.float32)
-        stale = None
+        lag = None
         if bool((rollouts.lag > 0).any()):
             versions = joined([turn.token_versions for turn in turns], np.int32)
-            stale = torch.from_numpy(mask & (versions < rollouts.version))
+            lag = torch.from_numpy(np.where(mask, np.maximum(rollouts.version - versions, 0), 0).astype(np.int32))
         shares = Shares(rollouts.length, rollouts.routed, rollouts.home, rollouts.own, rollouts.everyone)
         return TrainBatch(
             tokens=torch.from_numpy(joined([turn.token_ids for turn in turns], np.int32)),
@@ -85,7 +86,7 @@ class TrainBatch:
             group=rollouts.group,
             sequence_reward=rollouts.reward.float(),
             rollout_logprobs=torch.from_numpy(logprobs),
-            stale=stale,
+            lag=lag,
             routing=_records(rollouts),
             shares=None if isinstance(rollouts.everyone, Alone) else shares,
         )

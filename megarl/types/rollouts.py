@@ -245,6 +245,8 @@ class Rollouts:
         names = sorted({name for part in parts for name in part.reward_parts})
         zeros = [torch.zeros(size, dtype=torch.float64) for size in sizes]
         offsets = np.cumsum([0, *sizes[:-1]]).tolist()
+        sources = tuple(sorted({source for part in parts for source in part.sources}))
+        places = [torch.tensor([sources.index(source) for source in part.sources] or [0]) for part in parts]
         figures: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts]) for name in ("home", *FIGURES, "reward")
         }
@@ -253,6 +255,8 @@ class Rollouts:
             here=tuple(rollout for part in parts for rollout in part.here),
             own=torch.cat([part.own + offset for part, offset in zip(parts, offsets, strict=True)]),
             **figures,
+            source=torch.cat([place[part.source] for part, place in zip(parts, places, strict=True)]),
+            sources=sources,
             reward_parts={
                 name: torch.cat([part.reward_parts.get(name, none) for part, none in zip(parts, zeros, strict=True)])
                 for name in names

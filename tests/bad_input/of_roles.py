@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from case import Case
+from safetensors.torch import load_file, save_file
 
 
 def reward(name: str, settings: str, *says: str, given: tuple[str, ...] = ()) -> Case:
@@ -21,6 +23,33 @@ def judge(folder: Path) -> None:
         (other / path.name).write_bytes(path.read_bytes())
     values = {**json.loads(file.read_text()), "architectures": ["Qwen3MoeForSequenceClassification"]}
     (other / "config.json").write_text(json.dumps(values))
+
+
+def other_words(folder: Path) -> None:
+    """The policy's folder as `teacher/`, but that two words of its tokenizer have each other's ids."""
+    teacher = folder / "teacher"
+    teacher.mkdir()
+    for path in (folder / "model").iterdir():
+        (teacher / path.name).write_bytes(path.read_bytes())
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    one, other = sorted(words, key=words.__getitem__)[:2]
+    words[one], words[other] = words[other], words[one]
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def fewer_words(folder: Path) -> None:
+    other_words(folder)
+    file, weights = folder / "teacher/config.json", folder / "teacher/model.safetensors"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 512}))
+    tensors = load_file(weights)
+    tensors |= {name: tensors[name][:512].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+def taught(name: str, *says: str, given: tuple[str, ...] = (), prepare: Callable[[Path], None] | None = None) -> Case:
+    given = ("algorithm=distill", *(given or ("roles={teacher: {model: FOLDER/teacher}}",)))
+    return Case(f"teacher: {name}", says, given, prepare or (lambda folder: None))
 
 
 MODEL = ("reward.model=FOLDER/model",)
@@ -43,6 +72,12 @@ CASES = [
         ("roles={reward: {backend: transformers}}", "reward.model=FOLDER/judge"),
         judge,
     ),
+    taught("none", "roles.teacher.model is not set", given=("kl.place=none",)),
+    taught("not there", "roles.teacher.model=FOLDER/teacher: there is no such folder"),
+    taught("other words", "has another tokenizer than model.path", "the teacher reads", prepare=other_words),
+    taught("fewer words", "has a vocabulary of 512", "at least as many words", prepare=fewer_words),
+    taught("beside a reference", "kl.place=loss with algorithm=distill", "none", given=("kl.place=loss",)),
+    taught("a bound of nothing", "options.bound", given=("options={bound: 0}",)),
     Case("a worker that is not there", ("no_such_lab",), ("roles={reward: {worker: 'no_such_lab:Judge'}}",)),
     Case("a role of nobody", ("roles.jugde", "has no such role"), ("roles={jugde: {}}",)),
     Case("roles that are a list", ("roles must be a mapping",), ("roles=[1]",)),

@@ -54,6 +54,28 @@ CASES = [
         ("actor_optimizer.min_lr=1 is above actor_optimizer.lr=1e-06",),
         (*SFT, "actor_optimizer.min_lr=1"),
     ),
+    Case(
+        "a correction's bounds the wrong way round",
+        ("correction.low=3 and correction.high=2 must have 1 between them",),
+        ("correction.kind=tis", "correction.low=3"),
+    ),
+    Case("a correction of that name", ("correction.kind", "icepop"), ("correction.kind=tip",)),
+    Case("a correction's bound below 0", ("correction.low",), ("correction.kind=mis", "correction.low=-1")),
+    Case(
+        "a correction of sequences by tokens",
+        ("correction.kind=mis with correction.level=token: that is correction.kind=icepop",),
+        (GRPO, "correction.kind=mis", "correction.level=token"),
+    ),
+    Case(
+        "a correction of the engine's own log-probs",
+        ("correction.kind=tis weights by", "correction.proximal=engine"),
+        ("correction.kind=tis", "correction.proximal=engine"),
+    ),
+    Case(
+        "a correction of what nobody sampled",
+        ("correction.kind=icepop with algorithm=sft: it has no engine that samples",),
+        (*SFT, "correction.kind=icepop"),
+    ),
     Case("k1 as a loss", ("kl.estimator=k1", "kl.place=loss", "null"), ("kl.place=loss", "kl.estimator=k1")),
     Case("k1 as a loss of GRPO", ("kl.estimator=k1",), (GRPO, "kl.place=loss", "kl.estimator=k1")),
     Case(

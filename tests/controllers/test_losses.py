@@ -200,21 +200,24 @@ def test_means_by_hand() -> None:
 def test_a_single_update_needs_no_log_probs_of_before(policy: str) -> None:
     """As with those of the policy itself; of stale tokens the ratio is to the engine's."""
     batch, new = made()
-    stale = torch.rand(len(new), generator=torch.Generator().manual_seed(1)) < 0.4
+    older = torch.randint(0, 3, (len(new),), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     settings = config(policy)
-    for given in (None, stale):
-        old = new if given is None else torch.where(given, batch.rollout_logprobs, new)
+    for given in (None, older):
+        old = new if given is None else torch.where(given > 0, batch.rollout_logprobs, new)
         results = []
-        for known in (batch.with_(old_logprobs=old, stale=given), batch.with_(old_logprobs=None, stale=given)):
+        for known in (batch.with_(old_logprobs=old, lag=given), batch.with_(old_logprobs=None, lag=given)):
             (mini,) = mini_batches(known, settings, seed=0)
             logprobs = new.clone().requires_grad_()
             result = policy_loss(ModelOutput(logprobs=logprobs), mini, settings, 0.0)
             assert mini.loss_weights is not None
             (mini.loss_weights * result.loss).sum().backward()
-            results.append((result.loss.detach(), logprobs.grad, result.figures(mini)))
+            figures = result.figures(mini)
+            apart = figures.pop("rollout/logprob_diff_mean", None)  # which only such an update has to say
+            assert (apart is None) == (known.old_logprobs is not None or given is not None)
+            results.append((result.loss.detach(), logprobs.grad, figures))
         torch.testing.assert_close(*results, rtol=0, atol=0)
-        reads = policy_reads(settings, batch.with_(old_logprobs=None, stale=given))
-        assert ("stale" in reads, "rollout_logprobs" in reads) == ((given is not None,) * 2)
+        reads = policy_reads(settings, batch.with_(old_logprobs=None, lag=given))
+        assert "rollout_logprobs" in reads and ("lag" in reads) == (given is not None)
 
 
 def test_what_may_not_lack_them() -> None:

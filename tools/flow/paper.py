@@ -128,7 +128,7 @@ class Paper:
             sequence_reward=torch.zeros(len(lengths)),
             routing=records,
             shares=Shares(lengths, routed, homes, own, ALONE),
-            **{name: column(torch.bool if name in ("marked", "stale") else torch.float32) for name in columns},  # type: ignore[arg-type]
+            **{name: column(torch.bool if name == "marked" else torch.float32) for name in columns},  # type: ignore[arg-type]
         )
 
     @contextmanager

@@ -1,0 +1,125 @@
+"""On-policy distillation: the policy writes, and a teacher says of each of its tokens how likely it would have been.
+
+That is the reverse KL, of the policy to the teacher, in the states that the policy itself comes to, where a student
+that reads its teacher's texts never was (arXiv:2306.13649). By policy gradient, with the KL's estimate k1 as what a
+token costs and no discount, so that each answers for itself alone (Thinking Machines Lab, "On-Policy Distillation",
+2025):
+
+    A_t = log pi_teacher(a_t | s_t) - log pi(a_t | s_t)
+
+of which the expected gradient in a state is that of -KL(pi(. | s_t) || pi_teacher(. | s_t)). The ratio of the loss is
+to who drew the token, as in PPO, and clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megarl.algorithms.advantages import spread_to_tokens
+from megarl.algorithms.baselines import group_advantages
+from megarl.algorithms.totals import token_mean
+from megarl.config import Config, ConfigError, Weight
+from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.controllers.correction import before_updates, corrected
+from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
+from megarl.strict import Positive
+from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
+from megarl.types.declared import Declared
+
+if TYPE_CHECKING:
+    from megarl.flow import HybridFlow
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    reward: Weight = 0.0
+    """Weight of the reward's advantage, of each sample among those of its prompt as in GRPO, which is added to the
+    teacher's on all of its tokens; 0 learns from the teacher alone."""
+    bound: Positive | None = None
+    """The teacher's advantage of a token is cut to [-bound, bound], in nats; null leaves it as it is."""
+
+
+class DistillController(PolicyController):
+    """The teacher is a role: `roles: {teacher: {model: FOLDER}}`, with the policy's tokenizer."""
+
+    Options = DistillOptions
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = 0
+
+    @classmethod
+    def read_options(cls, config: Config) -> Any:
+        if config.kl.place != "none":
+            raise ConfigError(
+                f"kl.place={config.kl.place} with algorithm={config.algorithm}: what the policy is held to is the "
+                "teacher; set it to none"
+            )
+        return super().read_options(config)
+
+    @classmethod
+    def roles(cls, config: Config) -> tuple[str, ...]:
+        settings = config.reward
+        judged = settings.functions or settings.model or "reward" in config.roles or cls.read_options(config).reward
+        return ("rollout", "actor", "teacher", *(("reward",) if judged else ()))
+
+    @classmethod
+    def declare(cls, config: Config) -> Declared:
+        return replace(super().declare(config), compares_samples=cls.read_options(config).reward > 0)
+
+    @property
+    def judged(self) -> bool:
+        """Whether there is a reward, to be learned from or only looked at."""
+        return "reward" in self.roles(self.config)
+
+    def eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+        """Nothing where no reward says how good an answer is."""
+        return super().eval_items(flow) if self.judged else ()
+
+    def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
+        config = self.config
+
+        # 1. Experience: what the policy writes, and what both say of it.
+        rollouts = flow.rollout.generate(items, config.rollout.samples_per_prompt)
+        if self.judged:
+            rollouts = flow.reward.score(rollouts)
+        flow.rollout.sleep()
+        taken = trained(rollouts, config)
+        batch = TrainBatch.from_rollouts(taken)
+        policy, teacher = before_updates(flow, batch), flow.teacher.forward(batch)
+        batch, metrics = corrected(flow, batch, policy, self.steps)
+        assert policy.logprobs is not None and teacher.logprobs is not None
+
+        # 2. Advantages: token by token what the teacher would rather have, and the reward where it counts.
+        advantages = torch.where(batch.loss_mask, teacher.logprobs - policy.logprobs, 0.0)
+        metrics["distill/reverse_kl"] = -token_mean(advantages, batch.loss_mask, batch.total)
+        if (bound := self.options.bound) is not None:
+            advantages = advantages.clamp(-bound, bound)
+        if weight := self.options.reward:
+            of_group = group_advantages(batch.sequence_reward, batch.group, config.advantage.group_std)
+            advantages = advantages + weight * spread_to_tokens(of_group[batch.own], batch.cu_seqlens, batch.loss_mask)
+        batch = batch.with_(advantages=advantages)
+
+        # 3. Updates.
+        @reads(*policy_reads(config))
+        def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+            return policy_loss(output, part, config, 0.0)
+
+        means = MeanOf()
+        for mini in mini_batches(masked(batch, taken, config), config, seed=self.steps):
+            means.add(flow.actor.update(mini, actor_loss))
+
+        # 4. The engine gets the new weights.
+        flow.rollout.update_weights(flow.actor)
+        self.steps += 1
+        return StepResult(metrics | means.result(), rollouts, batch, taken)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]

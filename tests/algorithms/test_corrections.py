@@ -1,0 +1,192 @@
+"""Weights by hand and against plain Python, unbiased where nothing is cut, the same whoever holds which sequences."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import as_ranks
+
+from megarl.algorithms.corrections import Correction, at_level, correction, correction_figures, log_ratios
+from megarl.algorithms.policy_loss import ppo_policy_loss
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shares import deal, random_batch  # noqa: E402
+
+#   one sequence of ratios 2, 1/4; one of 3 alone; one without an action
+CU = torch.tensor([0, 3, 5, 7])
+MASK = torch.tensor([False, True, True, False, True, False, False])
+LOGS = torch.tensor([0.0, math.log(2), math.log(0.25), 0.0, math.log(3), 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "low", "high", "expected"),
+    [
+        ("none", "token", 0.5, 2.0, [1, 1, 1]),
+        ("tis", "token", 0.0, 2.5, [2, 0.25, 2.5]),
+        ("tis", "token", 0.5, 2.5, [2, 0.5, 2.5]),
+        ("tis", "sequence", 0.0, 2.0, [0.5, 0.5, 2]),
+        ("tis", "geometric", 0.0, 9.0, [0.5**0.5, 0.5**0.5, 3]),
+        ("icepop", "token", 0.5, 5.0, [2, 0, 3]),
+        ("icepop", "token", 0.2, 2.5, [2, 0.25, 0]),
+        ("mis", "sequence", 0.4, 2.0, [0.5, 0.5, 0]),
+        ("mis", "geometric", 0.75, 5.0, [0, 0, 3]),
+        ("reject", "token", 0.5, 5.0, [0, 0, 1]),
+        ("reject", "sequence", 0.4, 2.0, [1, 1, 0]),
+        ("reject", "geometric", 0.7, 1.5, [1, 1, 0]),
+    ],
+)
+def test_by_hand(kind: str, level: str, low: float, high: float, expected: list[float]) -> None:
+    found = correction(LOGS, MASK, CU, kind, level, low, high)  # type: ignore[arg-type]
+    assert found.weights[MASK].tolist() == pytest.approx(expected) and not found.weights[~MASK].any()
+    assert not (found.above | found.below)[~MASK].any()
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="tis, icepop"):
+        correction(LOGS, MASK, CU, "no", "token", 0, 1)  # type: ignore[arg-type]
+
+
+def test_ratios_are_of_actions_and_finite() -> None:
+    mask = torch.tensor([True, True, True, False])
+    found = log_ratios(torch.tensor([-1.0, -90.0, -1.0, math.nan]), torch.tensor([-1.5, -1.0, -math.inf, 0.0]), mask)
+    assert found.tolist() == [0.5, -20.0, 20.0, 0.0]
+    policy = torch.zeros(4, requires_grad=True)
+    assert not log_ratios(policy, torch.zeros(4), mask).requires_grad
+    whole = at_level(torch.full((4,), 15.0), torch.ones(4).bool(), torch.tensor([0, 4]), "sequence")
+    assert whole.tolist() == [20.0] * 4
+
+
+def by_hand(kind: str, level: str, low: float, high: float, logs: Any, mask: Any, cu: Any) -> list[float]:
+    """In plain Python's floats, sequence by sequence."""
+    weights = [0.0] * len(mask)
+    for start, end in zip(cu, cu[1:], strict=False):
+        actions = [t for t in range(start, end) if mask[t]]
+        whole = math.fsum(logs[t] for t in actions)
+        ratios = {}
+        for t in actions:
+            of = {"token": logs[t], "sequence": whole, "geometric": whole / len(actions)}
+            ratios[t] = math.exp(of[level])
+        inside = {t: low <= ratio <= high for t, ratio in ratios.items()}
+        for t in actions:
+            weights[t] = {
+                "tis": min(max(ratios[t], low), high),
+                "icepop": ratios[t] * inside[t],
+                "mis": ratios[t] * inside[t],
+                "reject": float(all(inside.values())),
+            }[kind]
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["tis", "icepop", "mis", "reject"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("seed", range(3))
+def test_against_plain_python(kind: Any, level: Any, seed: int) -> None:
+    mask, cu = random_batch(seed)
+    logs = (torch.randn(len(mask), generator=torch.Generator().manual_seed(seed)) * 0.3).double() * mask
+    found = correction(logs, mask, cu, kind, level, 0.8, 1.5).weights
+    expected = by_hand(kind, level, 0.8, 1.5, logs.tolist(), mask.tolist(), cu.tolist())
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    single = correction(logs.float(), mask, cu, kind, level, 0.8, 1.5).weights
+    assert float((single - torch.tensor(expected)).abs().max()) < 1e-6
+
+
+def drawn(actions: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every sequence of this length: tokens [T], mask [T], cu_seqlens."""
+    tokens = torch.tensor(list(product(range(actions), repeat=length)))
+    count = len(tokens)
+    return tokens.reshape(-1), torch.ones(count * length).bool(), torch.arange(count + 1) * length
+
+
+@pytest.mark.parametrize(("level", "length"), [("token", 1), ("sequence", 1), ("sequence", 2), ("sequence", 3)])
+def test_without_bounds_the_gradient_is_that_on_policy(level: Any, length: int) -> None:
+    """In expectation over what another policy draws, summed over all that it can draw. By token this is exact of one
+    token; of several, the states before it are still drawn by the other, and only the product corrects them."""
+    draw = torch.Generator().manual_seed(3)
+    tokens, mask, cu = drawn(3, length)
+    count, step = len(cu) - 1, torch.arange(len(tokens)) % length
+    behaviour = torch.randn(length, 3, generator=draw, dtype=torch.float64).log_softmax(-1)
+    logits = torch.randn(length, 3, generator=draw, dtype=torch.float64, requires_grad=True)
+    reward = torch.randn(count, generator=draw, dtype=torch.float64)
+    logprobs, engine = logits.log_softmax(-1)[step, tokens], behaviour[step, tokens]
+    advantages = torch.repeat_interleave(reward, length)
+    weights = correction(log_ratios(logprobs, engine, mask), mask, cu, "tis", level, 0.0, 1e9).weights
+    loss = ppo_policy_loss(logprobs, logprobs.detach(), advantages, mask, clip_low=0.2).loss * weights
+    chance = engine.reshape(count, length).sum(1).exp()
+    (found,) = torch.autograd.grad((loss * torch.repeat_interleave(chance, length)).sum(), logits, retain_graph=True)
+    expected_reward = (logprobs.reshape(count, length).sum(1).exp() * reward).sum()
+    (expected,) = torch.autograd.grad(-expected_reward, logits)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_decoupled_ppo_is_the_ratio_to_who_drew_it() -> None:
+    """Within the clip range the weight times the ratio to the proximal policy is that to the behaviour policy."""
+    draw = torch.Generator().manual_seed(1)
+    tokens, mask, cu = drawn(4, 1)
+    now, prox, behaviour = (torch.randn(4, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(3))
+    advantages = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
+    weights = correction(log_ratios(prox, behaviour, mask), mask, cu, "tis", "token", 0.0, 1e9).weights
+    loss = ppo_policy_loss(now, prox, advantages, mask, clip_low=1.0, clip_high=100.0).loss * weights
+    assert float((behaviour.exp() * loss).sum()) == pytest.approx(-float((now.exp() * advantages).sum()))
+
+
+def test_figures_by_hand() -> None:
+    """Ratios 2 and 1/4 of lags 1 and 0 in one sequence, 3 of lag 5 in another."""
+    lag = torch.tensor([0, 1, 0, 0, 5, 0, 0], dtype=torch.int32)
+    found = correction_figures(LOGS, MASK, CU, correction(LOGS, MASK, CU, "icepop", "token", 0.5, 2.5), lag)
+
+    def figure(name: str) -> float:
+        return found[f"rollout_corr/{name}"]
+
+    ratios = [0.25, 2.0, 3.0]
+    assert figure("kl") == pytest.approx(-sum(map(math.log, ratios)) / 3)
+    assert figure("k3_kl") == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3)
+    assert [figure(f"ratio_{name}") for name in ("p5", "p50", "p95", "max")] == pytest.approx([0.25, 2, 3, 3])
+    assert figure("rollout_is_eff_sample_size") == pytest.approx((0.5 + 3) ** 2 / (2 * (0.25 + 9)))
+    assert figure("rollout_is_mean") == pytest.approx(2 / 3)
+    assert figure("rollout_is_ratio_fraction_high") == figure("rollout_is_ratio_fraction_low") == pytest.approx(1 / 3)
+    assert figure("rollout_rs_masked_fraction") == pytest.approx(2 / 3)
+    assert figure("rollout_rs_seq_masked_fraction") == 0.5
+    # The first sequence is of lag 1, its oldest token's; the other of 3 and more.
+    assert (figure("ratio_max_lag0"), figure("ratio_p5_lag1"), figure("ratio_p50_lag3")) == pytest.approx((0.25, 2, 3))
+    assert figure("rollout_rs_seq_masked_fraction_lag3") == 1.0 and figure("rollout_rs_seq_masked_fraction_lag1") == 0.0
+    assert not any(name.endswith("_lag2") for name in found)
+    assert "rollout_corr/rollout_is_eff_sample_size_lag0" not in found and len(found) == 4 * 12 - 2
+    without = correction_figures(LOGS, MASK, CU, correction(LOGS, MASK, CU, "none", "token", 0.5, 2.5))
+    assert len(without) == 12 and without["rollout_corr/rollout_is_mean"] == 1.0
+
+
+def test_of_no_action_there_is_nothing_to_say() -> None:
+    none = torch.zeros(7).bool()
+    assert (
+        correction_figures(LOGS * 0, none, CU, correction(LOGS * 0, none, CU, "tis", "token", 0, 2), LOGS.int()) == {}
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize(("kind", "level"), [("tis", "sequence"), ("icepop", "token"), ("reject", "geometric")])
+def test_shares_give_what_the_whole_gives(kind: Any, level: Any, ranks: int) -> None:
+    mask, cu = random_batch(4)
+    draw = torch.Generator().manual_seed(4)
+    logs = torch.randn(len(mask), generator=draw) * 0.2 * mask
+    lag = torch.randint(0, 5, (len(mask),), generator=draw, dtype=torch.int32)
+    whole = correction(logs, mask, cu, kind, level, 0.8, 1.3)
+    expected = correction_figures(logs, mask, cu, whole, lag)
+    shares = deal(cu, ranks, 4)
+
+    def work(everyone: Any) -> tuple[Correction, dict[str, float]]:
+        _, tokens, starts = shares[everyone.rank]
+        found = correction(logs[tokens], mask[tokens], starts, kind, level, 0.8, 1.3)
+        figures = correction_figures(logs[tokens], mask[tokens], starts, found, lag[tokens], everyone.total)
+        return found, figures
+
+    for (_, tokens, _), (found, figures) in zip(shares, as_ranks(ranks, work), strict=True):
+        assert torch.equal(found.weights, whole.weights[tokens])  # to the bit: no sequence is cut
+        assert figures == pytest.approx(expected, rel=1e-12) and len(figures) > 4 * 12

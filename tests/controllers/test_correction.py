@@ -1,0 +1,273 @@
+"""PPO and GRPO on rollouts of older weights, under each correction: the table of `test_learning.py`, whose answers are
+drawn from what it was two steps ago, and said with log-probs that are a little off."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import as_ranks
+
+from megarl.config import Config, ConfigError, from_dict
+from megarl.controllers.base import mini_batches
+from megarl.controllers.correction import before_updates, check_correction, corrected
+from megarl.controllers.policy import masked, policy_loss, policy_reads
+from megarl.controllers.registry import declare, make_controller
+from megarl.types import ALONE, Everyone, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_learning import ACTIONS, TableFlow  # noqa: E402
+
+EACH = (
+    {"kind": "none"},
+    {"kind": "none", "proximal": "trainer"},
+    {"kind": "none", "proximal": "engine"},
+    {"kind": "tis"},
+    {"kind": "tis", "level": "sequence"},
+    {"kind": "icepop"},
+    {"kind": "mis"},
+    {"kind": "reject", "low": 0.5, "high": 2.0},
+)
+NAMES = [" ".join(map(str, correction.values())) for correction in EACH]
+
+
+class AgedFlow(TableFlow):
+    """The second token of an answer is by the weights of `behind` pushes ago, the first by those of one push before."""
+
+    def __init__(self, config: Config, everyone: Everyone = ALONE, world: int = 1, behind: int = 2) -> None:
+        super().__init__(config, everyone, world)
+        self.behind = behind
+        self.tables = [self.policy.table.detach().clone()]
+        self.forwards = 0
+        forward = self.policy.forward
+        self.policy.forward = lambda batch: (setattr(self, "forwards", self.forwards + 1), forward(batch))[1]  # type: ignore
+
+    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+        self.calls.append("generate")
+        now = len(self.tables) - 1
+        versions = [max(0, now - self.behind - 1), max(0, now - self.behind)]
+        here = []
+        for group in range(self.everyone.rank, len(items), self.world):
+            draw = random.Random(f"{len(self.calls)}/{group}")
+            for _ in range(samples):
+                answer, said = [], []
+                for k, version in enumerate(versions):
+                    logprobs = self.tables[version].log_softmax(-1)[k]
+                    answer.append(draw.choices(range(ACTIONS), logprobs.exp().tolist())[0])
+                    said.append(float(logprobs[answer[-1]]) + draw.uniform(-0.01, 0.01))
+                runs = tuple((version, 1) for version in versions)
+                turns = (Turn((9,)), Turn(tuple(answer), tuple(said), True, versions[-1], runs))
+                here.append(Rollout(items[group], turns, group=group))
+        return Rollouts.of(here, [rollout.group for rollout in here], self.everyone, now)
+
+    def update_weights(self, actor: Any) -> None:
+        super().update_weights(actor)
+        self.tables.append(self.policy.table.detach().clone())
+
+
+def config_of(correction: dict[str, Any], algorithm: str = "grpo", **run: int) -> Config:
+    tree = {"algorithm": algorithm, "kl": {"place": "none"}, "run": {"num_update": 2, "epochs": 2} | run}
+    return from_dict(tree | {"rollout": {"samples_per_prompt": 8}, "correction": correction})
+
+
+def prompts(count: int = 4) -> list[Prompt]:
+    return [Prompt(id=str(i), messages=()) for i in range(count)]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("correction", EACH, ids=NAMES)
+def test_all_learn_two_versions_behind(correction: dict[str, Any], algorithm: str) -> None:
+    config = config_of(correction, algorithm)
+    flow: Any = AgedFlow(config)
+    controller = make_controller(config)
+    means = []
+    for _ in range(30):
+        result = controller.step(flow, prompts())
+        assert result.batch is not None
+        means.append(float(result.batch.sequence_reward.mean()))
+    assert means[0] < 0.4 and sum(means[-5:]) / 5 > 0.8, means
+    if correction.get("proximal") != "engine":
+        assert result.metrics["rollout_corr/ratio_max_lag3"] > 0 and "rollout_corr/kl_lag2" in result.metrics
+        assert "rollout_corr/kl_lag1" not in result.metrics
+        assert 0 < result.metrics["rollout_corr/rollout_is_eff_sample_size"] <= 1
+
+
+def steps_of(config: Config, everyone: Everyone, world: int) -> list[dict[str, Any]]:
+    flow: Any = AgedFlow(config, everyone, world)
+    controller = make_controller(config)
+    found = []
+    for _ in range(4):
+        result = controller.step(flow, prompts(5))
+        found.append({"metrics": result.metrics, "table": flow.policy.table.detach().clone()})
+    return found
+
+
+@pytest.mark.parametrize("correction", EACH, ids=NAMES)
+def test_a_step_is_the_same_however_its_sequences_lie(correction: dict[str, Any]) -> None:
+    config = config_of(correction)
+    alone = steps_of(config, ALONE, 1)
+    for world in (2, 3):
+        first, *others = as_ranks(world, lambda everyone, world=world: steps_of(config, everyone, world))
+        for steps in others:
+            torch.testing.assert_close(steps, first, rtol=0, atol=0)
+        torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
+
+
+def aged_batch(config: Config) -> tuple[Any, Rollouts, TrainBatch]:
+    """After three updates, rollouts of three versions."""
+    flow: Any = AgedFlow(config)
+    controller = make_controller(config_of({}))
+    for _ in range(4):
+        controller.step(flow, prompts())
+    rollouts = flow.score(flow.generate(prompts(), 8))
+    return flow, rollouts, TrainBatch.from_rollouts(rollouts)
+
+
+def test_off_is_what_it_is_without() -> None:
+    """No weights, the ratio to who drew each token, and a loss with the bits of one that knows no weights."""
+    config = config_of({})
+    flow, _, batch = aged_batch(config)
+    policy = before_updates(flow, batch)
+    found, _ = corrected(flow, batch, policy, 0)
+    assert batch.lag is not None and bool((batch.lag[batch.loss_mask] > 0).all())
+    assert found.importance is None and policy_reads(config) == ("old_logprobs", "advantages")
+    assert found.old_logprobs is not None and policy.logprobs is not None
+    assert torch.equal(found.old_logprobs[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
+    fresh, metrics = corrected(flow, batch.with_(lag=None), policy, 0)
+    assert fresh.old_logprobs is policy.logprobs and fresh.importance is None
+    assert not any(name.startswith("rollout_corr") for name in metrics)
+    found = found.with_(advantages=torch.randn(len(batch.tokens)))
+    plain = policy_loss(policy, found, config, 0.0)
+    ones = policy_loss(policy, found.with_(importance=torch.ones(len(batch.tokens))), config, 0.0)
+    assert torch.equal(plain.loss, ones.loss)
+
+
+@pytest.mark.parametrize("kind", ["tis", "icepop", "mis"])
+def test_a_weight_is_of_the_surrogate_and_no_token_leaves_the_mean(kind: str) -> None:
+    config = config_of({"kind": kind, "low": 0.9, "high": 1.1}, num_update=1, epochs=1)
+    flow, rollouts, batch = aged_batch(config)
+    policy = before_updates(flow, batch)
+    batch, metrics = corrected(flow, batch, policy, 0)
+    assert batch.importance is not None and batch.old_logprobs is policy.logprobs
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(float(batch.importance[batch.loss_mask].mean()))
+    (mini,) = mini_batches(masked(batch, rollouts, config), config, 0)
+    assert mini.loss_weights is not None and mini.importance is not None
+    weighted = mini.loss_weights[mini.loss_mask]
+    assert float(weighted.min()) == float(weighted.max()) == pytest.approx(1 / int(mini.loss_mask.sum()))
+    mini = mini.with_(advantages=torch.ones(len(mini.tokens)))
+    loss = policy_loss(policy, mini, config, 0.0)
+    assert torch.equal(loss.loss[mini.loss_mask], -mini.importance[mini.loss_mask])  # of ratio and advantage 1
+    assert "importance" in policy_reads(config)
+
+
+def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
+    found = {}
+    for estimator in ("k2", "k3_unbiased"):
+        config = from_dict(
+            {"correction": {"kind": "tis"}, "kl": {"place": "loss", "estimator": estimator}, "algorithm": "grpo"}
+        )
+        flow, _, batch = aged_batch(config)
+        policy = before_updates(flow, batch)
+        batch = corrected(flow, batch, policy, 0)[0].with_(advantages=torch.zeros(len(batch.tokens)))
+        batch = batch.with_(ref_logprobs=batch.rollout_logprobs - 0.1)
+        assert batch.importance is not None and policy.logprobs is not None
+        whole = policy_loss(policy, batch, config, 1.0).metrics["actor/kl_loss"]
+        plain = policy_loss(policy, batch.with_(importance=None), config, 1.0).metrics["actor/kl_loss"]
+        found[estimator] = torch.equal(whole, plain), torch.equal(whole, plain * batch.importance)
+    assert found == {"k2": (True, False), "k3_unbiased": (False, True)}
+
+
+def test_a_rejected_sequence_leaves_the_mean_and_stays_in_its_group() -> None:
+    config = config_of({"kind": "reject", "level": "token", "low": 0.5, "high": 1.5}, num_update=1, epochs=1)
+    flow, rollouts, batch = aged_batch(config)
+    policy = before_updates(flow, batch)
+    batch, metrics = corrected(flow, batch, policy, 0)
+    assert batch.importance is not None
+    kept = batch.importance.reshape(-1, 3)[:, 1:]
+    assert torch.equal(kept[:, 0], kept[:, 1]) and 0 < float(kept.mean()) < 1
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 - float(kept[:, 0].mean()))
+    (mini,) = mini_batches(masked(batch, rollouts, config), config, 0)
+    assert mini.importance is None and policy_reads(config) == ("old_logprobs", "advantages")
+    assert torch.equal(mini.loss_mask.reshape(-1, 3)[:, 1:], kept > 0)
+    assert mini.loss_weights is not None
+    assert torch.equal(mini.loss_weights > 0, mini.loss_mask)
+    assert float(mini.loss_weights.sum()) == pytest.approx(1.0)
+    assert torch.equal(mini.group, batch.group) and torch.equal(mini.sequence_reward, batch.sequence_reward)
+
+
+def test_where_all_are_rejected_nothing_is_learned() -> None:
+    config = config_of({"kind": "reject", "low": 1.0, "high": 1.0})
+    flow: Any = AgedFlow(config)
+    result = make_controller(config).step(flow, prompts())
+    assert result.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0
+    assert not flow.policy.table.detach().any()
+
+
+def test_a_bypass_asks_the_trainer_each_so_many_steps_only() -> None:
+    tree = {"correction": {"proximal": "engine"}, "rollout": {"verify_every": 3, "samples_per_prompt": 8}}
+    config = from_dict(tree | {"algorithm": "grpo", "kl": {"place": "none"}})
+    flow: Any = AgedFlow(config)
+    controller = make_controller(config)
+    asked, said = [], []
+    for _ in range(5):
+        before = flow.forwards
+        result = controller.step(flow, prompts())
+        asked.append(flow.forwards - before)
+        said.append("rollout/logprob_diff_mean_stale" in result.metrics and "rollout_corr/kl" in result.metrics)
+        assert result.batch is not None and result.batch.old_logprobs is result.batch.rollout_logprobs
+    assert asked == [1, 0, 0, 1, 0] and said == [False, False, False, True, False]  # of the first, none was older
+
+
+def test_what_each_kind_is_by_default() -> None:
+    kinds = {kind: from_dict({"correction": {"kind": kind}}).correction for kind in ("tis", "icepop", "mis", "reject")}
+    assert {kind: found.measured for kind, found in kinds.items()} == {
+        "tis": "token",
+        "icepop": "token",
+        "mis": "sequence",
+        "reject": "geometric",
+    }
+    assert [found.clipped_to for found in kinds.values()] == ["trainer", "trainer", "trainer", "drawn"]
+    assert [found.weighs for found in kinds.values()] == [True, True, True, False]
+    assert from_dict({}).correction.clipped_to == "drawn"
+    assert from_dict({"correction": {"kind": "tis", "low": 0.25}}).correction.bounds == (0.25, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("correction", "algorithm", "complaint"),
+    [
+        ({"kind": "tis", "low": 3.0}, "grpo", "correction.low=3 and correction.high=2 must have 1 between them"),
+        ({"kind": "tis", "high": 0.5}, "grpo", "correction.low=0 and correction.high=0.5 must have 1"),
+        ({"kind": "icepop", "level": "sequence"}, "grpo", "that is correction.kind=mis"),
+        ({"kind": "mis", "level": "token"}, "ppo", "that is correction.kind=icepop"),
+        ({"kind": "tis", "proximal": "drawn"}, "grpo", "which with correction.proximal=drawn is in the ratio of the"),
+        ({"kind": "tis", "proximal": "engine"}, "grpo", "with correction.proximal=engine is in the ratio of the loss"),
+        ({"kind": "reject", "proximal": "engine"}, "grpo", "set it to drawn"),
+        ({"kind": "tis"}, "sft", "correction.kind=tis with algorithm=sft: it has no engine that samples"),
+        ({"proximal": "engine"}, "reward_model", "correction.kind=none with algorithm=reward_model: it has no engine"),
+    ],
+)
+def test_what_does_not_go_together(correction: dict[str, Any], algorithm: str, complaint: str) -> None:
+    config = from_dict({"algorithm": algorithm, "correction": correction})
+    with pytest.raises(ConfigError, match=complaint):
+        check_correction(config, declare(config))
+
+
+@pytest.mark.parametrize("correction", EACH, ids=NAMES)
+def test_the_others_do(correction: dict[str, Any]) -> None:
+    """Recorded rollouts, too: their log-probs are of who drew them."""
+    config = from_dict({"algorithm": "grpo", "correction": correction, "rollout": {"replay": "runs/other"}})
+    check_correction(config, declare(config))
+
+
+def test_log_probs_that_are_no_numbers_are_no_weights() -> None:
+    """They stay what they are, and the worker that is given them says so."""
+    config = config_of({"kind": "tis"})
+    flow, _, batch = aged_batch(config)
+    policy = ModelOutput(logprobs=torch.full_like(batch.rollout_logprobs, float("nan")))
+    found, _ = corrected(flow, batch.with_(lag=None), policy, 0)
+    assert found.importance is not None and bool(found.importance[batch.loss_mask].isnan().all())

@@ -1,0 +1,147 @@
+"""Distillation as written in `controllers/distill.py`, with the tables of `test_learning.py` as policy and teacher."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import as_ranks
+
+from megarl.config import Config, ConfigError, from_dict
+from megarl.controllers.registry import declare, make_controller
+from megarl.types import ALONE, Everyone, ModelOutput, Prompt, TrainBatch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_learning import ACTIONS, TableFlow  # noqa: E402
+
+TEACHER = torch.tensor([[0.0, 2.0, 0.0, 1.0, -1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 2.0, -2.0]])  # unlikes and likes
+
+
+class TaughtFlow(TableFlow):
+    """With a teacher, which is a table that stays."""
+
+    def __init__(self, config: Config, everyone: Everyone = ALONE, world: int = 1) -> None:
+        super().__init__(config, everyone, world)
+        self.teacher = SimpleNamespace(forward=self.taught)
+
+    def taught(self, batch: TrainBatch) -> ModelOutput:
+        which = (batch.positions - 1).clamp(0, 1)
+        return ModelOutput(logprobs=TEACHER.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)])
+
+    def reverse_kl(self) -> float:
+        """Of the tables, exactly, in nats per token."""
+        policy = self.policy.table.detach().log_softmax(-1)
+        return float((policy.exp() * (policy - TEACHER.log_softmax(-1))).sum(-1).mean())
+
+
+def config_of(options: dict[str, Any] | None = None, samples: int = 8, **sections: Any) -> Config:
+    tree = {"algorithm": "distill", "options": options or {}, "rollout": {"samples_per_prompt": samples}}
+    return from_dict({**tree, "run": {"num_update": 2, "epochs": 2}, **sections})
+
+
+def run(config: Config, steps: int, everyone: Everyone = ALONE, world: int = 1) -> tuple[Any, list[dict[str, float]]]:
+    flow: Any = TaughtFlow(config, everyone, world)
+    controller = make_controller(config)
+    prompts = [Prompt(id=str(i), messages=()) for i in range(5)]
+    found = [controller.step(flow, prompts).metrics for _ in range(steps)]
+    restored = make_controller(config)
+    restored.load_state_dict(controller.state_dict())
+    assert restored.state_dict() == {"steps": steps}
+    return flow, found
+
+
+@pytest.mark.parametrize("correction", ["none", "tis"])
+def test_the_policy_becomes_the_teacher(correction: str) -> None:
+    flow, metrics = run(config_of({}, 16, correction={"kind": correction}), 60)
+    assert "score" not in flow.calls and flow.calls[:3] == ["generate", "sleep", "push"]
+    first = TaughtFlow(flow.config).reverse_kl()
+    assert metrics[0]["distill/reverse_kl"] == pytest.approx(first, abs=0.25) and first > 0.3
+    assert flow.reverse_kl() < 0.03
+    assert abs(sum(step["distill/reverse_kl"] for step in metrics[-10:])) / 10 < 0.1
+
+
+def test_the_gradient_is_that_of_the_kl_in_expectation() -> None:
+    """Summed over all that can be drawn, by what the controller takes for advantages."""
+    logits = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([0.0, 0.5, -1.0], dtype=torch.float64).log_softmax(-1)
+    policy = logits.log_softmax(-1)
+    advantages = teacher - policy.detach()
+    ratio = torch.exp(policy - policy.detach())
+    (found,) = torch.autograd.grad(-(policy.detach().exp() * ratio * advantages).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def advantages_of(options: dict[str, Any]) -> tuple[Any, TrainBatch]:
+    config = config_of(options)
+    flow: Any = TaughtFlow(config)
+    result = make_controller(config).step(flow, [Prompt("p", ()), Prompt("q", ())])
+    assert result.batch is not None and result.batch.advantages is not None
+    assert not result.batch.advantages[~result.batch.loss_mask].any()
+    return flow, result.batch
+
+
+def test_advantages_by_hand() -> None:
+    """The first policy chooses evenly, log-prob -log 6."""
+    even = -torch.tensor(6.0).log()
+    plain, cut, mixed = (advantages_of(options) for options in ({}, {"bound": 0.5}, {"bound": 0.5, "reward": 2.0}))
+    for flow, batch in (plain, cut, mixed):
+        by_teacher = (flow.taught(batch).logprobs - even)[batch.loss_mask]
+        if flow is not plain[0]:
+            by_teacher = by_teacher.clamp(-0.5, 0.5)
+        rest = batch.advantages[batch.loss_mask] - by_teacher
+        if flow is not mixed[0]:
+            assert float(rest.abs().max()) < 1e-6 and "score" not in flow.calls
+    reward, group = mixed[1].sequence_reward.double(), mixed[1].group
+    expected = torch.zeros_like(reward)
+    for number in (0, 1):
+        own = reward[group == number]
+        expected[group == number] = 2.0 * (own - own.mean()) / (own.std() + 1e-6)
+    each = rest.reshape(-1, 2)
+    torch.testing.assert_close(each, expected.float()[:, None].expand(-1, 2), rtol=1e-4, atol=1e-5)
+    assert "score" in mixed[0].calls and float(each.abs().max()) > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"reward": 1.0, "bound": 1.0}])
+def test_a_step_is_the_same_however_its_sequences_lie(options: dict[str, Any]) -> None:
+    config = config_of(options)
+
+    def work(everyone: Everyone, world: int) -> list[Any]:
+        flow, metrics = run(config, 3, everyone, world)
+        return [*metrics, flow.policy.table.detach()]
+
+    alone = work(ALONE, 1)
+    for world in (2, 3):
+        first, *others = as_ranks(world, lambda everyone, world=world: work(everyone, world))
+        for found in others:
+            torch.testing.assert_close(found, first, rtol=0, atol=0)
+        torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_what_it_declares() -> None:
+    taught = declare(config_of())
+    assert taught.roles == ("rollout", "actor", "teacher") and taught.corrects_lag and not taught.compares_samples
+    mixed = declare(config_of({"reward": 0.5}))
+    assert mixed.roles == ("rollout", "actor", "teacher", "reward") and mixed.compares_samples
+    looked_at = declare(config_of(reward={"functions": ["a:b"]}))  # evaluations are by it
+    assert looked_at.roles[-1] == "reward" and not looked_at.compares_samples
+    assert make_controller(config_of()).eval_items(None) == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"kl": {"place": "loss"}}, "kl.place=loss with algorithm=distill: .* set it to none"),
+        ({"options": {"reward": -1}}, "options.reward"),
+        ({"options": {"bound": 0}}, "options.bound"),
+        ({"options": {"weight": 1}}, "unknown key options.weight"),
+    ],
+)
+def test_what_it_refuses(sections: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        declare(config_of(**sections))

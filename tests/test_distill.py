@@ -1,0 +1,42 @@
+"""Distillation as a user starts it: the real engine writes, Megatron computes the policy and its teacher in turn."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from whole_run import make_folder, metrics_of, start, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's, and a teacher that is its model, only more sure of itself: logits three times as large."""
+    made = make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+    shutil.copytree(made / "model", made / "teacher")
+    weights = load_file(made / "teacher" / "model.safetensors")
+    weights["lm_head.weight"] = 3.0 * weights["lm_head.weight"]
+    save_file(weights, made / "teacher" / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+def test_the_policy_comes_nearer_to_its_teacher(folder: Path, tmp_path: Path, host: str) -> None:
+    given = ["algorithm=distill", f"roles={{teacher: {{model: {folder}/teacher}}}}", "reward.functions=[]"]
+    given += ["run.num_rollout=6", "run.num_update=2", "run.epochs=1", "run.save_every=0", "run.export=false"]
+    given += ["rollout.max_turns=1", "rollout.max_new_tokens=16", "rollout.samples_per_prompt=8"]
+    given += ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "kl.place=none", "options={bound: 5}"]
+    given += ["actor_optimizer.lr=0.005", "actor_optimizer.schedule=constant", "actor_optimizer.warmup_fraction=0"]
+    train(folder, tmp_path / "run", *given, host=host)
+    rows = metrics_of(tmp_path / "run")
+    found = [row["distill/reverse_kl"] for row in rows]
+    assert len(found) == 6 and all(row["rollout/logprob_diff_p95"] <= 1e-4 for row in rows)
+    assert found[0] > 0.5 and max(found[-2:]) < 0.7 * found[0], found
+    assert all("time/teacher_logprobs" in row and "time/reward" not in row for row in rows)
+    assert "reverse KL to the teacher" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_teacher_that_is_missing_costs_no_start(folder: Path, tmp_path: Path) -> None:
+    done = start(folder, tmp_path / "run", "algorithm=distill", "kl.place=none")
+    assert done.returncode == 2 and "roles.teacher.model is not set; it must name the HF folder" in done.stderr
+    assert not (tmp_path / "run" / "logs").exists()
