@@ -82,8 +82,6 @@ class TableFlow:
 
     def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
         self.calls.append("greedy" if greedy else "generate")
-        if self.calls[-2:] == ["push", "generate"] or len(self.calls) == 1:
-            self.groups = 0  # of a step
         logprobs = self.policy.table.detach().log_softmax(-1)
         first, here = 0 if greedy else self.groups, []
         self.groups += 0 if greedy else len(items)
@@ -110,6 +108,7 @@ class TableFlow:
 
     def update_weights(self, actor: Any) -> None:
         self.calls.append("push")
+        self.groups = 0  # of the next step
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """Of the reference and of the critic."""
