@@ -1,5 +1,6 @@
 """Pure tensor functions over packed `[T]` tensors: token rewards, advantages, losses, KL. The alignment is that of
 `types/`.
 
-No devices, ranks or process groups here: imports torch and `types/`, and is imported by controllers and workers.
+No devices, ranks or process groups here: imports torch, `types/` and the ranges of `strict`, and is imported by
+controllers and workers. `README.md` lists them, with their papers.
 """

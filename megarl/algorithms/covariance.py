@@ -33,15 +33,15 @@ class ClipCovOptions:
     share: Part = 2e-4
     """Of a mini-batch's action tokens that are left out, drawn at random of those whose covariance is in the range."""
     least: NotNegative = 1.0
-    """The range of covariances; these three are the paper's."""
+    """The range of covariances; these three are the defaults of the paper's authors, in verl."""
     most: NotNegative = 5.0
 
 
 @dataclass(frozen=True)
 class KLCovOptions:
     share: Part = 2e-4
-    """Of a mini-batch's action tokens that are held back: those with the largest covariance. The paper has 2e-3 for a
-    model of 7B, 2e-4 for one of 32B."""
+    """Of a mini-batch's action tokens that are held back: those with the largest covariance. Its
+    authors' recipe for a model of 7B has 2e-3."""
     coef: Annotated[float, Range(0, 1000)] = 1.0
     """Weight of the KL to the policy before the update on these."""
 

@@ -15,8 +15,8 @@ from megarl.types import TokenLoss
 @dataclass(frozen=True)
 class CISPOOptions:
     most: Annotated[float, Range(1, 1e6)] = 5.0
-    """Upper bound of the ratio as a weight, the paper's 1 + epsilon_high, of which it gives no number; 5 is what
-    ScaleRL settled on (arXiv:2510.13786)."""
+    """Upper bound of the ratio as a weight, the paper's 1 + epsilon_high, of which it gives no number. Others' defaults
+    are 4 (Tinker) and 6 (NeMo RL)."""
     least: NotNegative = 0.0
     """Lower bound, 1 - epsilon_low; 0 is none, as in the paper."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,22 @@ def test_a_name_and_its_options() -> None:
 def test_what_is_wrong_is_named(loss: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         chosen_loss(from_dict({"loss": loss}))
+
+
+def test_the_readmes_loss_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(__file__).parents[2] / "megarl/algorithms/README.md").read_text()
+    code = readme.partition("    # lab/losses.py\n")[2].partition("\n    loss: {policy")[0]
+    (tmp_path / "readmes_losses.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = from_dict({"loss": {"policy": "readmes_losses:SOFT", "options": {"power": 3}}, "kl": {"place": "none"}})
+    batch, new = made()
+    (mini,) = mini_batches(batch, settings, seed=0)
+    logprobs = new.clone().requires_grad_()
+    result = policy_loss(ModelOutput(logprobs=logprobs), mini, settings, 0.0)
+    result.loss.sum().backward()
+    assert logprobs.grad is not None and bool(logprobs.grad[batch.loss_mask].any())
+    assert not logprobs.grad[~batch.loss_mask].any()
+    assert 0 < float(result.figures(mini)["actor/weight"]) < 1
 
 
 def test_the_constant_is_what_may_be_written() -> None:
