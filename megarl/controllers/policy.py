@@ -89,7 +89,8 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
         dual_clip=settings.dual_clip,
     )
     loss, metrics = surrogate.loss, dict(surrogate.metrics)
-    if (weights := batch.importance) is not None:
+    weights = batch.importance if config.correction.weighs else None
+    if weights is not None:
         loss = loss * weights
     metrics["actor/pg_loss"] = loss.detach()
     if config.kl.place == "loss":

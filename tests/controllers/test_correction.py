@@ -143,7 +143,8 @@ def test_off_is_what_it_is_without() -> None:
     assert not any(name.startswith("rollout_corr") for name in metrics)
     found = found.with_(advantages=torch.randn(len(batch.tokens)))
     plain = policy_loss(policy, found, config, 0.0)
-    ones = policy_loss(policy, found.with_(importance=torch.ones(len(batch.tokens))), config, 0.0)
+    weighted = found.with_(importance=torch.ones(len(batch.tokens)))
+    ones = policy_loss(policy, weighted, config_of({"kind": "tis"}), 0.0)
     assert torch.equal(plain.loss, ones.loss)
 
 
