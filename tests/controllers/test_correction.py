@@ -183,6 +183,30 @@ def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
     assert found == {"k2": (True, False), "k3_unbiased": (False, True)}
 
 
+@pytest.mark.parametrize("correction", [{"kind": "tis", "level": "sequence"}, {"kind": "icepop"}, EACH[-1]])
+def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[str, Any]) -> None:
+    config = config_of(correction, num_update=1, epochs=1)
+    flow, rollouts, batch = aged_batch(config)
+    batch, _ = corrected(flow, batch, before_updates(flow, batch), 0)
+    batch = batch.with_(advantages=torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(1)))
+    (mini,) = mini_batches(masked(batch, rollouts, config), config, 0)
+
+    def gradient(parts: list[list[int]]) -> torch.Tensor:
+        flow.policy.table.grad = None
+        for part in parts:
+            one = mini.select(part)
+            assert one.loss_weights is not None
+            (policy_loss(flow.policy.output(one), one, config, 0.0).loss * one.loss_weights).sum().backward()
+        assert flow.policy.table.grad is not None
+        return flow.policy.table.grad.clone()
+
+    order = list(range(mini.num_sequences))
+    whole = gradient([order])
+    assert float(whole.abs().max()) > 0
+    for parts in ([order[::2], order[1::2]], [[i] for i in reversed(order)]):
+        torch.testing.assert_close(gradient(parts), whole, rtol=1e-5, atol=1e-8)
+
+
 def test_a_rejected_sequence_leaves_the_mean_and_stays_in_its_group() -> None:
     config = config_of({"kind": "reject", "level": "token", "low": 0.5, "high": 1.5}, num_update=1, epochs=1)
     flow, rollouts, batch = aged_batch(config)
