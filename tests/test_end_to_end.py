@@ -194,7 +194,7 @@ def test_replayed_routing_closes_the_gap_of_bf16(
 
 OVERSAMPLED = [
     *("algorithm=grpo", "rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_lag=2"),
-    *("train.replay_routing=true", "run.export=false", "kl.place=none"),
+    *("train.replay_routing=true", "run.export=false", "kl.place=none", "correction.kind=icepop"),
 ]
 
 
@@ -220,6 +220,10 @@ def test_what_is_not_done_when_enough_is_goes_on_in_the_next_step(oversampled: P
         assert row["rollout/lag_max"] == max(ages) and row["rollout/lag_mean"] == pytest.approx(sum(ages) / len(ages))
         assert ("rollout/logprob_diff_stale" in row) == (max(ages) > 0)
         assert row["rollout/logprob_diff_p95"] <= 1e-4 and 0 < row["rollout/idle_frac"] < 1
+        lags = {min(age, 3) for age in ages} if max(ages) else set()
+        assert {int(name[-1]) for name in row if name.startswith("rollout_corr/kl_lag")} == lags
+        assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=0.2) and "actor/pg_clipfrac" in row
+        assert lags or abs(row["rollout_corr/kl"]) < 1e-4
     assert len(seen) == 12
     assert "does not correct" not in (oversampled / "log.txt").read_text()  # PPO's ratio is to who chose the token
 

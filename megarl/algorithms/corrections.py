@@ -74,7 +74,7 @@ def correction(
 
         tis     w = min(max(r, low), high)          truncated importance sampling (Ionides 2008); of tokens, with the
                                                     ratio of the loss to the trainer's log-probs of before: decoupled
-                                                    PPO (arXiv:2110.00641 eq. 6, arXiv:2505.24298 section 5.2), whose
+                                                    PPO (arXiv:2110.00641, arXiv:2505.24298), whose
                                                     weight is pi_prox / pi_behav, here cut
         icepop  w = r where low <= r <= high else 0             of tokens (arXiv:2510.18855, the function M)
         mis     the same, of sequences: masked importance sampling

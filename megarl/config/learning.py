@@ -99,7 +99,7 @@ class CorrectionConfig:
     """Largest ratio; null is 2 for tis and mis, 5 for icepop, 1.01 for reject."""
     proximal: Literal["drawn", "trainer", "engine"] | None = None
     """Whose log-probs the clipped ratio of the loss is to. `trainer`: the trainer's at the beginning of the step, which
-    with `kind` tis is decoupled PPO (arXiv:2505.24298 section 5.2); `engine`: the engine's, so that those of the
+    with `kind` tis is decoupled PPO (arXiv:2505.24298); `engine`: the engine's, so that those of the
     trainer need not be computed; `drawn`: the trainer's, but the engine's for tokens of older weights. null is trainer
     for the kinds that weight, drawn for none and reject."""
 

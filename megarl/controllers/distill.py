@@ -39,6 +39,10 @@ class DistillOptions:
     reward: Weight = 0.0
     """Weight of the reward's advantage, of each sample among those of its prompt as in GRPO, which is added to the
     teacher's on all of its tokens; 0 learns from the teacher alone."""
+    centre: bool = False
+    """Subtract the mean of the teacher's advantages over all tokens of the batch. It is minus the KL, so that without
+    all that the policy writes is discouraged, what it should go on with only a little less: right in expectation, but
+    noisier."""
     bound: Positive | None = None
     """The teacher's advantage of a token is cut to [-bound, bound], in nats; null leaves it as it is."""
 
@@ -99,6 +103,9 @@ class DistillController(PolicyController):
         metrics["distill/reverse_kl"] = -token_mean(advantages, batch.loss_mask, batch.total)
         if (bound := self.options.bound) is not None:
             advantages = advantages.clamp(-bound, bound)
+        if self.options.centre:
+            mean = token_mean(advantages, batch.loss_mask, batch.total)
+            advantages = torch.where(batch.loss_mask, advantages - mean, 0.0)
         if weight := self.options.reward:
             of_group = group_advantages(batch.sequence_reward, batch.group, config.advantage.group_std)
             advantages = advantages + weight * spread_to_tokens(of_group[batch.own], batch.cu_seqlens, batch.loss_mask)

@@ -102,7 +102,8 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
     sampled = Sampled(output.logprobs, old, batch.advantages, batch.loss_mask, batch.cu_seqlens, marks)
     surrogate = chosen.loss(sampled, Clip(settings.clip, settings.clip_high, settings.dual_clip), options)
     loss, metrics = surrogate.loss, dict(surrogate.metrics)
-    if (weights := batch.importance) is not None:
+    weights = batch.importance if config.correction.weighs else None
+    if weights is not None:
         loss = loss * weights
     metrics["actor/pg_loss"] = loss.detach()
     if batch.old_logprobs is None and batch.lag is None:

@@ -143,7 +143,8 @@ def test_off_is_what_it_is_without() -> None:
     assert not any(name.startswith("rollout_corr") for name in metrics)
     found = found.with_(advantages=torch.randn(len(batch.tokens)))
     plain = policy_loss(policy, found, config, 0.0)
-    ones = policy_loss(policy, found.with_(importance=torch.ones(len(batch.tokens))), config, 0.0)
+    weighted = found.with_(importance=torch.ones(len(batch.tokens)))
+    ones = policy_loss(policy, weighted, config_of({"kind": "tis"}), 0.0)
     assert torch.equal(plain.loss, ones.loss)
 
 
@@ -180,6 +181,30 @@ def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
         plain = policy_loss(policy, batch.with_(importance=None), config, 1.0).metrics["actor/kl_loss"]
         found[estimator] = torch.equal(whole, plain), torch.equal(whole, plain * batch.importance)
     assert found == {"k2": (True, False), "k3_unbiased": (False, True)}
+
+
+@pytest.mark.parametrize("correction", [{"kind": "tis", "level": "sequence"}, {"kind": "icepop"}, EACH[-1]])
+def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[str, Any]) -> None:
+    config = config_of(correction, num_update=1, epochs=1)
+    flow, rollouts, batch = aged_batch(config)
+    batch, _ = corrected(flow, batch, before_updates(flow, batch), 0)
+    batch = batch.with_(advantages=torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(1)))
+    (mini,) = mini_batches(masked(batch, rollouts, config), config, 0)
+
+    def gradient(parts: list[list[int]]) -> torch.Tensor:
+        flow.policy.table.grad = None
+        for part in parts:
+            one = mini.select(part)
+            assert one.loss_weights is not None
+            (policy_loss(flow.policy.output(one), one, config, 0.0).loss * one.loss_weights).sum().backward()
+        assert flow.policy.table.grad is not None
+        return flow.policy.table.grad.clone()
+
+    order = list(range(mini.num_sequences))
+    whole = gradient([order])
+    assert float(whole.abs().max()) > 0
+    for parts in ([order[::2], order[1::2]], [[i] for i in reversed(order)]):
+        torch.testing.assert_close(gradient(parts), whole, rtol=1e-5, atol=1e-8)
 
 
 def test_a_rejected_sequence_leaves_the_mean_and_stays_in_its_group() -> None:

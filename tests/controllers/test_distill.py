@@ -102,12 +102,15 @@ def test_advantages_by_hand() -> None:
     for number in (0, 1):
         own = reward[group == number]
         expected[group == number] = 2.0 * (own - own.mean()) / (own.std() + 1e-6)
+    flow, batch = advantages_of({"centre": True})
+    by_teacher = (flow.taught(batch).logprobs - even)[batch.loss_mask]
+    torch.testing.assert_close(batch.advantages[batch.loss_mask], by_teacher - by_teacher.mean(), rtol=0, atol=1e-6)
     each = rest.reshape(-1, 2)
     torch.testing.assert_close(each, expected.float()[:, None].expand(-1, 2), rtol=1e-4, atol=1e-5)
     assert "score" in mixed[0].calls and float(each.abs().max()) > 1
 
 
-@pytest.mark.parametrize("options", [{}, {"reward": 1.0, "bound": 1.0}])
+@pytest.mark.parametrize("options", [{}, {"reward": 1.0, "bound": 1.0, "centre": True}])
 def test_a_step_is_the_same_however_its_sequences_lie(options: dict[str, Any]) -> None:
     config = config_of(options)
 

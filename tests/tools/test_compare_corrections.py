@@ -1,0 +1,73 @@
+"""The table of corrections: what it makes of runs, which it does not take twice, and that all of them are sound."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import compare_corrections  # noqa: E402
+
+from megarl.config import ConfigError  # noqa: E402
+from megarl.controllers.correction import check_correction  # noqa: E402
+from megarl.controllers.registry import declare  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sft" / "export").mkdir(parents=True)
+    (tmp_path / "sft" / "export" / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_the_table_is_of_means_and_of_runs_that_are_done_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        given = dict(text.split("=", 1) for text in command if "=" in text and not text.startswith("-"))
+        asked.append((given["run.seed"], given["rollout.max_lag"], given.get("correction.kind", "")))
+        run_dir = Path(given["run.dir"])
+        run_dir.mkdir(parents=True)
+        reward = 0.5 if given["run.seed"] == "1" else 0.9
+        rows = [{"step": step, "time": 0.0, "rollout/lag_mean": float(step)} for step in (1, 2)]
+        rows.append({"step": 2, "time": 0.0, "eval/reward_greedy": reward, "eval/reward_sampled": 0.25})
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return SimpleNamespace(returncode=0)
+
+    host = SimpleNamespace(path="socket", close=lambda: None)
+    monkeypatch.setattr(compare_corrections, "start_host", lambda config, threads: host)
+    monkeypatch.setattr(compare_corrections.subprocess, "run", run)
+    arguments = [str(folder), "--only", "drawn,tis", "--steps", "2", "--seeds", "2", "--lags", "3"]
+    tables = []
+    for _ in range(2):
+        assert compare_corrections.main(arguments) == 0
+        tables.append(capsys.readouterr().out.splitlines())
+    assert asked == [("1", "3", ""), ("2", "3", ""), ("1", "3", "tis"), ("2", "3", "tis")]
+    assert tables[0] == tables[1] and [line.split(",")[0] for line in tables[0][1:]] == ["drawn", "tis"]
+    assert tables[0][1].split()[3:6] == ["0.7", "0.25", "1.5"]
+
+
+@pytest.mark.parametrize("name", compare_corrections.CORRECTIONS)
+def test_all_pass_the_checks(folder: Path, name: str) -> None:
+    options = SimpleNamespace(folder=folder, steps=3, overrides=["run.num_update=4"])
+    given = compare_corrections.settings(options, name, 4, 7)  # type: ignore[arg-type]
+    config = compare_corrections.load_config(compare_corrections.ROOT / "configs/quickstart_async.yaml", given)
+    check_correction(config, declare(config))
+    assert config.rollout.asynchronous and (config.rollout.max_lag, config.run.seed, config.run.num_update) == (4, 7, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [(["/nowhere"], "is not what launch/quickstart.sh leaves"), (["--only", "vtrace"], "no correction of that name")],
+)
+def test_what_is_asked_for_is_there(folder: Path, arguments: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        compare_corrections.main(arguments if arguments[0] == "/nowhere" else [str(folder), *arguments])

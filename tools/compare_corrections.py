@@ -1,0 +1,128 @@
+"""What helps where tokens are of older weights: the quickstart's task, once with each correction and once without.
+
+    .venv/bin/python tools/compare_corrections.py FOLDER [--lags 2 4] [--seeds 1] [--only tis,icepop] [--steps 40]
+                                                  [section.key=value ...]
+
+FOLDER is what launch/quickstart.sh leaves, runs/quickstart: prompts, and the model after its warm-up in sft/export. All
+runs are GRPO, asynchronous, configs/quickstart_async.yaml with the actor on a rank and the engine on another, from the
+same warm-up, with the same seeds. A run's folder stays in FOLDER/corrections; what is done there is not done again.
+Overrides are for all runs. Of each correction and lag, means over the seeds of
+
+    greedy, sampled   held-out reward after the last step
+    lag               versions by which a token is older than the weights that learn from it
+    difference        of the trainer's log-prob of such a token to the one it was drawn with
+    ratio p95, ess    of the trainer's probability of a token to the engine's; effective sample size of the sequences
+    weight, masked    mean weight of a token's loss, share of tokens that it leaves out
+    KL                of an update's policy to the one that the ratio is clipped to
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.config import ConfigError, load_config
+from megarl.observe.tracker import read_metrics
+from megarl.rollout.engine import start_host
+from megarl.rollout.hosting import SHARED
+
+ROOT = Path(__file__).resolve().parents[1]
+CORRECTIONS: dict[str, tuple[str, ...]] = {
+    "uncorrected": ("correction.proximal=trainer",),
+    "drawn": (),
+    "bypass": ("correction.proximal=engine", "rollout.verify_every=1"),  # which measures what it does without
+    "tis": ("correction.kind=tis",),
+    "decoupled": ("correction.kind=tis", "correction.high=1e9"),
+    "icepop": ("correction.kind=icepop",),
+    "mis": ("correction.kind=mis",),
+    "reject": ("correction.kind=reject",),
+}
+FIGURES = {
+    "lag": "rollout/lag_mean",
+    "difference": "rollout/logprob_diff_mean_stale",
+    "ratio p95": "rollout_corr/ratio_p95",
+    "ess": "rollout_corr/rollout_is_eff_sample_size",
+    "weight": "rollout_corr/rollout_is_mean",
+    "masked": "rollout_corr/rollout_rs_masked_fraction",
+    "KL": "actor/ppo_kl",
+}
+"""Means over a run's steps, by title."""
+
+
+def settings(options: argparse.Namespace, name: str, lag: int, seed: int) -> list[str]:
+    folder = options.folder
+    return [
+        *("algorithm=grpo", "kl.place=none", "placement={actor: 0, rollout: 1}"),
+        *("parallel.world_size=2", "parallel.ranks_per_node=2"),
+        *(f"model.path={folder}/sft/export", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"),
+        *(f"run.num_rollout={options.steps}", f"run.eval_every={options.steps}", "run.export=false"),
+        *("track.progress=false", "track.tensorboard=false", "track.rollouts=false"),
+        *options.overrides,
+        *(f"run.seed={seed}", f"rollout.max_lag={lag}", *CORRECTIONS[name]),
+        f"run.dir={folder}/corrections/{name}_lag{lag}_seed{seed}",
+    ]
+
+
+def figures(run_dir: Path, steps: int) -> dict[str, float]:
+    """By title, of a run that has ended; empty of another."""
+    rows = read_metrics(run_dir)
+    if "eval/reward_greedy" not in rows.get(steps, {}):
+        return {}
+    found = {name: rows[steps][f"eval/reward_{name}"] for name in ("greedy", "sampled")}
+    for title, metric in FIGURES.items():
+        values = [row[metric] for row in rows.values() if metric in row]
+        found[title] = statistics.fmean(values) if values else float("nan")
+    return found
+
+
+def ran(options: argparse.Namespace, name: str, lag: int, seed: int, host: str) -> dict[str, float]:
+    """The figures of a run, which is begun where it has not ended before."""
+    given = settings(options, name, lag, seed)
+    run_dir = Path(given[-1].removeprefix("run.dir="))
+    if found := figures(run_dir, options.steps):
+        return found
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "configs/quickstart_async.yaml", *given]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", SHARED: host}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"the run {run_dir.name} has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return figures(run_dir, options.steps)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="of launch/quickstart.sh")
+    parser.add_argument("--lags", type=count(0, 1000), nargs="+", default=[2, 4], help="values of rollout.max_lag")
+    parser.add_argument("--seeds", type=count(), default=1, help="runs of each kind, with seeds 1, 2, ...")
+    parser.add_argument("--only", default=",".join(CORRECTIONS), help=f"some of {','.join(CORRECTIONS)}")
+    parser.add_argument("--steps", type=count(), default=40, help="of each run")
+    parser.add_argument("overrides", nargs="*", help="of configs/quickstart_async.yaml, for all runs")
+    options = parser.parse_intermixed_args(arguments)
+    options.folder = options.folder.resolve()
+    if not (options.folder / "sft" / "export" / "config.json").is_file():
+        raise ConfigError(f"{options.folder} is not what launch/quickstart.sh leaves; call that first")
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in CORRECTIONS]:
+        raise ConfigError(f"--only {unknown[0]}: no correction of that name; there are {', '.join(CORRECTIONS)}")
+    titles = ["greedy", "sampled", *FIGURES]
+    host = start_host(load_config(ROOT / "configs/quickstart_async.yaml", settings(options, names[0], 0, 1)), threads=1)
+    try:
+        print(f"{'':22}" + "".join(f"{title:>12}" for title in titles), flush=True)
+        for lag in options.lags:
+            for name in names:
+                found = [ran(options, name, lag, seed, host.path) for seed in range(1, options.seeds + 1)]
+                values = [statistics.fmean(one[title] for one in found) for title in titles]
+                print(f"{f'{name}, max_lag {lag}':22}" + "".join(f"{value:12.3g}" for value in values), flush=True)
+    finally:
+        host.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(main))
