@@ -16,6 +16,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "workers")]
 torch.set_num_threads(1)
 
+import cutoff  # noqa: E402
 import reference  # noqa: E402
 import tiny  # noqa: E402
 
@@ -724,7 +725,7 @@ def unread() -> Any:
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
     refusals, folder, half, schedule, critic, aux_losses, training, waking, numbers, comparing, nothing, spared,
-    placing, unnamed_columns, unread,
+    placing, unnamed_columns, unread, cutoff.cut_logprobs, cutoff.cut_micro_batch,
 ]  # fmt: skip
 
 if __name__ == "__main__":
