@@ -86,6 +86,11 @@ class RolloutConfig:
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by its own names."""
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether some tokens cannot be drawn in training, so that the engine has to say which could be."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
 
 @dataclass(frozen=True)
 class DataConfig:

@@ -168,15 +168,10 @@ def speculative(draft_tokens: int) -> dict[str, Any]:
     }
 
 
-def cuts(rollout: RolloutConfig) -> bool:
-    """Whether some tokens cannot be drawn in training, so that the engine has to say which could be."""
-    return rollout.temperature > 0 and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0)
-
-
 def sampling(rollout: RolloutConfig) -> dict[str, Any]:
     """ServerArgs by which an engine can say what it could have sampled: of how many tokens at most. As many as are tied
     with the last one are among them, too; room for what is never there costs the sampler time at each token."""
-    return {"sampling_mask_max_tokens": max(256, 4 * rollout.top_k)} if cuts(rollout) else {}
+    return {"sampling_mask_max_tokens": max(256, 4 * rollout.top_k)} if rollout.cut_off else {}
 
 
 def check_sampling(rollout: RolloutConfig) -> None:
@@ -187,7 +182,7 @@ def check_sampling(rollout: RolloutConfig) -> None:
     if rollout.top_k in (0, 1):
         remedy = "-1 for all tokens" if rollout.top_k == 0 else "2 or more, or rollout.temperature=0, which is greedy"
         raise ConfigError(f"rollout.top_k={rollout.top_k} leaves nothing to choose; set it to {remedy}")
-    if not cuts(rollout):
+    if not rollout.cut_off:
         return
     what, why = " and ".join(set_), "what could have been sampled, which training needs"
     if rollout.top_k < 0:

@@ -46,6 +46,9 @@ def check(
         return model
 
     model, given = built(26), tiny.in_shares(batch)
+    plan = model.distribution.plan(given, forward_only=True)
+    sent = model.distribution.give(given, plan, ("tokens",)).take(plan[ranks.dp_rank][0])
+    assert (sent.support is not None) == model.distribution.here.ends  # to nobody else
     found = {
         name: tiny.whole(given, values)
         for name, values in model.forward(given, temperature=0.7, names=("logprobs", "entropy")).items()
