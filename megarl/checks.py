@@ -113,6 +113,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     """What SGLang needs of its own layout."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
     server_args.check(config.rollout.sglang)
+    server_args.check_sampling(config.rollout)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)
     check_engine_room(config)
     check_drafts(hf, config)
@@ -299,8 +300,6 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> 
                 "advantage is 0; set it above 0"
             )
         warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
-    if config.rollout.top_p < 1:
-        warnings.append("rollout.top_p below 1 samples from another distribution than the one the log-probs are of")
     if "reference" not in declared.roles:
         return
     if kl.place == "loss" and kl.estimator == "k1":

@@ -294,7 +294,6 @@ def test_every_mistake_is_told_at_once(plan) -> None:
         (["data.prompts_per_step=1", "run.num_update=8"], "a mini-batch of 1 sequences leaves some of 2 data-parallel"),
         (["run.num_update=3"], "64 sequences do not divide evenly into 3 mini-batches on 2"),
         (["rollout.temperature=0"], "training on greedy rollouts explores nothing"),
-        (["rollout.top_p=0.9"], "samples from another distribution"),
         (["kl.coef=0"], "kl.coef=0 stays 0"),
         # 64 tokens at 20 a second.
         (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from thread_ranks import Thread, as_ranks
 
-from megarl.types import FIGURES, Prompt, Rollout, Rollouts, TrainBatch, Turn
+from megarl.types import FIGURES, Prompt, Rollout, Rollouts, Support, TrainBatch, Turn
 
 # The worked example at the head of megarl/types/.
 EXAMPLE = Rollout(
@@ -207,6 +207,45 @@ def test_routing_of_other_tokens_or_models_is_refused():
         TrainBatch.from_rollouts([long])
     with pytest.raises(ValueError, match="different shapes"):
         TrainBatch.from_rollouts([routed(OTHER), routed(OTHER, layers=2)])
+
+
+CUT = dataclasses.replace(EXAMPLE, support=Support.of([[7], [3, 8], [9, 1, 2]]))
+
+
+def rows_of(record: Support) -> list[list[int]]:
+    return [part.tolist() for part in record.ids.split(record.counts.tolist())]
+
+
+def test_what_could_have_been_sampled_is_of_the_tokens_that_were_chosen():
+    batch = TrainBatch.from_rollouts([CUT, SHORT, OTHER])
+    first, last = [[], [], [], [7], [3, 8], [], [], [9, 1, 2]], [[], [], []]
+    assert batch.support is not None
+    assert [rows_of(record) for record in batch.support] == [first, [[], []], last]  # of the third nothing was cut off
+    assert [rows_of(record) for record in batch.select([2, 0]).support or ()] == [last, first]
+    assert TrainBatch.from_rollouts([EXAMPLE]).support is None
+    assert FIGURES["supported"](CUT) == 6 and FIGURES["supported"](OTHER) == 0
+    assert CUT == EXAMPLE
+
+
+def test_records_of_other_tokens_are_refused():
+    few = dataclasses.replace(EXAMPLE, support=Support.of([[7]]))
+    with pytest.raises(ValueError, match="chose 3 tokens says of 1 what they could be"):
+        TrainBatch.from_rollouts([few])
+    other = dataclasses.replace(EXAMPLE, support=Support.of([[7], [3, 4], [9]]))
+    with pytest.raises(ValueError, match="token 4 of a rollout is not among those"):
+        TrainBatch.from_rollouts([other])
+    for odd in ([["x"]], [[1.5]], [[-1]], [[2**31]], [7]):
+        with pytest.raises((ValueError, TypeError)):
+            Support.of(odd)  # type: ignore[arg-type]
+
+
+def test_picking_and_joining_sets():
+    record = Support.of([[1, 2], [], [3], [4, 5, 6]])
+    assert rows_of(record.pick(torch.tensor([3, -1, 0, 1, 2, 0]))) == [[4, 5, 6], [], [1, 2], [], [3], [1, 2]]
+    assert rows_of(record.pick(torch.tensor([], dtype=torch.int64))) == []
+    assert rows_of(Support.whole(0).pick(torch.tensor([-1, -1]))) == [[], []]
+    assert rows_of(Support.joined([record, Support.whole(2), Support.of([[7]])]))[3:] == [[4, 5, 6], [], [], [7]]
+    assert record.lacks(torch.tensor([2, 9, 9, 4])).tolist() == [False, False, True, False]
 
 
 def dealt(rank: Thread, order: list[int] | None = None) -> Rollouts:

@@ -78,6 +78,11 @@ BOUNDS = {
     "replay gradients": 5e-6,
     "replay recompute full": 0.0,  # against the same without recomputation
     "replay recompute moe": 0.0,
+    "cut logprobs": 1e-5,  # of a part of the vocabulary, another for each token, against transformers
+    "cut entropy": 1e-5,
+    "cut loss": 5e-6,
+    "cut gradients": 5e-6,
+    "cut packing": 5e-6,  # log-probs in other micro-batches
 }
 """Largest difference that counts as equal. Weights are of the order of 0.1, log-probs of the order of 5."""
 

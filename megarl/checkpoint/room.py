@@ -22,9 +22,10 @@ from megarl.types.declared import Declared
 
 STATES = 12
 """Bytes for each trained element beside the weight itself: an fp32 master and Adam's two moments."""
-TOKEN, WORDS = 8, 12
+TOKEN, WORDS, NUMBER = 8, 12, 4
 """Bytes of a kept conversation's token: its id and its log-prob, and what it is in the messages, some of which are the
-prompt's, too, and are in it twice."""
+prompt's, too, and are in it twice; and where sampling is cut off, of the number of those that it could have been, and
+of each of them."""
 
 
 class Needs(NamedTuple):
@@ -61,6 +62,8 @@ def kept_conversations(hf: HFConfig, config: Config) -> int:
     if config.train.replay_routing:
         shape = routing_shape(hf, config.model.megatron)
         token += len(shape.moe_layers) * shape.topk * shape.dtype.itemsize
+    if rollout.cut_off:
+        token += NUMBER * (1 + max(0, rollout.top_k))
     return groups * rollout.samples_per_prompt * rollout.max_context * token
 
 

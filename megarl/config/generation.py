@@ -29,7 +29,14 @@ class RolloutConfig:
     temperature: Annotated[float, Range(0, 100)] = 1.0
     """Sampling temperature in training; 0 is greedy. Evaluation runs both greedy and at this temperature."""
     top_p: Annotated[float, Range(above=0, most=1)] = 1.0
-    """Nucleus sampling; below 1 the engine's log-probs are those of the full distribution."""
+    """Nucleus sampling: only the likeliest tokens that have this probability together are drawn from. Then, and with
+    `top_k` or `min_p`, log-probs, entropy and KL are of the distribution that was drawn from, not of all tokens. Needs
+    `rollout.top_k`, too."""
+    top_k: Annotated[int, Range(-1, 4096)] = -1
+    """Only so many of the likeliest tokens are drawn from, 2 or more; -1 for all of them."""
+    min_p: Annotated[float, Range(0, below=1)] = 0.0
+    """Only tokens are drawn that have this share of the likeliest one's probability; 0 for all. Needs `rollout.top_k`,
+    too."""
     tools: tuple[str, ...] = ()
     """Tools as `module:name`; a prompt may call those that it lists, or all where it lists none."""
     tool_timeout: Seconds = 30.0
@@ -78,6 +85,11 @@ class RolloutConfig:
     """A run folder whose recorded rollouts are used instead of generating: for debugging and exact repeats."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by its own names."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether some tokens cannot be drawn in training, so that the engine has to say which could be."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """What of a batch each rank's model computes: rows come from where the sequences are, numbers per token go back there.
 
 The plan of micro-batches follows from lengths and homes, so every rank knows what every other needs, and nobody asks. A
-first stage needs the tokens, the last one those and what a loss reads, one in between nothing but lengths; the record
-of routing goes to the stages with experts, each its own layers. What a replica of the model has already stays there, as
-far as the replicas then still have equally much to do.
+first stage needs the tokens, the last one those and what a loss reads, where sampling was cut off with what could have
+been sampled, one in between nothing but lengths; the record of routing goes to the stages with experts, each its own
+layers. What a replica of the model has already stays there, as far as the replicas then still have equally much to do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.models.routing import RoutingShape
 from megarl.parallel import everyone, ranks
 from megarl.parallel.delivery_plan import Kind
 from megarl.parallel.ranks import Ranks
-from megarl.types import TrainBatch
+from megarl.types import Support, TrainBatch
 
 Plan = Sequence[Sequence[Sequence[int]]]
 """[data parallel rank][micro-batch] -> numbers of sequences, see `data.packing`."""
@@ -57,8 +57,10 @@ class Rows:
         columns: Mapping[str, Mapping[int, torch.Tensor]],
         records: Mapping[int, torch.Tensor] | None,
         layers: tuple[int, ...],
+        supports: Mapping[int, Support] | None = None,
     ) -> None:
         self._batch, self._columns, self._records, self.layers = batch, columns, records, layers
+        self._supports = supports
         self._lengths = batch.lengths
 
     def take(self, indices: Sequence[int]) -> TrainBatch:
@@ -77,6 +79,7 @@ class Rows:
             sequence_reward=self._batch.sequence_reward[numbers],
             routing=None if self._records is None else tuple(self._records[i] for i in indices),
             counts=self._batch.counts,
+            support=None if self._supports is None else tuple(self._supports[i] for i in indices),
             **found,
         )
 
@@ -88,7 +91,8 @@ class Distribution:
 
     budget: tokens of a micro-batch, on all context parallel ranks together. quadratic: see `models.cost`. multiple: of
     which the number of micro-batches is one. together: whether training must not part the sequences of a group. shape:
-    of the record of routing that the model replays, if it does.
+    of the record of routing that the model replays, if it does. words: whether it emits distributions of words, which
+    are over what could have been sampled, where that was cut off.
     """
 
     places: Mapping[int, Place]
@@ -99,6 +103,7 @@ class Distribution:
     multiple: int
     together: bool
     shape: RoutingShape | None
+    words: bool = False
 
     @property
     def here(self) -> Place | None:
@@ -129,7 +134,8 @@ class Distribution:
             for record in (records or {}).values():
                 assert self.shape is not None
                 check_shape(record, self.shape)
-            return Rows(batch, whole, records, layers)
+            supports = dict(enumerate(batch.support)) if self.words and batch.support is not None else None
+            return Rows(batch, whole, records, layers, supports)
         shares, needs = batch.shares, self._needs(plan)
         mine = needs.get(dist.get_rank(), [])
         found: dict[str, dict[int, torch.Tensor]] = {}
@@ -146,7 +152,8 @@ class Distribution:
             if wanting.get(dist.get_rank()):
                 found |= {name: dict(zip(mine, arrived.rows(name), strict=True)) for name in own}
         records = self._give_records(batch, needs) if replays else None
-        return Rows(batch, found, records, self.here.layers if self.here else ())
+        supports = self._give_supports(batch, needs) if self.words and batch.support is not None else None
+        return Rows(batch, found, records, self.here.layers if self.here else (), supports)
 
     def _needs(self, plan: Plan) -> dict[int, list[int]]:
         return {rank: list(chain.from_iterable(plan[place.dp_rank])) for rank, place in self.places.items()}
@@ -175,6 +182,23 @@ class Distribution:
         if self.here is None or not self.here.layers:
             return {i: packed[:0] for i in mine}
         return dict(zip(mine, arrived.rows("routing"), strict=True))
+
+    def _give_supports(self, batch: TrainBatch, needs: Mapping[int, list[int]]) -> dict[int, Support] | None:
+        """The records of what could have been sampled, to the last stages, which read logits."""
+        assert batch.shares is not None and batch.support is not None and batch.shares.supported is not None
+        own = Support.joined([Support.whole(0), *batch.support])
+        kind: Kind = torch.int32, ()
+        arrived = everyone.post().deliver(
+            {"counts": own.counts, "ids": own.ids},
+            {"counts": kind, "ids": kind},
+            {"counts": batch.shares.lengths, "ids": batch.shares.supported},
+            batch.shares.home,
+            self._by_rank({rank: need for rank, need in needs.items() if self.places[rank].ends}),
+        )
+        if self.here is None or not self.here.ends:
+            return None
+        rows = zip(needs[dist.get_rank()], arrived.rows("counts"), arrived.rows("ids"), strict=True)
+        return {number: Support(counts, ids) for number, counts, ids in rows}
 
     def take_back(
         self, batch: TrainBatch, plan: Plan, done: Sequence[Spoken], names: Sequence[str]

@@ -8,6 +8,9 @@ ranks, x = h W' divided by the temperature, z = log sum_j exp(x_j) and p_j = exp
 
 Where a model caps its logits, x = cap tanh(h W' / cap) / temperature, and d x / d h W' = (1 - tanh^2) / temperature.
 
+Where sampling was cut off, j runs over what could have been drawn, for z, p and H alike; all other words have no
+gradient. A rank takes part with those of them that it has, which may be none.
+
 Both passes make the logits of some tokens, use them and drop them; the backward pass makes them again, a third more
 work for this one layer. Only numbers per token travel between ranks, never logits, and the backward pass needs no
 communication of its own, since every rank has z and H. Logits are made in the weight's type and used in fp32.
@@ -20,6 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.megatron.pieces import NOTHING, pieces_of
+from megarl.types import Support
+
 
 def vocab_parallel_logprobs(
     hidden: torch.Tensor,
@@ -31,6 +37,7 @@ def vocab_parallel_logprobs(
     at_once: int = 512,
     cap: float = 0.0,
     with_entropy: bool = True,
+    support: Support | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each target, and the entropy of each distribution, if it is wanted; both [T] fp32, the same on
     every rank.
@@ -42,11 +49,13 @@ def vocab_parallel_logprobs(
     temperature: divides the logits; must be above 0.
     at_once: tokens whose logits exist at the same time.
     cap: above 0, the soft cap of the logits.
+    support: where sampling was cut off, on the host, what each of the T targets could have been; of a token with ids
+    the distribution is over these, its target among them, and of what else it could be nothing is computed.
     The gradients that come in must be the same on every rank of `group`, as they are where each computes the same loss.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
-    arguments = hidden, weight, targets, vocab_size, group, 1.0 / temperature, at_once, cap, with_entropy
+    arguments = hidden, weight, targets, vocab_size, group, 1.0 / temperature, at_once, cap, with_entropy, support
     logprobs, entropy = _VocabParallelLogprobs.apply(*arguments)
     return logprobs, entropy
 
@@ -64,21 +73,21 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         at_once: int,
         cap: float,
         with_entropy: bool,
+        support: Support | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rank = 0 if group is None else group.rank()
         width, count = len(weight), len(hidden)
         columns = min(width, max(0, vocab_size - rank * width))  # of mine that are no padding
-        local_targets = targets - rank * width
-        mine = (local_targets >= 0) & (local_targets < columns)
-        local_targets = local_targets.clamp(0, max(columns - 1, 0))
+        pieces = list(pieces_of(targets, support, rank * width, columns, at_once, weight.shape[1]))
 
-        own_peak = hidden.new_full((count,), -torch.inf, dtype=torch.float32)
+        own_peak = hidden.new_full((count,), NOTHING, dtype=torch.float32)
+        mine = torch.zeros(count, dtype=torch.bool, device=hidden.device)
         sums = torch.zeros(3, count, dtype=torch.float32, device=hidden.device)  # exp, exp * x, x of the target
-        for rows in _slices(count, at_once) if columns else ():
-            x = _logits(hidden[rows], weight[:columns], scale, cap)
-            own_peak[rows] = x.amax(dim=1)
+        for piece in pieces:
+            rows, x = piece.rows, piece.logits(hidden, weight, scale, cap)
+            own_peak[rows], mine[rows] = x.amax(dim=1), piece.here
             x -= own_peak[rows, None]
-            sums[2, rows] = x.gather(1, local_targets[rows, None])[:, 0] * mine[rows]
+            sums[2, rows] = x.gather(1, piece.target[:, None])[:, 0] * piece.here
             exp = x.exp() if with_entropy else x.exp_()
             sums[0, rows] = exp.sum(dim=1)
             if with_entropy:
@@ -86,33 +95,33 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         # What each rank took relative to its own peak is made relative to the highest.
         peak = own_peak.clone()
         _all_reduce(peak, dist.ReduceOp.MAX, group)
-        if columns:
-            lower = own_peak - peak
-            sums[1] = lower.exp() * (sums[1] + lower * sums[0])
-            sums[0] *= lower.exp()
-            sums[2] += lower * mine
+        lower = own_peak - peak
+        sums[1] = lower.exp() * (sums[1] + lower * sums[0])
+        sums[0] *= lower.exp()
+        sums[2] += lower * mine
         _all_reduce(sums, dist.ReduceOp.SUM, group)
 
         log_sum = sums[0].log()
         entropy = log_sum - sums[1] / sums[0] if with_entropy else None
-        ctx.save_for_backward(hidden, weight, local_targets, mine, peak + log_sum, entropy)
-        ctx.columns, ctx.scale, ctx.at_once, ctx.cap = columns, scale, at_once, cap
+        ctx.save_for_backward(hidden, weight, peak + log_sum, entropy)
+        ctx.pieces, ctx.columns, ctx.scale, ctx.cap = pieces, columns, scale, cap
         ctx.set_materialize_grads(False)
         return sums[2] - log_sum, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        nothing = (None,) * 7
+        nothing = (None,) * 8
         if grad_logprobs is None and grad_entropy is None:
             return None, None, *nothing
-        hidden, weight, local_targets, mine, log_z, entropy = ctx.saved_tensors
+        hidden, weight, log_z, entropy = ctx.saved_tensors
         columns, scale, cap = ctx.columns, ctx.scale, ctx.cap
         grad_hidden, total_weight = torch.zeros_like(hidden), None
         if ctx.needs_input_grad[1]:  # not where it is frozen
             total_weight = torch.zeros(columns, weight.shape[1], dtype=torch.float32, device=weight.device)
-        for rows in _slices(len(hidden), ctx.at_once) if columns else ():
-            log_p = _logits(hidden[rows], weight[:columns], scale, cap).sub_(log_z[rows, None])
+        for piece in ctx.pieces:
+            rows = piece.rows
+            log_p = piece.logits(hidden, weight, scale, cap).sub_(log_z[rows, None])
             # These are the largest tensors of all: where the log-probs of all words are not needed again, they are
             # what the gradient is computed in.
             p = log_p.exp() if cap or grad_entropy is not None else log_p.exp_()
@@ -122,15 +131,15 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             else:
                 total = p.mul_(factor)
             if grad_logprobs is not None:
-                at_target = (grad_logprobs[rows] * mine[rows])[:, None]
-                total.scatter_add_(1, local_targets[rows, None], at_target)
+                at_target = (grad_logprobs[rows] * piece.here)[:, None]
+                total.scatter_add_(1, piece.target[:, None], at_target)
             if cap:
-                tanh = log_p.add_(log_z[rows, None]).div_(scale * cap)
+                tanh = log_p.add_(log_z[rows, None]).div_(scale * cap).clamp_(min=-1)  # where there is no logit
                 total *= 1 - tanh.square_()
             grad = total.mul_(scale).to(weight.dtype)
-            grad_hidden[rows] = grad @ weight[:columns]
+            grad_hidden[rows] = piece.to_hidden(grad, weight)
             if total_weight is not None:
-                total_weight += grad.T @ hidden[rows]
+                piece.add_to_weight(total_weight, grad, hidden)
         if total_weight is None:
             return grad_hidden, None, *nothing
         grad_weight = torch.zeros_like(weight)
@@ -138,16 +147,6 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, *nothing
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
-    """[rows, columns] fp32."""
-    logits = torch.matmul(hidden, weight.T).float()
-    return logits.div_(cap).tanh_().mul_(cap * scale) if cap else logits.mul_(scale)
-
-
 def _all_reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(values, op=operation, group=group)
-
-
-def _slices(length: int, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, length, size)]

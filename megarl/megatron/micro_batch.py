@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megarl.megatron.context import zigzag
 from megarl.megatron.replay import Share
 from megarl.strict import ConfigError
-from megarl.types import COLUMNS, TrainBatch
+from megarl.types import COLUMNS, Support, TrainBatch
 from megarl.types.reads import ALWAYS, named_by
 
 
@@ -76,7 +76,7 @@ class MicroBatch(Arriving):
     """Some sequences of a batch."""
 
     indices: list[int]  # of the sequences in the whole batch
-    batch: ArrivingBatch  # those sequences, T tokens, without padding and routing; T may be 0
+    batch: ArrivingBatch  # those sequences, T tokens, without padding and records; T may be 0
     tokens: torch.Tensor  # [1, P / cp] int64, of this context parallel rank
     positions: torch.Tensor  # [1, P / cp] int64
     ahead: torch.Tensor  # [1 + MTP layers, P / cp] int64, the next token of the sequence, and those that follow it; 0
@@ -86,6 +86,7 @@ class MicroBatch(Arriving):
     nth: torch.Tensor  # [T] int64, their positions in their sequences
     packed: PackedSeqParams
     routing: torch.Tensor | None  # [P / cp / tp, layers of the chunk, topk] int16, like the tokens; -1 in the padding
+    support: Support | None  # [P / cp], on the host, of `ahead[0]`: of each token's next one
 
     def align(self, emitted: torch.Tensor, by: int = 1) -> torch.Tensor:
         """[P] as emitted, index t about token t + by -> [T], index t about token t, 0 for the first of a sequence."""
@@ -141,7 +142,13 @@ def make_micro_batch(
         rows = torch.full_like(tokens, -1)
         rows[real[on_record]] = torch.arange(int(known.sum()))
         routing = replayed.cut(_joined(chosen.routing, len(replayed.layers)), rows[mine])
-    columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)} | {"routing": None}
+    support = None
+    if chosen.support is not None:
+        rows = torch.full_like(tokens, -1)
+        follows = nth > 0
+        rows[real[follows] - 1] = torch.arange(len(nth))[follows]
+        support = Support.joined([Support.whole(0), *chosen.support]).pick(rows[mine])
+    columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)} | {"routing": None, "support": None}
     return MicroBatch(
         indices=list(indices),
         batch=ArrivingBatch(**columns).at(device),
@@ -159,6 +166,7 @@ def make_micro_batch(
             max_seqlen_kv=max(lengths),
         ),
         routing=routing,
+        support=support,
     ).at(device)
 
 

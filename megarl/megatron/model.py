@@ -87,6 +87,7 @@ class MegatronModel:
                 multiple=ranks.pp if ranks.vpp > 1 else 1,
                 together=role == "reward_model",  # whose loss compares the scores of a group
                 shape=self.replays,
+                words=role == "actor",
             )
             if not trains:
                 return

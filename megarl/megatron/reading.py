@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megarl.megatron.context import gather_context
 from megarl.megatron.logprobs import vocab_parallel_logprobs
 from megarl.megatron.micro_batch import MicroBatch
-from megarl.types import ModelOutput
+from megarl.types import ModelOutput, Support
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Reader:
             return ModelOutput(values=micro.align(_gathered(micro, emitted[0, :, 0].float())))
         weight = self._output_weight()
         states = emitted[0, :, : weight.shape[1]]
-        found = self._logprobs(states, weight, micro.ahead[0], temperature, with_entropy)
+        found = self._logprobs(states, weight, micro.ahead[0], temperature, with_entropy, micro.support)
         logprobs, entropy = (None if x is None else micro.align(_gathered(micro, x)) for x in found)
         return ModelOutput(logprobs=logprobs, entropy=entropy)
 
@@ -61,12 +61,17 @@ class Reader:
         return weight
 
     def _logprobs(
-        self, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+        self,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        with_entropy: bool,
+        support: Support | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         group = parallel_state.get_tensor_model_parallel_group()
-        return vocab_parallel_logprobs(
-            states, weight, targets, self.vocab_size, group, temperature, self.at_once, self.cap, with_entropy
-        )
+        settings = self.vocab_size, group, temperature, self.at_once, self.cap
+        return vocab_parallel_logprobs(states, weight, targets, *settings, with_entropy, support)
 
 
 def _gathered(micro: MicroBatch, local: torch.Tensor) -> torch.Tensor:

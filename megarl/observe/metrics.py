@@ -21,7 +21,8 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     Lengths are in tokens, and `response_length` counts the policy's own: not the prompt, not what tools answered.
     `tool_errors` is a total. `zero_spread_frac` is the share of prompts whose samples all have the same reward, from
     which group-relative methods learn nothing; there is none where every prompt was sampled once. `draft_accepted` is
-    the share of drafted tokens that the policy accepted, where there were drafts.
+    the share of drafted tokens that the policy accepted, where there were drafts. `support_mean` is among how many
+    tokens the policy could choose, where sampling was cut off.
 
     Of prompts from 2 to `MOST_SOURCES` sources (`data_source`) there are also `rollout/reward_mean/<source>`,
     `response_length_mean/<source>` and `count/<source>`, the number of rollouts.
@@ -64,6 +65,8 @@ def _of_whole(rollouts: Rollouts) -> dict[str, float]:
         metrics["rollout/zero_spread_frac"] = _mean(lowest == highest)
     if drafted := int(rollouts.drafted.sum()):
         metrics["rollout/draft_accepted"] = int(rollouts.accepted.sum()) / drafted
+    if supported := int(rollouts.supported.sum()):
+        metrics["rollout/support_mean"] = supported / int(rollouts.actions.sum())
     if len(rollouts.reward_parts) > 1:  # a single part is the reward itself
         for name, part in rollouts.reward_parts.items():
             metrics[f"reward/{name}"] = statistics.fmean(part.tolist())

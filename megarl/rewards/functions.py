@@ -19,7 +19,7 @@ from megarl.types import Rollout
 
 RewardFunction = Callable[[Rollout], float]
 """Looks at a finished rollout and returns a number of at most `LARGEST`; a bool counts as 0 or 1. It is given a copy of
-what could be changed, without the engine's record of routing."""
+what could be changed, without the engine's records of routing and of what could have been sampled."""
 
 Parts = tuple[float, dict[str, float]]
 """What is added to a rollout's reward, and the parts of it by name."""
@@ -145,7 +145,8 @@ def _unharmed(rollout: Rollout) -> Rollout:
         extra=_copied(prompt.extra),
     )
     turns = tuple(map(replace, rollout.turns))  # a turn makes its arrays read-only, which pickling undoes
-    return replace(rollout, prompt=own, turns=turns, messages=_copied(rollout.messages), reward_parts={}, routing=None)
+    told = replace(rollout, prompt=own, turns=turns, messages=_copied(rollout.messages), reward_parts={})
+    return replace(told, routing=None, support=None)
 
 
 def _copied(value: Any) -> Any:

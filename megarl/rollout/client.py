@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,7 +17,7 @@ import pybase64
 import torch
 
 from megarl.models.routing import RoutingShape
-from megarl.types import Ids, Logprobs, ids_of
+from megarl.types import Ids, Logprobs, Support, ids_of
 
 _TRIES = 3
 _PAUSE_S = 0.5
@@ -38,6 +38,8 @@ class Generation:
     weight_version, versions: as of a `Turn`; of weights that were replaced in the middle of a request, keys and values
     staying as they were, the oldest, for the tokens after it were drawn by neither.
     routing: [tokens, MoE layers, topk], the experts of the tokens that were asked for, see `Policy`; as of a `Rollout`.
+    support: where sampling was cut off, what could have been drawn in the place of each token; the log-probs are of the
+    distribution over these.
     drafted, accepted: tokens that were drafted for it (rollout.draft_tokens), and those of them that it accepted.
     """
 
@@ -47,6 +49,7 @@ class Generation:
     weight_version: int
     versions: tuple[tuple[int, int], ...] = ()
     routing: torch.Tensor | None = None
+    support: Support | None = None
     drafted: int = 0
     accepted: int = 0
     reason: str = ""
@@ -110,7 +113,10 @@ class Client:
         Raises RequestFailed where this request has no good answer. Any other RuntimeError is of the engine: it cannot
         be reached, for a lost connection is tried again, or it has other weights than it should have.
         """
-        body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+        cut_off = cuts(params)
+        body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": not cut_off}
+        if cut_off:  # the others are of the whole vocabulary
+            body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
         oldest = self.version
         if oldest is not None:
             body["extra_key"] = str(oldest)
@@ -118,9 +124,11 @@ class Client:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
         status, data = await self._post("/generate", body)
         with _uncollected():
-            return self._generation(status, data, len(ids), routed, oldest)
+            return self._generation(status, data, len(ids), routed, oldest, cut_off)
 
-    def _generation(self, status: int, data: bytes | str, asked: int, routed: int, oldest: int | None) -> Generation:
+    def _generation(
+        self, status: int, data: bytes | str, asked: int, routed: int, oldest: int | None, cut_off: bool
+    ) -> Generation:
         answer = _loaded("/generate", data)
         if status == 503 and "timeout reached" in str(answer):
             raise RequestFailed("the engine did not end the answer within rollout.request_timeout")
@@ -128,34 +136,40 @@ class Client:
             raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
         try:
             self._check_version(answer["meta_info"], oldest)
-            return self._read(answer, asked, routed)
+            return self._read(answer, asked, routed, cut_off)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
 
-    def _read(self, answer: dict[str, Any], asked: int, routed: int) -> Generation:
-        """The answer to `asked` tokens. What was written before it was cut off is kept where it is whole: as many
-        log-probs as tokens, of those tokens, all finite, and with routing where it is recorded; else a cut-off answer
-        has no tokens, and another fails."""
+    def _read(self, answer: dict[str, Any], asked: int, routed: int, cut_off: bool) -> Generation:
+        """The answer to `asked` tokens, whose sampling was cut off or not. What was written before an answer was
+        aborted is kept where it is whole: as many log-probs as tokens, of those tokens, all finite, with what could
+        have been sampled, and with routing where it is recorded; else it has no tokens, and another answer fails."""
         meta = answer["meta_info"]
         finish = meta["finish_reason"] or {}
         kind = finish.get("type", "abort")
         cut = kind not in ("stop", "length")
         token_ids = ids_of(answer["output_ids"])
-        triples = meta.get("output_token_logprobs", ()) if cut else meta["output_token_logprobs"]
-        logprobs = np.array([triple[0] for triple in triples], dtype=np.float32)  # NaN for None: JSON has no NaN
-        problem = ""
-        if [triple[1] for triple in triples] != answer["output_ids"]:
-            problem = f"the engine wrote {len(token_ids)} tokens and gave {len(triples)} log-probs of others"
-        elif not np.isfinite(logprobs).all():
+        problem, support = "", None
+        if cut_off:
+            values = meta.get("output_token_sampling_logprobs") or ()
+            support = Support.of(meta.get("output_token_sampling_mask") or ())
+            problem = _odd_support(support, token_ids, len(values))
+        else:
+            triples = meta.get("output_token_logprobs", ()) if cut else meta["output_token_logprobs"]
+            values = [triple[0] for triple in triples]
+            if [triple[1] for triple in triples] != answer["output_ids"]:
+                problem = f"the engine wrote {len(token_ids)} tokens and gave {len(triples)} log-probs of others"
+        logprobs = np.array(values, dtype=np.float32)  # NaN for None: JSON has no NaN
+        if not problem and not np.isfinite(logprobs).all():
             problem = "the engine gave a log-prob that is not finite"
-        elif not cut and not len(token_ids):
+        if not problem and not cut and not len(token_ids):
             problem = "the engine answered without a token"
-        elif cut and self._routing is not None and meta.get("routed_experts") is None:
+        if not problem and cut and self._routing is not None and meta.get("routed_experts") is None:
             problem = "the engine says nothing of routing"  # of a request that it had taken back from work
         if problem and not cut:
             raise RequestFailed(problem)
         if problem:
-            token_ids, logprobs = token_ids[:0], logprobs[:0]
+            token_ids, logprobs, support = token_ids[:0], logprobs[:0], None
         routing = None
         if self._routing is not None and len(token_ids):
             routing = decode_routing(meta.get("routed_experts"), asked + len(token_ids) - 1 - routed, self._routing)
@@ -167,6 +181,7 @@ class Client:
             # Where weights were replaced in the middle of an answer, what follows has keys and values of older ones.
             weight_version=runs[0][0] if runs else int(meta["weight_version"]),
             routing=routing,
+            support=support,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),
             reason=f"the engine cut the answer off: {finish.get('message', 'it does not say why')}" if cut else "",
@@ -229,6 +244,27 @@ class Client:
             except (aiohttp.ClientError, UnicodeError) as error:
                 raise RequestFailed(f"the engine's answer to {path} cannot be read: {error!r}") from None
         raise AssertionError("unreachable")
+
+
+def cuts(params: Mapping[str, Any]) -> bool:
+    """Whether under these sampling parameters not every token can be drawn, at random among several."""
+    odd = params.get("top_p", 1.0) < 1 or params.get("top_k", -1) > 0 or params.get("min_p", 0.0) > 0
+    return bool(odd and params.get("temperature", 1.0) > 0)
+
+
+def _odd_support(support: Support, token_ids: Ids, values: int) -> str:
+    """What is wrong with an engine's record of what it could have sampled, and so many log-probs; empty if nothing."""
+    if not len(support) and len(token_ids):
+        return "the engine does not say what it could have sampled (return_sampling_mask)"
+    if not len(support) == values == len(token_ids):
+        return (
+            f"the engine wrote {len(token_ids)} tokens, and says of {len(support)} what it could have sampled, with "
+            f"{values} log-probs"
+        )
+    tokens = torch.tensor(token_ids)
+    if bool((outside := support.lacks(tokens) | (support.counts == 0)).any()):
+        return f"the engine sampled token {int(tokens[outside][0])}, but says that it could not have sampled that"
+    return ""
 
 
 def _loaded(path: str, data: bytes | str) -> Any:

@@ -171,6 +171,7 @@ class Engine:
             "enable_return_routed_experts": self.config.train.replay_routing,
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
             **server_args.speculative(rollout.draft_tokens),
+            **server_args.sampling(rollout),
             **self._platform.server_args(self.config, self.first_device),
             **rollout.sglang,
         }

@@ -111,6 +111,7 @@ class _Talk:
             drafted=now.drafted + out.drafted,
             accepted=now.accepted + out.accepted,
             routing=now.routing if out.routing is None else (*now.routing, out.routing),
+            support=now.supports(out.support, len(out.token_ids)),
         )
         over = last in chat.ends or len(out.token_ids) == budget  # though it may have been cut off at that moment
         if out.finish == "abort" and not over and self._around.halt.is_set():
@@ -202,7 +203,8 @@ def sampling_params(config: RolloutConfig, chat: Chat, greedy: bool, seed: int) 
     params: dict[str, Any] = {"stop_token_ids": sorted(chat.ends), "skip_special_tokens": False}
     if greedy or config.temperature == 0:
         return {**params, "temperature": 0.0}
-    return {**params, "temperature": config.temperature, "top_p": config.top_p, "sampling_seed": seed}
+    cut = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p")}
+    return {**params, "temperature": config.temperature, **cut, "sampling_seed": seed}
 
 
 def sample_seed(seed: int, group: int, sample: int) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from megarl.config import ConfigError
-from megarl.types import Ids, Message, Prompt, Rollout, Status, Turn
+from megarl.types import Ids, Message, Prompt, Rollout, Status, Support, Turn
 
 Put = Callable[[npt.NDArray[Any]], int]
 """Keeps an array; what it is found again by."""
@@ -24,9 +24,9 @@ Get = Callable[[int], npt.NDArray[Any]]
 class Partial:
     """turns, messages, tool_calls ...: as of a `Rollout`. The last turn may be one that the policy has not finished.
 
-    routing: as of a `Rollout`, in parts. written: tokens of the policy's turn, which is the last one then; 0 where it
-    is to begin its turn. whole: that turn is over, and its calls were not answered. taken: the policy's turns that are
-    over. status: of a conversation that has ended, None of all others.
+    routing, support: as of a `Rollout`, in parts. written: tokens of the policy's turn, which is the last one then; 0
+    where it is to begin its turn. whole: that turn is over, and its calls were not answered. taken: the policy's turns
+    that are over. status: of a conversation that has ended, None of all others.
     """
 
     prompt: Prompt
@@ -34,6 +34,7 @@ class Partial:
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
     routing: tuple[torch.Tensor, ...] = ()
+    support: tuple[Support, ...] = ()
     written: int = 0
     whole: bool = False
     taken: int = 0
@@ -62,6 +63,14 @@ class Partial:
         """Tokens whose routing is known, from the first on."""
         return sum(map(len, self.routing))
 
+    def supports(self, more: Support | None, tokens: int) -> tuple[Support, ...]:
+        """`support` with that of so many tokens that it has chosen since; None of those whose sampling was not cut off,
+        as all may have been in an earlier run."""
+        if more is None:
+            return (*self.support, Support.whole(tokens)) if self.support and tokens else self.support
+        chosen = sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
+        return (*(self.support or ((Support.whole(chosen),) if chosen else ())), more)
+
     @property
     def oldest(self) -> int | None:
         """The first version of the weights that has chosen a token of it; None where none has."""
@@ -81,6 +90,7 @@ class Partial:
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
             routing=torch.cat(self.routing) if self.routing else None,
+            support=Support.joined(self.support) if self.support else None,
             drafted=self.drafted,
             accepted=self.accepted,
             failure=self.failure,
@@ -119,6 +129,7 @@ def to_record(partial: Partial, put: Put) -> dict[str, Any]:
         for turn in partial.turns
     ]
     record["routing"] = [put(part.numpy()) for part in partial.routing]
+    record["support"] = [[put(part.counts.numpy()), put(part.ids.numpy())] for part in partial.support]
     return record
 
 
@@ -144,6 +155,9 @@ def from_record(record: dict[str, Any], get: Get) -> Partial:
             for turn in fields["turns"]
         )
         fields["routing"] = tuple(torch.from_numpy(get(part)) for part in fields["routing"])
+        fields["support"] = tuple(
+            Support(torch.from_numpy(get(counts)), torch.from_numpy(get(ids))) for counts, ids in fields["support"]
+        )
         return Partial(**fields)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"not a recorded conversation: {error!r}") from None

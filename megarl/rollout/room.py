@@ -13,7 +13,7 @@ import torch
 
 from megarl.rollout.client import Generation, Policy
 from megarl.rollout.multi_turn import Halted
-from megarl.types import Ids, ids_of
+from megarl.types import Ids, Support, ids_of
 
 _AGAIN_S = 0.1
 """How often the policy is told again to stop."""
@@ -171,6 +171,7 @@ def joined(said: Generation, more: Generation) -> Generation:
         before = versions.pop()[1] if versions and versions[-1][0] == version else 0
         versions.append((version, before + tokens))
     records = [part for part in (said.routing, more.routing) if part is not None]
+    supports = [part for part in (said.support, more.support) if part is not None]
     return replace(
         more,
         token_ids=np.concatenate([said.token_ids, more.token_ids]),
@@ -178,6 +179,7 @@ def joined(said: Generation, more: Generation) -> Generation:
         weight_version=versions[-1][0] if versions else more.weight_version,
         versions=tuple(versions) if len(versions) > 1 else (),
         routing=torch.cat(records) if records else None,
+        support=Support.joined(supports) if supports else None,
         drafted=said.drafted + more.drafted,
         accepted=said.accepted + more.accepted,
     )

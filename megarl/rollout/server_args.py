@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import annotated
-from megarl.config import ConfigError
+from megarl.config import ConfigError, RolloutConfig
 
 _OURS = {
     "model_path": "model.path",
@@ -37,7 +37,7 @@ _OURS = {
     "tool_call_parser": "rollout.tool_call_parser",
     "tokenizer_path": "model.path",
     "use_ray": "nothing, torchrun or Slurm start all processes",
-    "preferred_sampling_params": "rollout.temperature and rollout.top_p",
+    "preferred_sampling_params": "rollout.temperature, rollout.top_p, rollout.top_k and rollout.min_p",
     "enable_return_routed_experts": "train.replay_routing",
     "speculative_algorithm": "rollout.draft_tokens",
     "speculative_draft_model_path": "rollout.draft_tokens",
@@ -166,3 +166,47 @@ def speculative(draft_tokens: int) -> dict[str, Any]:
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": draft_tokens + 1,
     }
+
+
+def sampling(rollout: RolloutConfig) -> dict[str, Any]:
+    """ServerArgs by which an engine can say what it could have sampled: of how many tokens at most. As many as are tied
+    with the last one are among them, too; room for what is never there costs the sampler time at each token."""
+    return {"sampling_mask_max_tokens": max(256, 4 * rollout.top_k)} if rollout.cut_off else {}
+
+
+def check_sampling(rollout: RolloutConfig) -> None:
+    """Raise ConfigError where sampling is to be cut off, and an engine would not say what it could have sampled: then
+    nobody could train on the distribution that was drawn from."""
+    keys = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k != -1, "min_p": rollout.min_p > 0}
+    set_ = [f"rollout.{name}={getattr(rollout, name):g}" for name, is_set in keys.items() if is_set]
+    if rollout.top_k in (0, 1):
+        remedy = "-1 for all tokens" if rollout.top_k == 0 else "2 or more, or rollout.temperature=0, which is greedy"
+        raise ConfigError(f"rollout.top_k={rollout.top_k} leaves nothing to choose; set it to {remedy}")
+    if not rollout.cut_off:
+        return
+    what, why = " and ".join(set_), "what could have been sampled, which training needs"
+    if rollout.top_k < 0:
+        raise ConfigError(
+            f"{what} without rollout.top_k: SGLang does not say {why}, unless it is of a bounded number of tokens; set "
+            "rollout.top_k, too, such as to 1000"
+        )
+    if rollout.draft_tokens:
+        raise ConfigError(
+            f"{what} with rollout.draft_tokens={rollout.draft_tokens}: with drafts SGLang does not say {why}; set one "
+            "of them only"
+        )
+    if rollout.replay:
+        raise ConfigError(f"{what} with rollout.replay: recorded rollouts do not hold {why}; set the first back")
+    most = rollout.sglang.get("sampling_mask_max_tokens")
+    if most is not None and rollout.top_k > most:
+        raise ConfigError(
+            f"rollout.top_k={rollout.top_k} is beyond rollout.sglang.sampling_mask_max_tokens={most}, the number of "
+            f"tokens of which SGLang says {why}; leave the second out"
+        )
+    if (backend := rollout.sglang.get("sampling_backend")) == "ascend":
+        raise ConfigError(f"{what} with rollout.sglang.sampling_backend={backend}, which does not say {why}")
+    if rollout.min_p and rollout.sglang.get("enable_deterministic_inference"):
+        raise ConfigError(
+            f"{what} with rollout.sglang.enable_deterministic_inference: SGLang's seeded sampler knows no min_p; set "
+            "rollout.min_p to 0"
+        )

@@ -39,7 +39,11 @@ One thing is about what becomes of a token, not of its choice: `routing[t]` name
 as an input, on the way to what predicts token t + 1. The engine never runs the last token; a
 record covers those before it.
 
-`rollouts.py` has the host side, `batch.py` the training side; `arrays.py` and `everyone.py` what they are made of.
+`support[t]`, where sampling was cut off, are the ids that token t could have had: log-probs and entropies are of the
+distribution over these.
+
+`rollouts.py` has the host side, `batch.py` the training side; `arrays.py`, `support.py` and `everyone.py` what they
+are made of.
 """
 
 from megarl.types.arrays import Ids, Logprobs, ids_of, no_logprobs
@@ -47,6 +51,7 @@ from megarl.types.batch import COLUMNS, Counts, ModelOutput, Shares, TokenLoss, 
 from megarl.types.everyone import ALONE, Alone, Everyone, Total, alone
 from megarl.types.reads import reads
 from megarl.types.rollouts import FIGURES, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn
+from megarl.types.support import Support
 
 __all__ = [
     "ALONE",
@@ -65,6 +70,7 @@ __all__ = [
     "Rollouts",
     "Shares",
     "Status",
+    "Support",
     "TokenLoss",
     "Total",
     "TrainBatch",

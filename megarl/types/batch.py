@@ -12,6 +12,7 @@ import torch
 from megarl.types.arrays import joined
 from megarl.types.everyone import ALONE, Alone, Everyone
 from megarl.types.rollouts import Rollout, Rollouts
+from megarl.types.support import Support
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Shares:
     home: torch.Tensor  # [N] int64, the rank
     own: torch.Tensor  # [n] int64, which of the N are here; the batch has their tokens in this order
     everyone: Everyone = field(compare=False, repr=False)
+    supported: torch.Tensor | None = None  # [N] int64 ids in the records of `support`; None where there are none
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class TrainBatch:
     importance: torch.Tensor | None = None  # [T] weight of the policy's loss: what sampled is not what learns; None: 1
     loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
     routing: tuple[torch.Tensor, ...] | None = None  # n records as of `Rollout`; the policy's model replays them
+    support: tuple[Support, ...] | None = None  # n records, of each of a sequence's tokens; of policies' models
     shares: Shares | None = None
     marked: torch.Tensor | None = None  # [T] bool, tokens that the policy loss has chosen out of the whole mini-batch
     counts: Counts | None = None  # of the mini-batch that this is, or is a part of
@@ -78,7 +81,9 @@ class TrainBatch:
         if bool((rollouts.lag > 0).any()):
             versions = joined([turn.token_versions for turn in turns], np.int32)
             lag = torch.from_numpy(np.where(mask, np.maximum(rollouts.version - versions, 0), 0).astype(np.int32))
-        shares = Shares(rollouts.length, rollouts.routed, rollouts.home, rollouts.own, rollouts.everyone)
+        shares = Shares(
+            rollouts.length, rollouts.routed, rollouts.home, rollouts.own, rollouts.everyone, rollouts.supported
+        )
         return TrainBatch(
             tokens=torch.from_numpy(joined([turn.token_ids for turn in turns], np.int32)),
             cu_seqlens=torch.from_numpy(starts),
@@ -88,6 +93,7 @@ class TrainBatch:
             rollout_logprobs=torch.from_numpy(logprobs),
             lag=lag,
             routing=_records(rollouts),
+            support=_supports(rollouts),
             shares=None if isinstance(rollouts.everyone, Alone) else shares,
         )
 
@@ -154,8 +160,12 @@ class TrainBatch:
         changes: dict[str, Any] = {name: getattr(self, name)[tokens] for name in self.columns()}
         if self.routing is not None:
             changes["routing"] = tuple(self.routing[row] for row in rows.tolist())
+        if self.support is not None:
+            changes["support"] = tuple(self.support[row] for row in rows.tolist())
         if self.shares is not None:
             known = {name: getattr(self.shares, name)[numbers] for name in ("lengths", "routed", "home")}
+            if self.shares.supported is not None:
+                known["supported"] = self.shares.supported[numbers]
             changes["shares"] = replace(self.shares, own=own, **known)
         changes |= {"group": self.group[numbers], "sequence_reward": self.sequence_reward[numbers]}
         return self.with_(cu_seqlens=starts, **changes)
@@ -165,7 +175,7 @@ class TrainBatch:
         return tuple(name for name in COLUMNS if getattr(self, name) is not None)
 
 
-_NO_COLUMNS = ("cu_seqlens", "group", "sequence_reward", "routing", "shares", "counts")
+_NO_COLUMNS = ("cu_seqlens", "group", "sequence_reward", "routing", "support", "shares", "counts")
 COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _NO_COLUMNS)
 """The [T] tensors of a batch."""
 
@@ -184,6 +194,26 @@ def _records(rollouts: Rollouts) -> tuple[torch.Tensor, ...] | None:
     (shape,) = shapes or {torch.Size((0, 0))}
     none = torch.zeros((0, *shape), dtype=torch.uint8)
     return tuple(none if record is None else record for record in found)
+
+
+def _supports(rollouts: Rollouts) -> tuple[Support, ...] | None:
+    """Of the rollouts that are here, with nothing for the tokens that no policy chose; None where no rollout's sampling
+    was cut off, here or elsewhere."""
+    if not bool((rollouts.supported > 0).any()):
+        return None
+    found = []
+    for rollout in rollouts.here:
+        whose = torch.cat([torch.full((len(turn.token_ids),), turn.is_action) for turn in rollout.turns])
+        record = Support.whole(rollout.num_actions) if rollout.support is None else rollout.support
+        if len(record) != rollout.num_actions:
+            raise ValueError(
+                f"a rollout whose policy chose {rollout.num_actions} tokens says of {len(record)} what they could be"
+            )
+        spread = record.pick((whose.cumsum(0) - 1).where(whose, -1))
+        if bool((outside := spread.lacks(torch.tensor(rollout.token_ids))).any()):
+            raise ValueError(f"token {int(outside.nonzero()[0])} of a rollout is not among those that could be chosen")
+        found.append(spread)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

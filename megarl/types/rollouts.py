@@ -11,6 +11,7 @@ import torch
 
 from megarl.types.arrays import Ids, Logprobs, ids_of, joined, no_ids, no_logprobs, read_only, same
 from megarl.types.everyone import ALONE, Everyone
+from megarl.types.support import Support
 
 Message = dict[str, Any]
 """One chat message in the OpenAI form: role, content, and tool_calls where there are some."""
@@ -112,6 +113,9 @@ class Rollout:
     routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """[known, MoE layers, topk]: the experts that each of the first `known` tokens went through in the engine, in any
     order. uint8 where the model has at most 256 of them, else int16. None where nothing was recorded."""
+    support: Support | None = field(default=None, compare=False, repr=False)
+    """Of the tokens that the policy chose, one after the other, those that it could have chosen, where sampling was cut
+    off; None where it never was."""
     drafted: int = 0
     """Tokens that were drafted for the policy (rollout.draft_tokens)."""
     accepted: int = 0
@@ -159,6 +163,7 @@ FIGURES: dict[str, Callable[[Rollout], float]] = {
     "drafted": lambda rollout: rollout.drafted,
     "accepted": lambda rollout: rollout.accepted,
     "routed": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
+    "supported": lambda rollout: 0 if rollout.support is None else len(rollout.support.ids),
     "oldest": lambda rollout: min((version for version, _ in rollout.runs), default=-1),
 }
 """What every rank knows of every rollout, beside its reward: whole numbers."""
@@ -182,6 +187,7 @@ class Rollouts:
     drafted: torch.Tensor  # [N] int64
     accepted: torch.Tensor  # [N] int64
     routed: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
+    supported: torch.Tensor  # [N] int64 ids in the record of what could have been sampled; 0 where nothing was cut off
     oldest: torch.Tensor  # [N] int64, first version of the weights that chose a token of it; -1 where none did
     reward: torch.Tensor  # [N] float64
     reward_parts: dict[str, torch.Tensor]  # [N] float64 each; 0 where a rollout has no such part

@@ -77,7 +77,8 @@ class RewardWorker(Worker):
         parcels: dict[int, list[tuple[int, Rollout]]] = {}
         for rank, count in shares.get(self.job.rank, {}).items():
             parcels[rank] = [
-                (index, dataclasses.replace(rollouts.here[index], routing=None)) for index in islice(mine, count)
+                (index, dataclasses.replace(rollouts.here[index], routing=None, support=None))
+                for index in islice(mine, count)
             ]
         # The longest that the slowest rank may take, if each of its calls takes as long as one may.
         limit = self.config.reward.timeout

@@ -26,6 +26,8 @@ RANGES: dict[str, tuple[str, ...]] = {
     "parallel.etp": ("''",),
     "rollout.temperature": (".nan", "-0.5", "1e30"),
     "rollout.top_p": ("0", "1.5", ".nan"),
+    "rollout.top_k": ("-2", "4097", "2.5", ".nan"),
+    "rollout.min_p": ("-0.1", "1", ".inf"),
     "rollout.tool_timeout": ("-1", ".inf"),
     "rollout.request_timeout": ("0",),
     "rollout.step_timeout": (".nan",),

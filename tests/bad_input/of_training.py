@@ -131,6 +131,20 @@ CASES = [
     Case("more epochs than updates", ("run.num_update=1", "run.epochs=3"), ("run.epochs=3",)),
     Case("more updates than rollouts", ("batch of 16 sequences in 17",), ("run.num_update=17",)),
     Case("more updates than conversations", ("batch of 4 sequences in 5",), (*SFT, "run.num_update=5")),
+    Case("top_p alone", ("rollout.top_p=0.9 without rollout.top_k", "such as to 1000"), ("rollout.top_p=0.9",)),
+    Case("min_p alone", ("rollout.min_p=0.1 without rollout.top_k",), ("rollout.min_p=0.1",)),
+    Case("one token to choose from", ("rollout.top_k=1 leaves nothing", "temperature=0"), ("rollout.top_k=1",)),
+    Case("no token to choose from", ("rollout.top_k=0 leaves nothing", "-1 for all"), ("rollout.top_k=0",)),
+    Case(
+        "cut-off sampling of recorded rollouts",
+        ("rollout.top_k=20 with rollout.replay", "do not hold what could have been sampled"),
+        ("rollout.top_k=20", "rollout.replay=FOLDER"),
+    ),
+    Case(
+        "more tokens than the engine has room to name",
+        ("rollout.top_k=20 is beyond rollout.sglang.sampling_mask_max_tokens=10", "leave the second out"),
+        ("rollout.top_k=20", "rollout.sglang={sampling_mask_max_tokens: 10}"),
+    ),
     Case(
         "SFT cannot replay routing",
         ("train.replay_routing=true", "sft has no engine"),

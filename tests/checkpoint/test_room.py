@@ -48,6 +48,7 @@ def config(oversample: float = 1.5, replays: bool = False, **rollout: Any) -> Co
         (config(), 3 * 4 * 1000 * 20),  # 7.5 groups are begun, of which 5 are used
         (config(oversample=2), 5 * 4 * 1000 * 20),
         (config(replays=True), 3 * 4 * 1000 * (20 + 3 * 2 * 2)),  # two of 300 experts in each of three layers
+        (config(top_k=10, top_p=0.9), 3 * 4 * 1000 * (20 + 4 + 10 * 4)),
         (config(replay="runs/other"), 0),
     ],
 )

@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
+import cutoff  # noqa: E402
 import reference  # noqa: E402
 import replay  # noqa: E402
 import tiny  # noqa: E402
@@ -33,7 +34,7 @@ from megarl.models.activations import micro_batches_in_flight  # noqa: E402
 from megarl.models.cuts import shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
-from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
+from megarl.types import ModelOutput, Support, TokenLoss, TrainBatch  # noqa: E402
 
 ADAM: dict[str, Any] = dict(lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-3, max_grad_norm=0.5)
 ADAM |= dict(schedule="constant", warmup_fraction=0.0)
@@ -225,6 +226,10 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         uneven = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
         found = replay.check(family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
         result |= {f"replay {name}": value for name, value in found.items()}
+    if role == "actor" and family in cutoff.FAMILIES:
+        plain = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
+        found = cutoff.check(family, layout, plain, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
+        result |= {f"cut {name}": value for name, value in found.items()}
     if folder:
         result["resumed"] = float(resume(model, build, batch, loss_fn, folder))
     return result
@@ -242,8 +247,9 @@ def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict
     return {f"aux {name}": metrics[f"actor/{name}"] for name in ("moe_load_balancing_loss", "moe_z_loss", "grad_norm")}
 
 
-def vocabulary(real: int) -> float:
-    """Log-probs, entropies, gradients, the vocabulary cut in two, against the whole; with real=7 rank 1 has padding."""
+def vocabulary(real: int, cut: bool = False) -> float:
+    """Log-probs, entropies, gradients, the vocabulary cut in two, against the whole; with real=7 rank 1 has padding.
+    cut: of sets of 1 to all of the tokens, of which some are on one rank only."""
     from megatron.core import parallel_state
 
     from megarl.megatron.logprobs import vocab_parallel_logprobs
@@ -256,9 +262,16 @@ def vocabulary(real: int) -> float:
     mine = slice(RANKS.tp_rank * width, (RANKS.tp_rank + 1) * width)
     own, part = (tensor.detach().clone().requires_grad_() for tensor in (hidden, whole[mine]))
     group = parallel_state.get_tensor_model_parallel_group()
-    found = vocab_parallel_logprobs(own, part, targets, real, group, 1.3, at_once=4)
-    log_p = ((hidden @ whole.T)[:, :real] / 1.3).log_softmax(-1)
-    truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    sets = torch.rand(rows, real, generator=generator) < torch.linspace(0, 1, rows)[:, None]
+    sets.scatter_(1, targets[:, None], True)
+    sets[3] = (torch.arange(real) < width) == bool(targets[3] < width)
+    ids = [row.nonzero()[:, 0].tolist() if i != 5 else [] for i, row in enumerate(sets)]
+    sets[5] = True
+    support = Support.of(ids) if cut else None
+    found = vocab_parallel_logprobs(own, part, targets, real, group, 1.3, at_once=4, support=support)
+    logits = (hidden @ whole.T)[:, :real] / 1.3
+    log_p = (logits.masked_fill(~sets, -torch.inf) if cut else logits).log_softmax(-1)
+    truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
     for pair in (found, truth):
         (weight[0] * pair[0] + weight[1] * pair[1]).sum().backward()
     assert own.grad is not None and part.grad is not None and hidden.grad is not None and whole.grad is not None
@@ -354,6 +367,6 @@ if __name__ == "__main__":
         results[item] = check(family, role, sizes(own) if own else layout, folder)
     if RANKS.tp > 1:
         for item in results.values():
-            item["vocabulary"] = max(vocabulary(real) for real in (7, 13, 16))
+            item["vocabulary"] = max(vocabulary(real, cut) for real in (7, 13, 16) for cut in (False, True))
     print("RESULT " + json.dumps(results))
     parallel_ranks.shutdown()

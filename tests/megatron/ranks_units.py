@@ -16,6 +16,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "workers")]
 torch.set_num_threads(1)
 
+import cutoff  # noqa: E402
 import reference  # noqa: E402
 import tiny  # noqa: E402
 
@@ -64,6 +65,7 @@ def logprobs() -> dict[str, dict[str, float]]:
 def logprobs_with(cap: float) -> dict[str, float]:
     """Against log_softmax in fp64, with gradients of both outputs, more rows than one slice, and padded columns."""
     from megarl.megatron import logprobs as module
+    from megarl.megatron import pieces
 
     generator = torch.Generator().manual_seed(0)
     rows, real, padded, temperature = 11, 13, 16, 0.7
@@ -72,17 +74,17 @@ def logprobs_with(cap: float) -> dict[str, float]:
     targets = torch.randint(0, real, (rows,), generator=generator)
     weight = torch.randn(2, rows, generator=generator)
     most = 0
-    make = module._logits
+    make = pieces.make_logits
 
     def watched(states: torch.Tensor, *rest: Any) -> torch.Tensor:
         nonlocal most
         most = max(most, len(states))
         return make(states, *rest)
 
-    module._logits = watched
+    pieces.make_logits = watched
     found = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, at_once=4, cap=cap)
     (weight[0] * found[0] + weight[1] * found[1]).sum().backward()
-    module._logits = make
+    pieces.make_logits = make
     options = targets, real, None, temperature, 4, cap
     pairs = [module.vocab_parallel_logprobs(hidden, head, *options, with_entropy=wanted) for wanted in (True, False)]
     both = [(out, *torch.autograd.grad((weight[0] * out).sum(), (hidden, head))) for out, _ in pairs]
@@ -723,7 +725,7 @@ def unread() -> Any:
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
     refusals, folder, half, schedule, critic, aux_losses, training, waking, numbers, comparing, nothing, spared,
-    placing, unnamed_columns, unread,
+    placing, unnamed_columns, unread, cutoff.cut_logprobs, cutoff.cut_micro_batch,
 ]  # fmt: skip
 
 if __name__ == "__main__":

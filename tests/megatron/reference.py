@@ -8,7 +8,7 @@ from typing import Any
 import tiny
 import torch
 
-from megarl.types import TrainBatch
+from megarl.types import Support, TrainBatch
 
 HEAD = "score.weight"
 
@@ -18,15 +18,26 @@ def sequences(batch: TrainBatch) -> Iterator[tuple[int, int]]:
 
 
 def policy(model: Any, batch: TrainBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy of each token, [T]; 0 for the first of a sequence."""
+    """Log-prob and entropy of each token, [T]; 0 for the first of a sequence. Where sampling was cut off, of the whole
+    vocabulary's logits those of others are masked."""
     logprobs, entropies = [], []
-    for start, stop in sequences(batch):
+    for number, (start, stop) in enumerate(sequences(batch)):
         tokens = batch.tokens[start:stop]
-        log_p = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        logits = model(tokens[None]).logits[0, :-1] / temperature
+        if batch.support is not None:
+            logits = logits.masked_fill(~allowed(batch.support[number], logits.shape[1])[1:], -torch.inf)
+        log_p = logits.log_softmax(-1)
         zero = torch.zeros(1)
         logprobs.append(torch.cat([zero, log_p.gather(1, tokens[1:, None])[:, 0]]))
-        entropies.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]))
+        entropies.append(torch.cat([zero, -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)]))
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def allowed(support: Support, vocabulary: int) -> torch.Tensor:
+    """[n, vocabulary] bool: what each token could have been."""
+    rows = (support.counts == 0)[:, None].repeat(1, vocabulary)
+    rows[torch.repeat_interleave(torch.arange(len(support)), support.counts), support.ids.long()] = True
+    return rows
 
 
 def values(model: Any, head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from megarl.algorithms.weights import pair_mean_weights
 from megarl.config import Config, from_dict
 from megarl.parallel import everyone
-from megarl.types import Shares, TrainBatch
+from megarl.types import Shares, Support, TrainBatch
 
 COMMON: dict[str, Any] = dict(
     vocab_size=200,  # no multiple of 128: the last ranks' vocabulary is partly padding
@@ -203,6 +203,20 @@ def records(batch: TrainBatch, routing: torch.Tensor) -> tuple[torch.Tensor, ...
     return tuple(part[:count].to(torch.uint8) for part, count in zip(parts, known, strict=True))
 
 
+def supports(batch: TrainBatch, vocab: int = 200) -> tuple[Support, ...]:
+    """Of each token where the mask is set some ids that it could have been, and it: none but it, a few, those of a
+    part of the vocabulary, or all of them. Of the others, nothing."""
+    generator = torch.Generator().manual_seed(11)
+    rows: list[list[int]] = []
+    for token, chosen in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), strict=True):
+        order = torch.randperm(vocab, generator=generator).tolist()
+        kind = len(rows) % 4
+        others = order[: (0, 7, 60, vocab)[kind]] if kind != 2 else [i for i in order if i < 100][:60]
+        rows.append([token, *(i for i in others if i != token)] if chosen else [])
+    whole, at = Support.of(rows), torch.arange(len(rows))
+    return tuple(whole.pick(part) for part in at.split(batch.lengths.tolist()))
+
+
 def in_shares(batch: TrainBatch) -> TrainBatch:
     """The same, of which each rank has some sequences: of two ranks or more the second has none."""
     all_ranks, world = everyone.AllRanks(), torch.distributed.get_world_size()
@@ -210,7 +224,8 @@ def in_shares(batch: TrainBatch) -> TrainBatch:
     home = torch.tensor([homes[number * number % len(homes)] for number in range(batch.num_sequences)])
     own = (home == all_ranks.rank).nonzero().squeeze(1)
     known = [0] * batch.num_sequences if batch.routing is None else [len(record) for record in batch.routing]
-    shares = Shares(batch.lengths, torch.tensor(known), home, own, all_ranks)
+    supported = None if batch.support is None else torch.tensor([len(record.ids) for record in batch.support])
+    shares = Shares(batch.lengths, torch.tensor(known), home, own, all_ranks, supported)
     part = batch.select(own.tolist())
     return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, shares=shares)
 

@@ -10,7 +10,7 @@ from thread_ranks import as_ranks
 
 from megarl.observe import metrics as metrics_module
 from megarl.observe.metrics import SourceMeans, rollout_metrics
-from megarl.types import Prompt, Rollout, Rollouts, Status, Turn
+from megarl.types import Prompt, Rollout, Rollouts, Status, Support, Turn
 
 
 def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, errors: int, status: Status) -> Rollout:
@@ -72,6 +72,14 @@ def test_share_of_drafts_that_were_accepted() -> None:
     assert "rollout/draft_accepted" not in rollout_metrics(Rollouts.of([plain]))
     drafted = [replace(plain, drafted=6, accepted=2), replace(plain, drafted=2, accepted=2), plain]
     assert rollout_metrics(Rollouts.of(drafted))["rollout/draft_accepted"] == 0.5
+
+
+def test_among_how_many_tokens_the_policy_could_choose() -> None:
+    plain = rollout(0, 1.0, (1,), 0, 0, "stop")
+    assert "rollout/support_mean" not in rollout_metrics(Rollouts.of([plain]))
+    chosen = plain.num_actions
+    cut = replace(plain, support=Support.of([[1, 2, 3]] * chosen))
+    assert rollout_metrics(Rollouts.of([cut, cut]))["rollout/support_mean"] == 3
 
 
 def test_nothing_to_measure() -> None:

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 
 from megarl.models.routing import RoutingShape
 from megarl.rollout import client as module
-from megarl.rollout.client import Client, Generation, RequestFailed, decode_routing
+from megarl.rollout.client import Client, Generation, RequestFailed, cuts, decode_routing
 
 SHAPE = RoutingShape(layers=3, moe_layers=(1, 2), topk=2, experts=400)
 
@@ -60,13 +60,23 @@ def answer(**changes: Any) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": {name: value for name, value in meta.items() if value is not ...}}
 
 
-def ask(said: Any, status: int = 200, timeout: float = 30.0, version: int | None = 3) -> Generation:
-    """What a client whose engine holds this version makes of this answer; `said` None for none at all."""
+def ask(
+    said: Any,
+    status: int = 200,
+    timeout: float = 30.0,
+    version: int | None = 3,
+    params: dict[str, Any] | None = None,
+    bodies: list[dict[str, Any]] | None = None,
+) -> Generation:
+    """What a client whose engine holds this version makes of this answer; `said` None for none at all. bodies: what was
+    asked is added to these."""
 
     kind = "application/json" if status == 200 else "text/plain"
 
     async def run() -> Generation:
         async def respond(request: web.Request) -> web.StreamResponse:
+            if bodies is not None:
+                bodies.append(await request.json())
             if said is None:
                 await asyncio.sleep(3600)
             if isinstance(said, str):
@@ -91,7 +101,7 @@ def ask(said: Any, status: int = 200, timeout: float = 30.0, version: int | None
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         try:
             async with Client(f"http://127.0.0.1:{port}", "key", timeout, version=version) as client:
-                return await client.generate([5, 6], {})
+                return await client.generate([5, 6], params or {})
         finally:
             await runner.cleanup()
 
@@ -150,6 +160,70 @@ def test_of_an_answer_that_was_cut_off_only_what_is_whole_is_kept() -> None:
         out = ask(answer(finish_reason=cut, **odd))
         assert (len(out.token_ids), len(out.logprobs), out.finish) == (0, 0, "abort")
     assert ask(answer(finish_reason=None)).reason.endswith("it does not say why")
+
+
+CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
+
+
+def masked(**changes: Any) -> dict[str, Any]:
+    """An answer of two tokens with what else they could have been; without the log-probs over all tokens."""
+    said: dict[str, Any] = {"output_ids": [8, 9], "output_token_logprobs": ...}
+    said |= {"output_token_sampling_mask": [[3, 8], [9]], "output_token_sampling_logprobs": [-0.25, 0.0]}
+    return answer(**said | changes)
+
+
+def test_an_engine_whose_sampling_is_cut_off_is_asked_what_it_could_have_sampled() -> None:
+    bodies: list[dict[str, Any]] = []
+    out = ask(masked(), params=CUT, bodies=bodies)
+    assert (out.token_ids.tolist(), out.logprobs.tolist()) == ([8, 9], [-0.25, 0.0])
+    assert out.support is not None
+    assert (out.support.counts.tolist(), out.support.ids.tolist()) == ([2, 1], [3, 8, 9])
+    assert bodies[0]["return_sampling_mask"] is True and bodies[0]["return_logprob"] is False
+    assert ask(answer(), params={"temperature": 0.7}, bodies=bodies).support is None
+    assert "return_sampling_mask" not in bodies[1] and bodies[1]["return_logprob"] is True
+
+
+@pytest.mark.parametrize(
+    ("params", "cut"),
+    [
+        ({}, False),
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}, False),
+        ({"top_p": 0.99}, True),
+        ({"top_k": 50}, True),
+        ({"min_p": 0.01}, True),
+        ({"temperature": 0.0, "top_p": 0.5, "top_k": 50, "min_p": 0.1}, False),  # the likeliest token in any case
+    ],
+)
+def test_when_sampling_is_cut_off(params: dict[str, Any], cut: bool) -> None:
+    assert cuts(params) is cut
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"output_token_sampling_mask": ...}, "does not say what it could have sampled"),
+        ({"output_token_sampling_mask": None}, "does not say what it could have sampled"),
+        (
+            {"output_token_sampling_mask": [[3, 8]]},
+            "wrote 2 tokens, and says of 1 what it could have sampled, with 2 lo",
+        ),
+        ({"output_token_sampling_logprobs": [-0.5]}, "says of 2 what it could have sampled, with 1 log-probs"),
+        ({"output_token_sampling_mask": [[3, 8], [7]]}, "sampled token 9, but says that it could not have"),
+        ({"output_token_sampling_mask": [[], [9]]}, "sampled token 8, but says that it could not have"),
+        ({"output_token_sampling_mask": [["x"], [9]]}, "cannot be one: ValueError"),
+        ({"output_token_sampling_mask": [8, 9]}, "cannot be one: TypeError"),
+        ({"output_token_sampling_logprobs": [None, 0.0]}, "a log-prob that is not finite"),
+    ],
+    ids=str,
+)
+def test_a_record_that_cannot_be_one_fails_the_request_or_what_was_cut_off(
+    changes: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(RequestFailed, match=complaint):
+        ask(masked(**changes), params=CUT)
+    if "cannot be one" not in complaint:
+        out = ask(masked(**changes, finish_reason={"type": "abort"}), params=CUT)
+        assert len(out.token_ids) == 0 and out.support is None
 
 
 @pytest.mark.parametrize("changes", [{"weight_version": "2"}, {"weight_version": "default"}], ids=str)

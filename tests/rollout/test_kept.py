@@ -14,7 +14,7 @@ from megarl.checkpoint.manifest import hash_file
 from megarl.config import ConfigError
 from megarl.rollout.gathering import Group
 from megarl.rollout.kept import dealt, read_groups, write_groups
-from megarl.types import Turn
+from megarl.types import Support, Turn
 
 
 def group(number: int, samples: int = 2) -> Group:
@@ -25,27 +25,30 @@ def group(number: int, samples: int = 2) -> Group:
         torch.arange(120, dtype=torch.int16).view(10, 4, 3)[2:7],
         torch.full((2, 4, 3), number, dtype=torch.int16),
     )
-    further = replace(first, turns=turns, written=3, taken=1, routing=routing)
+    support = Support.of([[5], [6, number]]), Support.of([[7, 8, 9]])
+    further = replace(first, turns=turns, written=3, taken=1, routing=routing, support=support)
     ended = replace(further, status="stop", whole=True, failure="none")
     return (first, further, ended, *[first] * samples)[:samples]
 
 
 def same(one: list[Group], other: list[Group]) -> bool:
-    """`Partial` compares all but routing by what is in it, and NaN is not NaN."""
+    """`Partial` compares all but records by what is in it, and NaN is not NaN."""
 
     def plain(groups: list[Group]) -> list[list[object]]:
         return [
             [
-                (replace(each, routing=(), prompt=replace(each.prompt, extra={})), repr(each.prompt.extra))
+                (replace(each, routing=(), support=(), prompt=replace(each.prompt, extra={})), repr(each.prompt.extra))
                 for each in group
             ]
             for group in groups
         ]
 
-    def routing(groups: list[Group]) -> list[torch.Tensor]:
-        return [part for group in groups for each in group for part in each.routing]
+    def records(groups: list[Group]) -> list[torch.Tensor]:
+        every = [each for group in groups for each in group]
+        sets = [part for each in every for record in each.support for part in (record.counts, record.ids)]
+        return [part for each in every for part in each.routing] + sets
 
-    pairs = list(zip(routing(one), routing(other), strict=True))
+    pairs = list(zip(records(one), records(other), strict=True))
     return plain(one) == plain(other) and all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 

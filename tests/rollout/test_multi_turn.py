@@ -38,7 +38,7 @@ from megarl.rollout.multi_turn import Surroundings, run_conversation, sampling_p
 from megarl.rollout.partial import Partial, from_record, to_record
 from megarl.rollout.tool_calls import Call, Reply
 from megarl.rollout.tools import ToolPool, ToolResult, load_tools
-from megarl.types import Prompt, Rollout, TrainBatch, Turn
+from megarl.types import Prompt, Rollout, Support, TrainBatch, Turn
 
 
 def converse(
@@ -100,6 +100,41 @@ def test_each_tokens_routing_is_asked_for_once_and_the_last_token_has_none(lost:
         assert script.routed == before
     else:
         assert script.routed[lost[0]] == script.routed[lost[0] - 1]
+
+
+def test_what_could_have_been_sampled_is_kept_of_every_request_in_turn() -> None:
+    """Of a turn in two parts and one after a tool, and where an earlier run had not cut anything off, or later does
+    not."""
+
+    def cut(text: str, finish: Any = "stop") -> Generation:
+        out = said(text, finish)
+        return replace(out, support=Support.of([[token, 3] if token != 3 else [3] for token in out.token_ids]))
+
+    def carried(*texts: Generation) -> Rollout:
+        around = Surroundings(CHAT, ToolPool({}, 1.0, 4), parse, CONFIG)
+
+        async def run() -> Partial:
+            now = begun()
+            for out in texts:
+                own = replace(around, halt=asyncio.Event())
+                own.halt.set()
+                now = await run_conversation(now, Script(out), own, {})
+            return now
+
+        return asyncio.run(run()).rollout(0)
+
+    def counts(rollout: Rollout) -> list[int]:
+        assert rollout.support is not None and rollout.num_actions == len(rollout.support)
+        assert TrainBatch.from_rollouts([rollout]).support is not None
+        return rollout.support.counts.tolist()
+
+    two, last = len(ids("12")), len(ids("3")) + 1
+    assert counts(carried(cut("12", "abort"), cut("3"))) == [2] * (two + last)
+    assert counts(carried(said("12", "abort"), cut("3"))) == [0] * two + [2] * last
+    assert counts(carried(cut("12", "abort"), said("3"))) == [2] * two + [0] * last
+    assert carried(said("12", "abort"), said("3")).support is None
+    whole, _ = converse(script=Script(cut(call("1+2")), cut("3")))
+    assert counts(whole) == [2] * whole.num_actions
 
 
 def ends(rollout: Rollout) -> list[list[int]]:
@@ -277,6 +312,11 @@ def test_sampling_params() -> None:
     assert sampling_params(CONFIG, CHAT, True, 3)["temperature"] == 0.0
     warm = sampling_params(replace(CONFIG, temperature=0.7, top_p=0.9), CHAT, False, 3)
     assert (warm["temperature"], warm["top_p"], warm["sampling_seed"], warm["stop_token_ids"]) == (0.7, 0.9, 3, [END])
+    assert (warm["top_k"], warm["min_p"]) == (-1, 0.0)
+    cold = sampling_params(replace(CONFIG, temperature=0.0, top_k=20, min_p=0.1), CHAT, False, 3)
+    assert not {"top_p", "top_k", "min_p"} & cold.keys()
+    cut = sampling_params(replace(CONFIG, top_k=20, min_p=0.1), CHAT, False, 3)
+    assert (cut["top_p"], cut["top_k"], cut["min_p"]) == (1.0, 20, 0.1)
 
 
 def read_back(partial: Partial) -> Partial:

@@ -12,7 +12,7 @@ from scripted import END, Script
 
 from megarl.rollout.client import Generation
 from megarl.rollout.room import Room, joined
-from megarl.types import ids_of
+from megarl.types import Support, ids_of
 
 
 def part(tokens: Sequence[int], version: int, finish: Any = "abort", first: int = 0, **more: Any) -> Generation:
@@ -28,6 +28,14 @@ def test_two_parts_are_one_answer_by_hand() -> None:
     assert said.versions == ((3, 2), (4, 1)) and said.weight_version == 4
     assert said.routing is not None and said.routing.flatten().tolist() == [0, 1, 2]
     assert (said.drafted, said.accepted) == (6, 3)
+
+
+def test_what_could_have_been_sampled_is_joined() -> None:
+    sets = Support.of([[1], [2, 3]]), Support.of([[5, 6]])
+    said = joined(part([1, 2], 3, support=sets[0]), part([5], 4, "stop", support=sets[1]))
+    assert said.support is not None
+    assert (said.support.counts.tolist(), said.support.ids.tolist()) == ([1, 2, 2], [1, 2, 3, 5, 6])
+    assert joined(part([1], 3), part([2], 3)).support is None
 
 
 def test_parts_of_one_version_have_no_spans_and_a_part_without_tokens_no_version() -> None:

@@ -1,11 +1,12 @@
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl import annotated
-from megarl.config import ConfigError
+from megarl.config import ConfigError, RolloutConfig
 from megarl.rollout import server_args
 
 
@@ -86,3 +87,53 @@ def test_parsers_of_tool_calls_are_those_of_the_installed_sglang() -> None:
     names = set(re.findall(r'^ {8}"([^"]+)": ', enum[: enum.index("\n    }")], re.M))
     assert {"qwen25", "deepseekv3", "glm45", "kimi_k2", "pythonic"} <= names
     assert names == set(server_args.parsers())
+
+
+def test_an_engine_is_told_of_how_many_tokens_to_say_that_it_could_have_sampled_them() -> None:
+    assert server_args.sampling(RolloutConfig()) == {}
+    assert server_args.sampling(RolloutConfig(top_k=20, temperature=0.0)) == {}
+    told = server_args.sampling(RolloutConfig(top_k=1000))
+    assert told == {"sampling_mask_max_tokens": 4000} and told.keys() <= server_args.known_fields()
+    assert server_args.sampling(RolloutConfig(top_k=20, top_p=0.9)) == {"sampling_mask_max_tokens": 256}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"top_k": 20},
+        {"top_k": 2, "top_p": 0.9, "min_p": 0.1},
+        {"top_p": 0.9, "temperature": 0.0, "draft_tokens": 2},  # which is greedy, whatever else
+        {"top_k": 100, "sglang": {"sampling_mask_max_tokens": 100, "sampling_backend": "pytorch"}},
+        {"top_k": 100, "sglang": {"enable_deterministic_inference": True}},
+    ],
+    ids=str,
+)
+def test_sampling_that_an_engine_can_tell_of(settings: dict[str, Any]) -> None:
+    server_args.check_sampling(RolloutConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"top_p": 0.9}, "rollout.top_p=0.9 without rollout.top_k: SGLang does not say what could have been sampled"),
+        ({"min_p": 0.1}, "rollout.min_p=0.1 without rollout.top_k: .*; set rollout.top_k, too, such as to 1000"),
+        ({"top_k": 0}, "rollout.top_k=0 leaves nothing to choose; set it to -1 for all tokens"),
+        ({"top_k": 1}, "rollout.top_k=1 leaves nothing to choose; .* or rollout.temperature=0, which is greedy"),
+        (
+            {"top_p": 0.9, "top_k": 20, "draft_tokens": 2},
+            "rollout.top_p=0.9 and rollout.top_k=20 with rollout.draft_to",
+        ),
+        ({"top_k": 20, "replay": "there"}, "rollout.top_k=20 with rollout.replay: recorded rollouts do not hold what"),
+        ({"top_k": 20, "sglang": {"sampling_mask_max_tokens": 10}}, "rollout.top_k=20 is beyond rollout.sglang.sampl"),
+        ({"top_k": 20, "sglang": {"sampling_backend": "ascend"}}, "sampling_backend=ascend, which does not say what"),
+        (
+            {"top_k": 20, "min_p": 0.1, "sglang": {"enable_deterministic_inference": True}},
+            "rollout.top_k=20 and rollout.min_p=0.1 with .*enable_deterministic_inference: .* set rollout.min_p to 0",
+        ),
+    ],
+    ids=str,
+)
+def test_sampling_that_no_engine_can_tell_of(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        server_args.check_sampling(RolloutConfig(**settings))

@@ -127,6 +127,7 @@ class Paper:
             group=torch.zeros_like(lengths),
             sequence_reward=torch.zeros(len(lengths)),
             routing=records,
+            support=None,
             shares=Shares(lengths, routed, homes, own, ALONE),
             **{name: column(torch.bool if name == "marked" else torch.float32) for name in columns},  # type: ignore[arg-type]
         )

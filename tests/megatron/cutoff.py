@@ -1,0 +1,145 @@
+"""Sampling that was cut off, in a layout: log-probs, entropies, loss and gradients over the ids that each token could
+have had, against transformers, whose other logits are masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import reference
+import tiny
+import torch
+
+from megarl.models.cuts import shard
+from megarl.types import ModelOutput, Support, TokenLoss, TrainBatch
+
+FAMILIES = ("qwen3_moe", "qwen2", "gemma2")
+"""One with experts, one whose output layer is the embedding, one that caps its logits."""
+
+
+def policy_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
+    assert output.logprobs is not None and output.entropy is not None and batch.advantages is not None
+    return TokenLoss(-output.logprobs * batch.advantages - 0.1 * output.entropy)
+
+
+def check(
+    family: str,
+    layout: dict[str, int],
+    megatron: dict[str, Any],
+    ranks: Any,
+    gradients: Callable[[Any], dict[str, torch.Tensor]],
+) -> dict[str, float]:
+    """The largest differences."""
+    from megarl.megatron.model import MegatronModel
+
+    hf, plain = tiny.HF[family], tiny.batch()
+    batch = plain.with_(support=tiny.supports(plain))
+    trainer = reference.Trainer(family, "actor")
+    weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+    optimizer = dict(lr=0.01, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
+
+    def built(budget: int) -> Any:
+        sections: dict[str, Any] = {"actor_optimizer": optimizer, "model": {"megatron": megatron}}
+        config = tiny.config(**layout, **sections, train={"token_budget": budget})
+        model = MegatronModel(hf, config, ranks, "actor")
+        model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+        return model
+
+    model, given = built(26), tiny.in_shares(batch)
+    plan = model.distribution.plan(given, forward_only=True)
+    sent = model.distribution.give(given, plan, ("tokens",)).take(plan[ranks.dp_rank][0])
+    assert (sent.support is not None) == model.distribution.here.ends  # to nobody else
+    found = {
+        name: tiny.whole(given, values)
+        for name, values in model.forward(given, temperature=0.7, names=("logprobs", "entropy")).items()
+    }
+    with torch.no_grad():
+        logprobs, entropy = reference.policy(trainer.model, batch, temperature=0.7)
+        free, _ = reference.policy(trainer.model, plain, temperature=0.7)
+    assert float((logprobs - free)[batch.loss_mask].abs().max()) > 0.1
+    other = built(1000).forward(batch, temperature=0.7)["logprobs"]
+    loss = model.train_step(given, policy_loss)["actor/loss"]
+    own = gradients(model)
+    expected = trainer.loss(batch)
+    expected.backward()
+    truth = trainer.tensors(grads=True)
+    largest = max(float(truth[name].abs().max()) for name in own)
+    return {
+        "logprobs": float((found["logprobs"] - logprobs).abs().max()),
+        "entropy": float((found["entropy"] - entropy).abs().max()),
+        "loss": abs(loss - float(expected)),
+        "gradients": max(float((own[name] - truth[name]).abs().max()) for name in own) / largest,
+        "packing": float((other - found["logprobs"]).abs().max()),
+    }
+
+
+def cut_logprobs() -> dict[str, dict[str, float]]:
+    """Over a set of ids for each token, one, some, all of them or no set, against log_softmax in fp64 of masked logits,
+    with gradients of both outputs; and how many numbers of the weight were looked up at a time."""
+    from megarl.megatron.logprobs import vocab_parallel_logprobs
+    from megarl.megatron.pieces import pieces_of
+
+    result = {}
+    for name, cap, sizes in (("plain", 0.0, (0, 1, 3, 13, 2, 0, 5, 1)), ("capped", 3.0, (4, 13, 0, 1, 1, 7, 2, 5))):
+        generator = torch.Generator().manual_seed(len(name))
+        rows, real, padded, wide = len(sizes), 13, 16, 6
+        hidden = torch.randn(rows, wide, generator=generator).requires_grad_()
+        head = (2 * torch.randn(padded, wide, generator=generator)).requires_grad_()
+        targets = torch.randint(0, real, (rows,), generator=generator)
+        weight = torch.randn(2, rows, generator=generator)
+        ids = []
+        for target, size in zip(targets.tolist(), sizes, strict=True):
+            others = [i for i in torch.randperm(real, generator=generator).tolist() if i != target]
+            ids.append([*others[: size - 1], target] if size else [])
+        support = Support.of(ids)
+        options = real, None, 0.7, 4, cap
+        found = vocab_parallel_logprobs(hidden, head, targets, *options, support=support)
+        (weight[0] * found[0] + weight[1] * found[1]).sum().backward()  # type: ignore[operator]
+        made = list(pieces_of(targets, support, 0, real, 4, wide))
+        alone, _ = vocab_parallel_logprobs(hidden, head, targets, *options, with_entropy=False, support=support)
+        exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
+        logits = (exact[0] @ exact[1].T)[:, :real]
+        logits = (cap * torch.tanh(logits / cap) if cap else logits) / 0.7
+        log_p = logits.masked_fill(~reference.allowed(support, real), -torch.inf).log_softmax(-1)
+        truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
+        (weight[0] * truth[0] + weight[1] * truth[1]).sum().backward()
+        gaps = [
+            float((mine.grad - theirs.grad).abs().max()) for mine, theirs in zip((hidden, head), exact, strict=True)
+        ]  # type: ignore[operator]
+        one = support.counts == 1
+        result[name] = {
+            "logprobs": float((found[0] - truth[0]).abs().max()),
+            "entropy": float((found[1] - truth[1]).abs().max()),  # type: ignore[operator]
+            "gradient": max(gaps),
+            "without entropy": float((alone - found[0]).abs().max()),
+            "of one": float(found[0][one].abs().max() + hidden.grad[one].abs().max()),  # type: ignore[index]
+            "padding": float(head.grad[real:].abs().max()),  # type: ignore[index]
+            "looked up": float(max(piece.ids.numel() * wide for piece in made if piece.ids is not None)),
+        }
+    return result
+
+
+def cut_micro_batch() -> dict[str, Any]:
+    """Three sequences, of whose tokens 2, 4 and 5 have sets; the first and last are taken: at each place what the next
+    token could have been, also of those that a context parallel rank has."""
+    from megarl.megatron.micro_batch import make_micro_batch
+
+    batch = tiny.batch((3, 1, 2))
+    sets = [[], [7, 8], [9], [], [], [4, 5, 6]]
+    parts = tuple(Support.of(sets[a:b]) for a, b in ((0, 3), (3, 4), (4, 6)))
+    chosen = batch.with_(support=parts).select([0, 2])
+
+    def of(**cut: int) -> list[list[int]]:
+        support = make_micro_batch(chosen, [0, 2], torch.device("cpu"), **cut).support
+        assert support is not None
+        return [part.tolist() for part in support.ids.split(support.counts.tolist())]
+
+    empty = make_micro_batch(batch.with_(support=parts).select([]), [], torch.device("cpu"), tp=4).support
+    none = make_micro_batch(batch, [0, 1, 2], torch.device("cpu")).support
+    assert empty is not None
+    return {
+        "whole": of(tp=4),
+        "context": [of(cp=2, cp_rank=rank) for rank in (0, 1)],
+        "empty": empty.counts.tolist(),
+        "none": none is None,
+    }

@@ -1,0 +1,77 @@
+"""Whole runs whose sampling is cut off: the trainer's log-probs are of the distribution that the engine drew from."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from whole_run import ROOT, make_folder, metrics_of, train
+
+from megarl.rollout.kept import read_groups
+
+CUT = ["rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.02"]
+PLAIN = ["algorithm=grpo", "kl.place=loss", "run.export=false", "rollout.max_turns=2"]
+SURPLUS = ["rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_lag=2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model: where two experts nearly tie, engine and trainer may differ by more than rounding."""
+    place = tmp_path_factory.mktemp("quickstart")
+    made = make_folder(place / "q", "qwen3_moe")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(ROOT / "tests" / "rollout"))
+        import tiny_models
+
+        shutil.rmtree(made / "model")
+        tiny_models.save(tiny_models.qwen3(), made / "model")
+    return made
+
+
+def assert_of_what_was_drawn_from(run_dir: Path, steps: list[int]) -> None:
+    rows = [row for row in metrics_of(run_dir) if "rollout/reward_mean" in row]
+    assert [row["step"] for row in rows] == steps
+    assert "rollout/logprob_diff" in rows[0]  # in a later step all tokens may be of older weights
+    for row in rows:
+        assert row.get("rollout/logprob_diff", 0.0) <= 1e-5, row
+        assert 1 < row["rollout/support_mean"] < 20
+        assert 0 < row["actor/entropy"] <= math.log(20) and abs(row["actor/ppo_kl"]) < 0.1
+
+
+@pytest.fixture(scope="module")
+def oversampled(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps on two tensor parallel ranks, and engines that go on with what they had begun."""
+    run_dir = tmp_path_factory.mktemp("runs") / "oversampled"
+    train(folder, run_dir, *PLAIN, *CUT, *SURPLUS, "parallel.ep=1", host=host)
+    return run_dir
+
+
+def test_log_probs_are_the_engines_while_answers_go_on_from_step_to_step(oversampled: Path) -> None:
+    assert_of_what_was_drawn_from(oversampled, [1, 2, 3])
+    rows = [row for row in metrics_of(oversampled) if "rollout/carried" in row]
+    assert rows[-1]["rollout/carried"] > 0 and any(row["rollout/lag_max"] > 0 for row in rows)
+
+
+def test_what_could_have_been_drawn_is_in_the_checkpoint(
+    oversampled: Path, folder: Path, tmp_path: Path, host: str
+) -> None:
+    """And goes on from there in a pipeline, whose last stage needs it."""
+    checkpoint = "checkpoints/step_000002"
+    shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
+    shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
+    held = [group for file in (tmp_path / checkpoint / "carried").iterdir() for group in read_groups(file)]
+    written = [one for group in held for one in group if len(one.turns) > 1]
+    assert written and all(one.support for one in written)
+    pipeline = ["parallel.tp=1", "parallel.pp=2", "parallel.ep=1"]
+    train(folder, tmp_path, *PLAIN, *CUT, *SURPLUS, *pipeline, "run.resume=auto", host=host)
+    assert_of_what_was_drawn_from(tmp_path, [3])
+
+
+def test_generation_beside_training_on_ranks_of_its_own(folder: Path, tmp_path: Path, host: str) -> None:
+    """PPO, whose critic is not concerned, and whose rollouts are where no model is."""
+    ranks = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"]
+    place = ["placement={actor: 0, critic: 0, rollout: 1}", "rollout.asynchronous=true"]
+    train(folder, tmp_path / "run", "run.export=false", "rollout.max_turns=2", *CUT, *ranks, *place, host=host)
+    assert_of_what_was_drawn_from(tmp_path / "run", [1, 2, 3])
