@@ -8,6 +8,7 @@ from megarl.config import Config, ConfigError
 from megarl.parallel.roles import MEGATRON, role_settings
 from megarl.rewards.classifier import ClassifierOptions
 from megarl.rewards.functions import load_functions
+from megarl.rewards.judge import JudgeOptions
 from megarl.rewards.service import ServiceOptions
 from megarl.types.declared import Declared
 
@@ -24,16 +25,18 @@ def check_reward(config: Config, declared: Declared, options: dict[str, Any]) ->
         raise ConfigError(f"roles.reward.options.{min(rest)}: the backend {backend} takes no options; leave it out")
     if backend == "http":
         ServiceOptions.read(rest)
+    if backend == "judge":
+        JudgeOptions.read(rest)
     if backend == "transformers":
         ClassifierOptions.read(rest)
         if not model:
             raise ConfigError("roles.reward.backend=transformers needs reward.model, the folder of a classifier")
-    if backend in ("http", "pool") and model:
+    if backend in ("http", "judge", "pool") and model:
         raise ConfigError(
             f"reward.model={model} with roles.reward.backend={backend}, which has no model: leave one of them out"
         )
-    if not functions and not model and "reward_fn" not in options and backend != "http":
+    if not functions and not model and "reward_fn" not in options and backend not in ("http", "judge"):
         raise ConfigError(
             f"reward.functions is empty; {declared.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or "
-            "reward.model, or a service, roles.reward.backend=http"
+            "reward.model, or what answers elsewhere, roles.reward.backend=http or judge"
         )

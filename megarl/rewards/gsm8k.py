@@ -6,6 +6,7 @@ import re
 from decimal import Decimal
 
 from megarl.rewards.numbers import as_number, numbers_in
+from megarl.rewards.stated import braced
 from megarl.types import Rollout
 
 _NOT_THE_NUMBER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\^\s*(?:\{[^{}]*\}|\w)")  # units and their exponents
@@ -31,7 +32,7 @@ def final_number(answer: str, strict: bool) -> Decimal | None:
     boxed = answer.rfind(r"\boxed")
     marked: list[Decimal] = []
     if boxed > hashes:
-        marked = numbers_in(_plain(_braced(answer, boxed + len(r"\boxed"))))[-1:]
+        marked = numbers_in(_plain(braced(answer, boxed + len(r"\boxed")) or ""))[-1:]
     elif hashes >= 0:
         marked = numbers_in(_plain(answer[hashes + 4 :].lstrip().partition("\n")[0]))[:1]
     if marked or strict:
@@ -45,19 +46,6 @@ def _compare(rollout: Rollout, found: Decimal | None) -> float:
     if truth is None:
         raise ValueError(f"the ground truth {rollout.prompt.ground_truth!r} is not a number")
     return float(found == truth)
-
-
-def _braced(text: str, start: int) -> str:
-    """What the braces that open at `start` hold; "" where none open or they are never closed."""
-    depth = 0
-    for place in range(start, len(text)):
-        if text[place] == "{":
-            depth += 1
-        elif text[place] == "}":
-            depth -= 1
-        if depth == 0:
-            return text[start + 1 : place] if place > start else ""
-    return ""
 
 
 def _plain(text: str) -> str:

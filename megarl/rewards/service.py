@@ -8,144 +8,116 @@ The protocol, all of it. To each URL go requests `POST`, `Content-Type: applicat
 
 `messages` is the whole conversation, `prompt` what it began with, `answer` what the policy said last; `status`, why it
 ended; the others are of the data set's row. The answer is `200` with a JSON list, one entry for each in their order: a
-number, or `{"reward": 0.5, "parts": {"style": 0.2}}`, whose parts are recorded beside it and not added. A lost
-connection, a time-out and the statuses 429 and 5xx are tried again, by the next URL; any other one ends the run. Before
-the first step each URL is asked by `GET`, and may answer that as it likes.
+number, or `{"reward": 0.5, "parts": {"style": 0.2}}`, whose parts are recorded beside it and not added. What is tried
+again is said in `asking.py`; before the first step each URL is asked by `GET`, and may answer that as it likes.
+
+An entry that is neither fails its rollout, an answer that is no such list those of its request.
 """
 
 from __future__ import annotations
 
-import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from typing import Any
 
-import aiohttp
 import orjson
 
-from megarl import forks, strict
-from megarl.config import Config, ConfigError, Range
-from megarl.rewards.functions import Parts, number_of
-from megarl.strict import Count, Seconds
+from megarl import strict
+from megarl.rewards.asking import Answer, Asker, AskingOptions, shown
+from megarl.rewards.failed import Failed
+from megarl.rewards.functions import Parts, RewardError, number_of
+from megarl.strict import Count
 from megarl.types import Rollout
 
 PART = "service"
 """Name of its part of a reward."""
-WHERE = "roles.reward.options."
-_LONGEST_PAUSE_S = 10.0
-_JSON = {"Content-Type": "application/json"}
+_MOST_PARTS = 32
+_NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class ServiceOptions:
-    url: tuple[str, ...] = ()
-    """Where the service is; of several each gets its turn."""
+class ServiceOptions(AskingOptions):
     batch: Count = 16
     """Conversations of a request."""
-    concurrency: Count = 8
-    """Requests at once, of each rank that has rollouts."""
-    timeout: Seconds = 60.0
-    """Seconds that an answer may take."""
-    tries: Count = 5
-    """How often a request is made before the run ends."""
-    pause: Annotated[float, Range(0, _LONGEST_PAUSE_S)] = 0.5
-    """Seconds before the second try; twice as many before each one after it, at most ten."""
-
-    @staticmethod
-    def read(options: dict[str, Any]) -> ServiceOptions:
-        """Raises ConfigError for what is none of these, and where there is no URL."""
-        found: ServiceOptions = strict.build(ServiceOptions, options, WHERE, root=Config)
-        if not found.url:
-            raise ConfigError(
-                f"{WHERE}url is not set; it must name the reward service, such as http://judge:8000/score"
-            )
-        for url in found.url:
-            try:
-                parts = urlsplit(url)
-                good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-            except ValueError:  # of a port that is none
-                good = False
-            if not good:
-                raise ConfigError(f"{WHERE}url: {url!r} is no address such as http://judge:8000/score")
-        return found
 
 
 class Service:
     def __init__(self, options: ServiceOptions) -> None:
         self.options = options
+        self.asker = Asker(options, "reward service")
 
     def look(self) -> None:
         """Raise ConfigError unless somebody answers at each URL, whatever it is."""
-        asyncio.run(self._look())
+        self.asker.look()
 
-    def scores(self, rollouts: Sequence[Rollout]) -> list[Parts]:
-        """What the service says of each of them. Raises ConfigError, which names the URL and what came back."""
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Parts | Failed]:
+        """What the service says of each of them, or why there is nothing that could be taken."""
+        found: list[Parts | Failed] = [_NOT_ASKED] * len(rollouts)
+        sent: list[tuple[int, bytes]] = []
+        for number, rollout in enumerate(rollouts):
+            text = _sent(rollout)
+            if isinstance(text, Failed):
+                found[number] = text
+            else:
+                sent.append((number, text))
         size = self.options.batch
-        return asyncio.run(self._scores([rollouts[i : i + size] for i in range(0, len(rollouts), size)]))
+        batches = [sent[i : i + size] for i in range(0, len(sent), size)]
+        bodies = [b'{"conversations": [' + b", ".join(text for _, text in batch) + b"]}" for batch in batches]
+        for batch, answer in zip(batches, self.asker.ask(bodies), strict=True):
+            numbers = [number for number, _ in batch]
+            judged = self._read(answer, [rollouts[number] for number in numbers])
+            for number, parts in zip(numbers, judged, strict=True):
+                found[number] = parts
+        return found
 
     def longest(self, count: int) -> float:
         """Seconds that so many rollouts of a rank may take at most."""
-        one = self.options
-        in_turn = -(-count // (one.batch * one.concurrency))
-        return in_turn * one.tries * (one.timeout + _LONGEST_PAUSE_S)
+        return self.asker.longest(-(-count // self.options.batch))
 
-    async def _look(self) -> None:
-        async with self._session() as session:
-            for url in self.options.url:
-                await self._ask(session, [url], None)
+    def _read(self, answer: Answer | Failed, batch: Sequence[Rollout]) -> Sequence[Parts | Failed]:
+        if isinstance(answer, Failed):
+            return [answer] * len(batch)
+        try:
+            entries = orjson.loads(answer.data)
+        except ValueError:
+            problem = f"its answer is no JSON: {shown(answer.data)}"
+            return [self.asker.complaint(answer.url, problem)] * len(batch)
+        if not isinstance(entries, list) or len(entries) != len(batch):
+            what = f"a list of {len(entries)}" if isinstance(entries, list) else f"a {type(entries).__name__}"
+            problem = f"its answer to {len(batch)} conversations must be a list of as many, not {what}: "
+            return [self.asker.complaint(answer.url, problem + shown(answer.data))] * len(batch)
+        return [self._entry(answer.url, rollout, entry) for rollout, entry in zip(batch, entries, strict=True)]
 
-    async def _scores(self, batches: Sequence[Sequence[Rollout]]) -> list[Parts]:
-        at_once = asyncio.Semaphore(self.options.concurrency)
-        urls = self.options.url
-
-        async def one(number: int, batch: Sequence[Rollout]) -> list[Parts]:
-            async with at_once:
-                first = number % len(urls)
-                url, data = await self._ask(session, urls[first:] + urls[:first], _body(batch))
-                return _read(url, data, batch)
-
-        async with self._session() as session:
-            found = await asyncio.gather(*(one(number, batch) for number, batch in enumerate(batches)))
-        return [parts for batch in found for parts in batch]
-
-    def _session(self) -> aiohttp.ClientSession:
-        limit = aiohttp.ClientTimeout(total=self.options.timeout)
-        return aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0))
-
-    async def _ask(self, session: aiohttp.ClientSession, urls: Sequence[str], body: bytes | None) -> tuple[str, bytes]:
-        """The first good answer, and whose it is. Without a body, any answer."""
-        problem, pause = "", self.options.pause
-        for attempt in range(self.options.tries):
-            if attempt:
-                await asyncio.sleep(min(pause, _LONGEST_PAUSE_S))
-                pause *= 2
-            url = urls[attempt % len(urls)]
-            try:
-                asked = session.get(url) if body is None else session.post(url, data=body, headers=_JSON)
-                async with asked as reply:
-                    status, data = reply.status, await reply.read()
-            except TimeoutError:
-                problem = f"there was no answer within {self.options.timeout:g} s"
-                continue
-            except (aiohttp.ClientError, OSError) as error:
-                problem = forks.worded(error)
-                continue
-            if body is None or status == 200:
-                return url, data
-            problem = f"it answered with status {status}: {_shown(data)}"
-            if status < 500 and status != 429:
-                raise ConfigError(f"the reward service {url}: {problem}")
-        raise ConfigError(
-            f"the reward service {url}: {problem} ({self.options.tries} tries); see that it runs, or set {WHERE}url"
-        )
+    def _entry(self, url: str, rollout: Rollout, entry: Any) -> Parts | Failed:
+        about, parts = f"on the sample {rollout.prompt.id!r}", {}
+        try:
+            if isinstance(entry, dict):
+                if "reward" not in entry:
+                    raise RewardError(f"{about} it returned no `reward`, but {shown(strict.shown(entry))}")
+                entry, parts = entry["reward"], _checked(entry.get("parts") or {}, about)
+            reward = number_of(entry, f"{about} it")
+            return reward, {name: number_of(part, f"{about}, part {name}, it") for name, part in parts.items()}
+        except RewardError as error:
+            return self.asker.complaint(url, str(error))
 
 
-def _body(batch: Sequence[Rollout]) -> bytes:
-    return b'{"conversations": [' + b", ".join(map(_sent, batch)) + b"]}"
+_NOT_ASKED = Failed("nobody was asked")
 
 
-def _sent(rollout: Rollout) -> bytes:
+def _checked(parts: Any, about: str) -> dict[str, Any]:
+    """Parts are columns of the rollout log and names of metrics, so that not everything will do."""
+    if not isinstance(parts, dict):
+        raise RewardError(f"{about} it returned `parts` that are no mapping, but {shown(strict.shown(parts))}")
+    if len(parts) > _MOST_PARTS:
+        raise RewardError(f"{about} it returned {len(parts)} parts; {_MOST_PARTS} are allowed")
+    for name in parts:
+        if not _NAME.fullmatch(name):
+            raise RewardError(f"{about} it returned a part with the name {shown(strict.shown(name))}; letters will do")
+    return parts
+
+
+def _sent(rollout: Rollout) -> bytes | Failed:
     prompt = rollout.prompt
     about = {
         "id": prompt.id,
@@ -160,35 +132,4 @@ def _sent(rollout: Rollout) -> bytes:
     try:
         return orjson.dumps(about, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        raise ConfigError(f"the sample {prompt.id!r} cannot be sent to a reward service as JSON: {error}") from None
-
-
-def _read(url: str, data: bytes, batch: Sequence[Rollout]) -> list[Parts]:
-    """Raises ConfigError where the answer is no list of as many numbers, or of objects with a reward."""
-    try:
-        entries = orjson.loads(data)
-    except ValueError:
-        raise ConfigError(f"the reward service {url}: its answer is no JSON: {_shown(data)}") from None
-    if not isinstance(entries, list) or len(entries) != len(batch):
-        what = f"a list of {len(entries)}" if isinstance(entries, list) else f"a {type(entries).__name__}"
-        raise ConfigError(
-            f"the reward service {url}: its answer to {len(batch)} conversations must be a list of as many, not "
-            f"{what}: {_shown(data)}"
-        )
-    found = []
-    for rollout, entry in zip(batch, entries, strict=True):
-        about = f"the reward service {url} on the sample {rollout.prompt.id!r}"
-        parts: Any = {}
-        if isinstance(entry, dict):
-            if "reward" not in entry:
-                raise ConfigError(f"{about} returned no `reward`, but {strict.shown(entry)}")
-            entry, parts = entry["reward"], entry.get("parts") or {}
-            if not isinstance(parts, dict):
-                raise ConfigError(f"{about} returned `parts` that are no mapping, but {strict.shown(parts)}")
-        reward = number_of(entry, about)
-        found.append((reward, {name: number_of(part, f"{about}, part {name}") for name, part in parts.items()}))
-    return found
-
-
-def _shown(data: bytes) -> str:
-    return " ".join(data[:400].decode(errors="replace").split())[:200] or "nothing"
+        return Failed(f"the sample {prompt.id!r} cannot be sent to a reward service as JSON: {error}")

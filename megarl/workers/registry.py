@@ -28,6 +28,7 @@ WORKERS: dict[str, dict[str, str]] = {
         "transformers": "megarl.workers.reward_classifier:ClassifierRewardWorker",
         "pool": "megarl.workers.reward:RewardWorker",
         "http": "megarl.workers.reward_service:ServiceRewardWorker",
+        "judge": "megarl.workers.reward_service:JudgeRewardWorker",
     },
     "reward_model": {"megatron": "megarl.workers.reward_model:RewardModelWorker"},
     "teacher": {"megatron": TEACHER},

@@ -1,4 +1,4 @@
-"""Rewards by a service elsewhere, beside those by functions."""
+"""Rewards by what answers over HTTP, a service or a generative judge, beside those by functions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.parallel.ranks import patient, together
+from megarl.rewards import judge, service
+from megarl.rewards.failed import Failed
 from megarl.rewards.functions import Parts
-from megarl.rewards.service import PART, Service, ServiceOptions
 from megarl.types import Rollout, Rollouts
 from megarl.workers.context import Context
 from megarl.workers.reward import RewardWorker
@@ -20,13 +21,17 @@ class ServiceRewardWorker(RewardWorker):
     """The backend `http` of the role: each rank asks about its own rollouts. Options and protocol are those of
     `rewards/service.py`."""
 
-    judges = PART
+    judges = service.PART
 
     def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None, **options: Any) -> None:
         super().__init__(context, reward_fn)
-        self.service = Service(ServiceOptions.read(options))
+        self.service = self.asked(options)
+
+    def asked(self, options: dict[str, Any]) -> service.Service | judge.Judge:
+        return service.Service(service.ServiceOptions.read(options))
 
     def start(self) -> None:
+        together(self.service.asker.check_here)
         together(self.service.look, lead=True)
 
     def judged(self, whole: Rollouts) -> Sequence[Parts]:
@@ -34,13 +39,26 @@ class ServiceRewardWorker(RewardWorker):
         found: list[Parts] = []
 
         def ask() -> None:
-            for reward, parts in self.service.scores(whole.here):
-                if taken := parts.keys() & (self.functions.keys() | {PART}):
+            for said in self.service.scores(whole.here):
+                if isinstance(said, Failed):
+                    raise ConfigError(said.reason)
+                reward, parts = said
+                if taken := parts.keys() & (self.functions.keys() | {self.judges}):
                     raise ConfigError(
                         f"the reward service has a part {min(taken)!r}, as another reward has; rename one"
                     )
-                found.append((reward, {PART: reward, **parts}))
+                found.append((reward, {self.judges: reward, **parts}))
 
         with patient(max(self.config.run.timeout_s, self.service.longest(fullest))):
             together(ask)
         return found
+
+
+class JudgeRewardWorker(ServiceRewardWorker):
+    """The backend `judge` of the role: each rank asks about its own rollouts. Options are those of
+    `rewards/judge.py`."""
+
+    judges = judge.PART
+
+    def asked(self, options: dict[str, Any]) -> judge.Judge:
+        return judge.Judge(judge.JudgeOptions.read(options))

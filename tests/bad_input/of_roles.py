@@ -62,6 +62,27 @@ CASES = [
     reward("an option that is none", "{backend: http, options: {urls: x}}", "did you mean roles.reward.options.url"),
     reward("an option of nobody", "{options: {url: x}}", "roles.reward.options.url", "takes no options"),
     reward("a service and a model", "{backend: http, options: {url: 'http://a'}}", "has no model", given=MODEL),
+    reward(
+        "a service with a password",
+        "{backend: http, options: {url: 'http://a:b@c'}}",
+        "use roles.reward.options.auth_env",
+    ),
+    reward(
+        "a service next door", "{backend: http, options: {url: 'http://10.0.0.1'}}", "set roles.reward.options.private"
+    ),
+    reward(
+        "a judge without a name",
+        "{backend: judge, options: {url: 'http://a'}}",
+        "roles.reward.options.model is not set",
+    ),
+    reward(
+        "a judge and a model", "{backend: judge, options: {url: 'http://a', model: m}}", "has no model", given=MODEL
+    ),
+    reward(
+        "a judge that sees nothing",
+        "{backend: judge, options: {url: 'http://a', model: m, prompt: 'grade'}}",
+        "has no {answer}",
+    ),
     reward("a pool and a model", "{backend: pool}", "has no model", given=MODEL),
     reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
     reward("a policy as a classifier", "{backend: transformers}", "is no sequence classifier", given=MODEL),

@@ -1,4 +1,4 @@
-"""A reward service on this machine: an answer's reward is the number of its words."""
+"""A reward service on this machine: an answer's reward is the number of its words. Or a judge, by what it replies."""
 
 from __future__ import annotations
 
@@ -7,23 +7,36 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
-Answer = tuple[int, bytes]
+Answer = tuple[int, bytes] | tuple[int, bytes, dict[str, str]]
 
 
 def words(conversation: dict[str, Any]) -> Any:
     return {"reward": len(conversation["answer"].split()), "parts": {"style": 0.5}}
 
 
-class Judging:
-    """`answers`: instead of what it would say to the next requests, one after the other: a status and a body, or the
-    seconds that it takes, or None, for a connection that is cut."""
+def says(text: Any, **about: Any) -> dict[str, Any]:
+    """What a server with OpenAI's API answers."""
+    return {
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop", **about}]
+    }
 
-    def __init__(self, judge: Callable[[dict[str, Any]], Any] = words) -> None:
+
+class Judging:
+    """`reply`: what it answers to the whole of a request; without it what `judge` says of each conversation.
+
+    `answers`: instead of what it would say to the next requests, one after the other: a status, a body and headers, or
+    the seconds that it takes, or None, for a connection that is cut."""
+
+    def __init__(
+        self, judge: Callable[[dict[str, Any]], Any] = words, reply: Callable[[dict[str, Any]], Any] | None = None
+    ) -> None:
         self.requests: list[tuple[str, str, Any]] = []
+        self.headers: list[dict[str, str]] = []
         self.answers: list[Answer | float | None] = []
         self.most = 0
         self._now, self._lock = 0, threading.Lock()
@@ -32,18 +45,21 @@ class Judging:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 outer.requests.append(("GET", self.path, None))
+                outer.headers.append(dict(self.headers))
                 self.send_error(405)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with outer._lock:
                     outer.requests.append(("POST", self.path, body))
+                    outer.headers.append(dict(self.headers))
                     outer._now += 1
                     outer.most = max(outer.most, outer._now)
                     answer = outer.answers.pop(0) if outer.answers else 0.0
                 if isinstance(answer, float):
                     time.sleep(answer)
-                    answer = 200, json.dumps([judge(one) for one in body["conversations"]]).encode()
+                    said = reply(body) if reply else [judge(one) for one in body["conversations"]]
+                    answer = 200, json.dumps(said).encode()
                 with outer._lock:
                     outer._now -= 1
                 if answer is None:
@@ -51,8 +67,11 @@ class Judging:
                     return
                 self.send_response(answer[0])
                 self.send_header("Content-Length", str(len(answer[1])))
+                for name, value in answer[2].items() if len(answer) > 2 else ():
+                    self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(answer[1])
+                with suppress(OSError):  # who asked may have had enough
+                    self.wfile.write(answer[1])
 
             def log_message(self, *arguments: Any) -> None:
                 pass
@@ -65,7 +84,7 @@ class Judging:
             self.gone = f"http://127.0.0.1:{probe.getsockname()[1]}/score"  # where nobody is
 
     def batches(self) -> list[list[dict[str, Any]]]:
-        return [body["conversations"] for kind, _, body in self.requests if kind == "POST"]
+        return [body["conversations"] for _, _, body in self.requests if body and "conversations" in body]
 
     def __enter__(self) -> Judging:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.config import ConfigError
+from megarl.rewards.failed import Failed
 from megarl.rewards.service import Service, ServiceOptions
 from megarl.types import Prompt, Rollout, Turn
 
@@ -34,7 +35,7 @@ def server() -> Iterator[Judging]:
 
 
 def service(server: Judging, **options: Any) -> Service:
-    return Service(ServiceOptions.read({"url": server.url, "pause": 0.01, **options}))
+    return Service(ServiceOptions.read({"url": server.url, "pause": 0.01, "private": True, **options}))
 
 
 def test_what_is_sent(server: Judging) -> None:
@@ -50,7 +51,7 @@ def test_what_is_sent(server: Judging) -> None:
 def test_answers_are_in_their_order_however_long_they_take(server: Judging) -> None:
     server.answers = [0.3, 0.0, 0.1]
     found = service(server, batch=2, concurrency=3).scores(ROLLOUTS)
-    assert [reward for reward, _ in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert found == [(number, {"style": 0.5}) for number in range(1, 8)]
     assert sorted(len(batch) for batch in server.batches()) == [1, 2, 2, 2]
     assert service(server).scores([]) == []
 
@@ -85,6 +86,9 @@ def test_another_address_answers_for_one_that_is_lost(server: Judging) -> None:
     assert len(found) == 7 and len(server.requests) == 7
 
 
+LARGE = b"[" + b"1" * 300 + b"]"
+
+
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
@@ -93,23 +97,58 @@ def test_another_address_answers_for_one_that_is_lost(server: Judging) -> None:
         ((500, b""), "status 500: nothing (2 tries)"),
         (None, "Server"),
         (2.0, "there was no answer within 0.5 s (2 tries)"),
+        ((301, b"", {"Location": "http://evil/x"}), "it redirects to http://evil/x, which is not followed; set roles."),
+        ((307, b"moved"), "it redirects to nothing, which is not followed"),
+        ((200, b"[" + b" " * 2000 + b"1]"), "its answer has more than 0.001 MB; see roles.reward.options.answer_mb"),
         ((200, b"<html>"), "its answer is no JSON: <html>"),
+        ((200, b"\x1b[31m\x00\xff"), "its answer is no JSON: [31m \ufffd"),
         ((200, b"[NaN]"), "its answer is no JSON: [NaN]"),
+        ((200, b"[" * 400 + b"]" * 400), "on the sample '0' it returned a list"),
         ((200, b"{}"), "its answer to 1 conversations must be a list of as many, not a dict: {}"),
         ((200, b"[1, 2]"), "must be a list of as many, not a list of 2: [1, 2]"),
-        ((200, b"[null]"), "on the sample '0' returned a NoneType"),
-        ((200, b'["good"]'), "on the sample '0' returned a str, 'good'; it must return a number"),
-        ((200, b"[1e7]"), "returned 1e+07; beyond 1e+06"),
-        ((200, b'[{"score": 1}]'), "on the sample '0' returned no `reward`, but {'score': 1}"),
-        ((200, b'[{"reward": 1, "parts": [2]}]'), "returned `parts` that are no mapping, but [2]"),
-        ((200, b'[{"reward": 1, "parts": {"a": "b"}}]'), "on the sample '0', part a returned a str, 'b'"),
+        ((200, b"[null]"), "on the sample '0' it returned a NoneType"),
+        ((200, b'["good"]'), "on the sample '0' it returned a str, 'good'; it must return a number"),
+        ((200, b"[1e7]"), "on the sample '0' it returned 1e+07; beyond 1e+06"),
+        ((200, LARGE), "on the sample '0' it returned 1.11111e+299; beyond"),
+        ((200, b'[{"score": 1}]'), "on the sample '0' it returned no `reward`, but {'score': 1}"),
+        ((200, b'[{"reward": 1, "parts": [2]}]'), "it returned `parts` that are no mapping, but [2]"),
+        ((200, b'[{"reward": 1, "parts": {"a": "b"}}]'), "on the sample '0', part a, it returned a str, 'b'"),
+        ((200, b'[{"reward": 1, "parts": {"a b": 1}}]'), "it returned a part with the name 'a b'; letters will do"),
+        ((200, b'[{"reward": 1, "parts": {"%s": 1}}]' % (b"a" * 65)), "a part with the name 'aaaa"),
+        (
+            (200, b'[{"reward": 1, "parts": {%s}}]' % b", ".join(b'"p%d": 1' % i for i in range(33))),
+            "it returned 33 parts; 32 are allowed",
+        ),
     ],
 )
 def test_what_comes_back_is_named_with_its_address(server: Judging, answer: Any, complaint: str) -> None:
     server.answers = [answer, answer]
-    with pytest.raises(ConfigError) as caught:
-        service(server, timeout=0.5, tries=2).scores(ROLLOUTS[:1])
-    assert server.url in str(caught.value) and complaint in str(caught.value) and "\n" not in str(caught.value)
+    (failed,) = service(server, timeout=0.5, tries=2, answer_mb=0.001).scores(ROLLOUTS[:1])
+    assert isinstance(failed, Failed) and failed.reason.isprintable()
+    assert failed.reason.startswith(f"the reward service {server.url}: ") and complaint in failed.reason
+
+
+def test_one_that_failed_leaves_the_others(server: Judging) -> None:
+    server.answers = [(200, b'[1, null, {"reward": 3, "parts": {"a": 1}}]')]
+    first, second, third = service(server, batch=3).scores(ROLLOUTS[:3])
+    assert (first, third) == ((1.0, {}), (3.0, {"a": 1.0}))
+    assert isinstance(second, Failed) and "on the sample '1' it returned a NoneType" in second.reason
+
+
+def test_a_request_that_failed_leaves_the_others(server: Judging) -> None:
+    server.answers = [(400, b"no")]
+    found = service(server, batch=3, concurrency=1).scores(ROLLOUTS)
+    assert [isinstance(one, Failed) for one in found] == [True] * 3 + [False] * 4
+
+
+def test_what_cannot_be_sent_is_not(server: Judging) -> None:
+    odd = [rollout(1, "x", extra={"a": {1}}), ROLLOUTS[1], rollout(2, "\ud800")]
+    first, second, third = service(server).scores(odd)
+    assert second == (2.0, {"style": 0.5})
+    for number, failed in ((1, first), (2, third)):
+        assert isinstance(failed, Failed)
+        assert failed.reason.startswith(f"the sample '{number}' cannot be sent to a reward service as JSON: ")
+    assert [len(batch) for batch in server.batches()] == [1]
 
 
 def test_a_look_takes_any_answer(server: Judging) -> None:
@@ -117,11 +156,6 @@ def test_a_look_takes_any_answer(server: Judging) -> None:
     assert server.requests == [("GET", "/score", None)]
     with pytest.raises(ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); see that it runs"):
         service(server, url=[server.url, server.gone], tries=2).look()
-
-
-def test_what_is_no_json(server: Judging) -> None:
-    with pytest.raises(ConfigError, match="^the sample '1' cannot be sent to a reward service as JSON: "):
-        service(server).scores([rollout(1, "x", extra={"a": {1}})])
 
 
 def test_how_long_it_may_take() -> None:
@@ -142,6 +176,7 @@ def test_how_long_it_may_take() -> None:
         ({"urls": "http://a/b"}, "unknown key roles.reward.options.urls; did you mean roles.reward.options.url?"),
         ({"url": "http://a/b", "batch": 0}, "roles.reward.options.batch must be a whole number, at least 1"),
         ({"url": "http://a/b", "timeout": 0}, "roles.reward.options.timeout must be a number, above 0"),
+        ({"url": "http://a/b", "answer_mb": 0}, "roles.reward.options.answer_mb must be a number, above 0"),
     ],
 )
 def test_options_that_are_none(options: dict[str, Any], complaint: str) -> None:

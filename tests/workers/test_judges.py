@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rewards"))
-from judging_server import Judging
+from judging_server import Judging, says, words
 
 WORDS = ("[unk]", "[pad]", "<end>", "one", "two", "three", "four", "five", "six", "user", "assistant")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
@@ -64,7 +64,14 @@ def bert(**changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Judging]:
-    with Judging() as judging:
+    """A service, and a judge that counts words."""
+
+    def reply(body: dict[str, Any]) -> Any:
+        if "messages" in body:
+            return says(f"Score: {len(body['messages'][0]['content'].split())}")
+        return [words(one) for one in body["conversations"]]
+
+    with Judging(reply=reply) as judging:
         yield judging
 
 
@@ -117,9 +124,12 @@ def found(
         chosen = {role: {"model": str(folder / "teacher"), "parallel": parallel, **known}}
         return {"what": "teach", "config": {"placement": {**PLACED["placement"], role: "1-2"}, "roles": chosen}}
 
-    service = {"reward": {"backend": "http", "options": {"url": server.url, "batch": 2}}}
-    gone = {"reward": {"backend": "http", "options": {"url": server.gone, "tries": 2, "pause": 0}}}
+    service = {"reward": {"backend": "http", "options": {"url": server.url, "batch": 2, "private": True}}}
+    gone = {"reward": {"backend": "http", "options": {"url": server.gone, "tries": 2, "pause": 0, "private": True}}}
     beside = {"functions": ["lab_judges:length"]}
+    asked = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
+    judging = {"reward": {"backend": "judge", "options": asked}}
+    narrow = {"reward": {"backend": "judge", "options": {**asked, "most": 5}}}
     jobs = {
         "own": judge("own", functions=True),
         "bare": judge("bare"),
@@ -134,6 +144,8 @@ def found(
         "nan": judge("nan"),
         "service": {"what": "score", "config": {**PLACED, "roles": service, "reward": beside}},
         "gone": {"what": "score", "config": {**PLACED, "roles": gone}},
+        "judge": {"what": "score", "config": {**PLACED, "roles": judging, "reward": beside}},
+        "too good": {"what": "score", "config": {**PLACED, "roles": narrow}},
         "pool": {"what": "score", "config": {**PLACED, "roles": {"reward": {"backend": "pool"}}, "reward": beside}},
         "teacher": teacher("teacher", tp=2),
         "tutor": teacher("tutor", pp=2),
@@ -208,6 +220,7 @@ def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
         ("policy", "is no sequence classifier: config.json has LlamaForCausalLM for its architecture"),
         ("headless", "headless: score.weight is missing; it is not a whole classifier"),
         ("nan", "step 3: not finite: scores of the reward, nan in 6 of 6 places; look at the model of reward.model="),
+        ("too good", "/v1: its score 7 is not from 0 to 5"),
         ("gone", "(2 tries); see that it runs, or set roles.reward.options.url"),
     ],
 )
@@ -223,6 +236,14 @@ def test_a_service_is_asked_by_the_ranks_that_have_rollouts(found: dict[str, Any
     assert result["parts"] == {"length": lengths, "service": words, "style": [0.5 if n else 0.0 for n in words]}
     assert result["reward"] == [a + b for a, b in zip(lengths, words, strict=True)]
     assert sorted(len(batch) for batch in server.batches()) == [2, 2, 2]
+
+
+def test_a_judge_is_asked_by_the_ranks_that_have_rollouts(found: dict[str, Any]) -> None:
+    result = of_all(found, "judge")
+    words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(SAID)]
+    lengths = of_all(found, "pool")["reward"]
+    assert result["parts"] == {"length": lengths, "judge": words}
+    assert result["reward"] == [a + b for a, b in zip(lengths, words, strict=True)]
 
 
 @pytest.mark.parametrize("role", ["teacher", "tutor"])

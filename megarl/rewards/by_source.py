@@ -1,0 +1,73 @@
+"""The reward function of each data set, by `prompt.data_source`: for data of several kinds in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.rewards.choice import choice
+from megarl.rewards.dapo import math_dapo
+from megarl.rewards.functions import RewardFunction
+from megarl.rewards.gsm8k import gsm8k
+from megarl.rewards.math_verify import math_verify
+from megarl.rewards.squad import exact_match, f1
+from megarl.types import Rollout
+
+SOURCES: Mapping[str, RewardFunction] = {
+    "openai/gsm8k": gsm8k,
+    "lighteval/MATH": math_verify,
+    "DigitalLearningGmbH/MATH-lighteval": math_verify,
+    "HuggingFaceH4/MATH-500": math_verify,
+    "numina_aops_forum": math_verify,
+    "numina_synthetic_math": math_verify,
+    "numina_amc_aime": math_verify,
+    "numina_synthetic_amc": math_verify,
+    "numina_cn_k12": math_verify,
+    "numina_olympiads": math_verify,
+    "math_dapo": math_dapo,
+    "math": math_dapo,
+    "math_dapo_reasoning": math_dapo,
+    "aime*": math_dapo,
+    "searchR1_nq": exact_match,
+    "searchR1_triviaqa": exact_match,
+    "searchR1_popqa": exact_match,
+    "searchR1_hotpotqa": exact_match,
+    "searchR1_2wikimultihopqa": exact_match,
+    "searchR1_musique": exact_match,
+    "searchR1_bamboogle": exact_match,
+    "rajpurkar/squad": f1,
+    "cais/mmlu": choice,
+    "allenai/ai2_arc": choice,
+    "tau/commonsense_qa": choice,
+}
+"""The names are verl's, so that its parquet files do as they are; those with a `/` are of data sets on the Hub. One
+that ends with `*` is for all that begin like it."""
+
+
+class BySource:
+    """A reward function that asks another one, by the data set that the prompt is of. With functions of yours:
+
+    rewards = BySource({**SOURCES, "lab/riddles": riddles})      # name it as my_module:rewards
+    """
+
+    def __init__(self, sources: Mapping[str, RewardFunction]) -> None:
+        self.sources = dict(sources)
+        self._beginnings = sorted((name[:-1] for name in sources if name.endswith("*")), key=len, reverse=True)
+
+    def __call__(self, rollout: Rollout) -> float:
+        """Raises ValueError for a data source that has no function."""
+        return self.of(rollout.prompt.data_source)(rollout)
+
+    def of(self, source: str) -> RewardFunction:
+        """Its own, or that of the longest beginning."""
+        if source in self.sources:
+            return self.sources[source]
+        for beginning in self._beginnings:
+            if source.startswith(beginning):
+                return self.sources[f"{beginning}*"]
+        raise ValueError(
+            f"no reward for the data source {source[:100]!r} (known: {', '.join(self.sources)}); give a function to "
+            "megarl.rewards.by_source.BySource, or name one in reward.functions"
+        )
+
+
+by_source = BySource(SOURCES)

@@ -1,0 +1,74 @@
+"""Multiple choice: did the policy name the right letter?"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megarl.rewards.stated import boxed
+from megarl.types import Rollout
+
+_MARK = re.compile(r"\b(?:answer|choice|option)\b", re.IGNORECASE)
+_WINDOW = 60  # characters behind a mark in which its letter has to be, so that many marks cost little each
+_FILL = r"[\s*_:=$\"'`~-]{0,8}"
+_LETTER = r"(?:\\(?:textbf|text|mathrm|mathbf|boxed)\s?)?(?P<open>[(\[{]{0,2})\s?(?P<letter>[A-Ea-e])(?!\w|'\w)"
+_VERBS = "is|are|be|was|would be|must be|should be|choice|option|letter|therefore|then"
+_BEHIND = re.compile(rf"{_FILL}(?:(?:{_VERBS})\b{_FILL}){{0,4}}{_LETTER}")
+_SAID = re.compile(r"(?<![\w\\])(?:[(\[]([A-E])[)\]]|\*\*[(\[]?([A-E])[)\].:]?\*\*)(?!\w)")
+_ALONE = re.compile(r"^[ \t]{0,8}([A-E])[.):]?[ \t]{0,8}$", re.MULTILINE)
+_LAST = re.compile(r"(?<![\w'])([A-E])[\s.*!$)]{0,8}\Z")
+_FIRST = re.compile(r"\s{0,8}[(\[]?([A-E])[.):\]]\s")
+_CLEAN = re.compile(r"\\(?:textbf|text|mathrm|mathbf)|[\s(){}\[\].:*$]")
+
+
+def choice(rollout: Rollout) -> float:
+    r"""1.0 where the letter that the answer states, A to E, is that of `prompt.ground_truth`, else 0.0.
+
+    The letter is the last that is boxed or that follows one of the words answer, choice, option: `\boxed{B}`, "the
+    answer is (B)", "Answer: b". Where nothing is, the last that is in brackets, in bold or alone on a line, or the
+    one with which the text ends, or an only line begins ("B) Paris"). A letter in the midst of prose, such as the
+    article, is none. Raises ValueError for a ground truth that is no letter from A to E.
+    """
+    truth = _plain(rollout.prompt.ground_truth)
+    if truth is None:
+        raise ValueError(f"the ground truth {str(rollout.prompt.ground_truth)[:80]!r} is not a letter from A to E")
+    return float(letter_of(rollout.answer) == truth)
+
+
+def letter_of(answer: str) -> str | None:
+    """The letter that a text states, in upper case; None where it states none."""
+    marked: tuple[int, str] | None = None
+    for mark in _MARK.finditer(answer):
+        found = _BEHIND.match(answer[mark.end() : mark.end() + _WINDOW])
+        if found and _meant(answer, mark.end() + found.end(), found):
+            marked = mark.end() + found.start("letter"), found["letter"].upper()
+    box = boxed(answer)
+    if box is not None and answer.rfind("\\boxed") > (marked[0] - 10 if marked else -1):
+        return _plain(box)
+    if marked:
+        return marked[1]
+    said = [(found.start(), found[1] or found[2]) for found in _SAID.finditer(answer)]
+    said += [(found.start(), found[1]) for found in _ALONE.finditer(answer)]
+    end = answer[-20:]
+    if last := _LAST.search(end):
+        said.append((len(answer) - len(end) + last.start(), last[1]))
+    if said:
+        return max(said)[1]
+    first = _FIRST.match(answer) if "\n" not in answer.strip() else None
+    return first[1] if first else None
+
+
+def _meant(answer: str, end: int, found: re.Match[str]) -> bool:
+    """Whether a letter behind a mark is one: in lower case only in brackets, or where a word does not follow."""
+    if found["letter"].isupper() or found["open"]:
+        return True
+    return not re.match(r"\s{1,8}\w|-", answer[end : end + 10])
+
+
+def _plain(said: Any) -> str | None:
+    """The letter that a box or a ground truth holds, perhaps with what that stands for: `B`, `(b)`, `B. Paris`."""
+    text = str(said).strip()
+    if first := re.match(r"[(\[]?([A-E])[.):\]]\s", text):
+        return first[1]
+    letter = _CLEAN.sub("", text[:100]).upper()
+    return letter if letter in ("A", "B", "C", "D", "E") else None

@@ -1,0 +1,62 @@
+"""Mathematics with one right answer, as DAPO rewards it.
+
+Yu et al., DAPO (arXiv:2503.14476), section 2.4: +1 where the answer is equivalent to the ground truth, else -1. The
+prompts of its data set ask for a last line `Answer: ..`, and its answers are integers (section 3.5).
+"""
+
+from __future__ import annotations
+
+import re
+
+from megarl.rewards.numbers import as_number
+from megarl.rewards.stated import boxed, braced
+from megarl.types import Rollout
+
+LONGEST = 300
+"""Characters at the end that are looked at, as in DAPO's own code (verl)."""
+
+_MARK = re.compile(r"answer\s*:", re.IGNORECASE)
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*(?=\{)")
+_SPACING = re.compile(r"\\[,;:! ]|\\(?:left|right|displaystyle)(?![a-zA-Z])|[\s$*`\"~]")
+_FRACTION = re.compile(r"\\[dt]frac(?![a-zA-Z])")
+_UNIT = re.compile(r"(?<=[0-9])(?:[a-zA-Z]+(?:\^?\{?[23]\}?)?|\^\{?\\circ\}?|\\?%)$")
+
+
+def math_dapo(rollout: Rollout) -> float:
+    """1.0 where the last `Answer: ..` gives `prompt.ground_truth`, else -1.0.
+
+    Of the last 300 characters, what follows the last `answer:` up to the end of its line, in any case, is compared with
+    the ground truth: as numbers where both are, else as text. What makes no difference: `$`, spaces, bold, a box, the
+    word in `\\text{}`, `x =` before it, thousands separators, a full stop, and behind a number its unit. Raises
+    ValueError for an empty ground truth.
+    """
+    truth = plain(str(rollout.prompt.ground_truth if rollout.prompt.ground_truth is not None else ""))
+    if not truth:
+        raise ValueError("the ground truth is empty")
+    tail = rollout.answer[-LONGEST:]
+    marks = list(_MARK.finditer(tail))
+    if not marks:
+        return -1.0
+    said = plain(tail[marks[-1].end() :].lstrip(" *").partition("\n")[0])
+    number = as_number(truth)
+    right = said == truth if number is None else as_number(_UNIT.sub("", said)) == number
+    return 1.0 if right else -1.0
+
+
+def plain(text: str) -> str:
+    """A result without what makes no difference."""
+    if (inside := boxed(text)) is not None:
+        text = inside
+    text = text.rpartition("=")[2].replace("{,}", ",").replace(r"\$", "")
+    text = _FRACTION.sub(r"\\frac", _SPACING.sub("", _unwrapped(text)))
+    return text.rstrip(".")
+
+
+def _unwrapped(text: str) -> str:
+    r"""Without `\text{}` and the like around words."""
+    while found := _WRAPPED.search(text):
+        inside = braced(text, found.end())
+        if inside is None:
+            return text
+        text = text[: found.start()] + inside + text[found.end() + len(inside) + 2 :]
+    return text

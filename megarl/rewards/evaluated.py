@@ -1,0 +1,96 @@
+r"""What may be worked out of an answer that a policy wrote, so that no short text is much work.
+
+`9^{9^{9}}` has 370 million digits and `\binom{10^9}{10^8}` as many; sympy would begin with either. Right answers are of
+no such size. What is refused here counts as wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import sympy
+
+LONGEST = 300
+"""Characters; the longest answer in MATH-500 has 159."""
+DEEPEST = 6
+"""Brackets within each other; the parser's work may double with each."""
+MOST_BITS = 2.0**20
+"""Of a number, a million of which multiply in milliseconds."""
+MOST_TERMS = 1000.0
+"""Of an expression, multiplied out."""
+
+_BRACKETS = {"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}
+_WORK = re.compile(
+    r"\\(?:i{1,3}nt|oint|sum|prod|coprod|lim|limsup|liminf|det|rank|nullity|trace|tr|adj|gcd|lcm)(?![a-zA-Z])"
+    r"|\\begin\{[vV]matrix\}|\\operatorname|rref|\\frac\{(?:d|\\partial)"
+)
+_SMALL_BINOMIAL = re.compile(r"\\[dt]?binom\{(?:\d{1,4}|[a-z])\}\{(?:\d{1,4}|[a-z])\}")
+_SMALL_FACTORIAL = re.compile(r"(?<![\d.!])(?:\d{1,4}|[a-z])!(?!!)")
+
+
+def small(text: str) -> bool:
+    """Whether a text may be parsed: short, not deep, nothing that stands for many operations. Linear."""
+    if len(text) > LONGEST:
+        return False
+    depth = deepest = 0
+    for sign in text:
+        depth += _BRACKETS.get(sign, 0)
+        deepest = max(deepest, depth)
+    text = _SMALL_FACTORIAL.sub("", _SMALL_BINOMIAL.sub("", text.replace("\\!", "")))
+    many = _WORK.search(text) or "binom" in text or "choose" in text or "!" in text.replace("!=", "")
+    return deepest <= DEEPEST and not many and not ("matrix" in text and "^" in text)
+
+
+def tame(expression: Any) -> bool:
+    """Whether what the parser made of it may be evaluated and compared: neither a number in it nor the sum that it
+    comes to is long."""
+    if isinstance(expression, str):
+        return True
+    parts = list(expression) if isinstance(expression, sympy.MatrixBase) else [expression]
+    try:
+        return all(_bits(part) <= MOST_BITS and _terms(part) <= MOST_TERMS for part in parts)
+    except (TypeError, ValueError, OverflowError, RecursionError, AttributeError):  # of a number that is none
+        return False
+
+
+def _bits(node: Any) -> float:
+    """So many bits has the largest number in it at most, before or behind the point; infinite for what is endless."""
+    if isinstance(node, sympy.Rational):
+        return float(max(abs(int(node.p)).bit_length(), int(node.q).bit_length()))
+    if isinstance(node, sympy.Float):
+        _, _, exponent, digits = node._mpf_
+        return max(1.0, abs(float(exponent + digits)))
+    if isinstance(node, sympy.Pow | sympy.exp):
+        base, exponent = (sympy.E, node.args[0]) if isinstance(node, sympy.exp) else node.args
+        bits, size = _bits(base), _bits(exponent)
+        return bits + size if exponent.free_symbols else bits * _times(exponent, size)
+    inner = [_bits(part) for part in node.args]
+    if isinstance(node, sympy.factorial | sympy.gamma):
+        return max(inner[0], 1.0) * _times(node.args[0], inner[0])
+    return max(1.0, sum(inner)) + len(inner)
+
+
+def _times(exponent: Any, size: float) -> float:
+    """No less than a number of so many bits, in absolute value."""
+    if isinstance(exponent, sympy.Rational):
+        return float(abs(exponent)) if size < 1000 else math.inf
+    return 2.0**size if size < 1000 else math.inf
+
+
+def _terms(node: Any) -> float:
+    """So many terms it has at most, multiplied out. Of n factors of k terms, C(n + k - 1, k - 1)."""
+    inner = [_terms(part) for part in node.args]
+    if isinstance(node, sympy.Mul):
+        return math.prod(inner)
+    if isinstance(node, sympy.Pow) and inner[0] > 1 and not node.args[1].free_symbols:
+        times = _times(node.args[1], _bits(node.args[1]))
+        if isinstance(node.args[1], sympy.Rational):
+            times = float(abs(node.args[1].p))
+        if times > MOST_TERMS or inner[0] > MOST_TERMS:
+            return math.inf
+        return float(math.comb(math.ceil(times) + int(inner[0]) - 1, int(inner[0]) - 1))
+    if isinstance(node, sympy.MatPow):
+        return math.inf
+    return max(1.0, sum(inner))

@@ -1,0 +1,218 @@
+"""Where requests may go, what goes with them, and what of it is kept to itself."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from megarl.config import ConfigError
+from megarl.rewards import asking as module
+from megarl.rewards.asking import Answer, Asker, AskingOptions, is_public, shown
+from megarl.rewards.failed import Failed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from judging_server import Judging  # noqa: E402
+
+SECRET = "sk-0123456789abcdef"
+
+
+@pytest.fixture
+def server() -> Iterator[Judging]:
+    with Judging(reply=lambda body: body) as judging:
+        yield judging
+
+
+def asker(url: Any, **options: Any) -> Asker:
+    return Asker(AskingOptions.read({"url": url, "pause": 0, "tries": 2, **options}), "service")
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("8.8.8.8", True),
+        ("2606:4700:4700::1111", True),
+        ("127.0.0.1", False),
+        ("127.9.9.9", False),
+        ("0.0.0.0", False),
+        ("10.1.2.3", False),
+        ("172.16.0.1", False),
+        ("172.32.0.1", True),
+        ("192.168.0.1", False),
+        ("100.64.0.1", False),  # between carriers
+        ("169.254.169.254", False),  # clouds' data of a machine
+        ("224.0.0.1", False),
+        ("255.255.255.255", False),
+        ("::1", False),
+        ("::", False),
+        ("fe80::1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("ff02::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("::ffff:8.8.8.8", True),
+        ("64:ff9b::7f00:1", False),
+        ("64:ff9b::808:808", True),
+        ("2002:7f00:1::", False),
+        ("2002:a00:1::1", False),
+    ],
+)
+def test_public_addresses(address: str, public: bool) -> None:
+    assert is_public(address) is public
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1/", "http://localhost/x", "http://a.localhost", "http://[::1]:80/", "http://10.0.0.1"]
+)
+def test_private_ones_are_refused_before_anything_starts(url: str) -> None:
+    with pytest.raises(
+        ConfigError, match="in a private network: set roles.reward.options.private=true if it is one of"
+    ):
+        AskingOptions.read({"url": url})
+    assert AskingOptions.read({"url": url, "private": True}).url == (url,)
+
+
+@pytest.mark.parametrize("host", ["2130706433", "127.1", "0x7f000001"])
+def test_other_ways_to_write_an_address(server: Judging, host: str) -> None:
+    """They are no addresses to look at, but systems make 127.0.0.1 of them."""
+    url = server.url.replace("127.0.0.1", host)
+    (failed,) = asker(url).ask([b"1"])
+    assert isinstance(failed, Failed) and "tries" not in failed.reason
+    assert "is at 127.0.0.1, on this machine" in failed.reason or "is not a canonical IPv4 address" in failed.reason
+    assert server.requests == []
+
+
+@pytest.fixture
+def rebound(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the name of every host means, one after the other, as often as it is asked for."""
+    answers: list[str] = []
+
+    async def resolve(self: Any, host: str, port: int = 0, family: Any = 0) -> list[Any]:
+        address = answers.pop(0) if len(answers) > 1 else answers[0]
+        kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+        about = {"hostname": host, "host": address, "port": port, "family": kind, "proto": 0}
+        return [{**about, "flags": socket.AI_NUMERICHOST}]
+
+    monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", resolve)
+    monkeypatch.setattr(aiohttp.DefaultResolver, "resolve", resolve)
+    yield answers
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::ffff:127.0.0.1"])
+def test_a_name_that_means_a_private_address_is_refused_where_it_connects(
+    server: Judging, rebound: list[str], address: str
+) -> None:
+    rebound.append(address)
+    url = server.url.replace("127.0.0.1", "judge.example")
+    (failed,) = asker(url).ask([b"1"])
+    assert isinstance(failed, Failed) and f"is at {address}, on this machine" in failed.reason
+    assert "tries" not in failed.reason and server.requests == []
+    with pytest.raises(ConfigError, match="in a private network"):
+        asker(url).look()
+    assert asker(url, private=True).ask([b"1"]) == [Answer(url, b"1")]
+
+
+def test_a_name_that_comes_to_mean_another_address_is_refused_then(
+    server: Judging, rebound: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While 127.0.0.2 passes for a public address, where nobody answers."""
+    rebound.extend(["127.0.0.2", "127.0.0.1"])
+    url = server.url.replace("127.0.0.1", "judge.example")
+    one = asker(url)
+    monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.2")
+    first, second = (one.ask([b"1"])[0] for _ in range(2))
+    assert isinstance(first, Failed) and "(2 tries)" in first.reason
+    assert isinstance(second, Failed) and "is at 127.0.0.1, on this machine" in second.reason
+    assert server.requests == []
+
+
+def test_no_redirect_is_followed(server: Judging) -> None:
+    with Judging(reply=lambda body: body) as other:
+        server.answers = [(302, b"", {"Location": other.url})]
+        (failed,) = asker(server.url, private=True).ask([b"1"])
+        assert isinstance(failed, Failed) and f"it redirects to {other.url}, which is not followed" in failed.reason
+        assert other.requests == [] and len(server.requests) == 1
+
+
+def test_no_proxy_is_used(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, server.gone)
+    assert asker(server.url, private=True).ask([b"1"]) == [Answer(server.url, b"1")]
+
+
+@pytest.mark.parametrize(
+    ("held", "sent"), [(SECRET, f"Bearer {SECRET}"), (f" {SECRET}\n", f"Bearer {SECRET}"), ("Basic eDp5enp6eg==",) * 2]
+)
+def test_what_is_secret_is_sent_and_never_said(
+    server: Judging, monkeypatch: pytest.MonkeyPatch, held: str, sent: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", held)
+    one = asker(server.url, private=True, auth_env="JUDGE_KEY")
+    one.check_here()
+    assert one.ask([b"1"]) == [Answer(server.url, b"1")]
+    one.look()
+    assert [headers["Authorization"] for headers in server.headers] == [sent] * 2
+    server.answers = [(401, f"no such key: {sent}".encode())]
+    (failed,) = one.ask([b"1"])
+    assert isinstance(failed, Failed) and "status 401: no such key: " in failed.reason and "***" in failed.reason
+    assert held.split()[-1] not in failed.reason + repr(one.options)
+
+
+def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    assert asker(server.url, private=True).ask([b"1"]) == [Answer(server.url, b"1")]
+    assert "Authorization" not in server.headers[0] and server.headers[0]["Accept-Encoding"] == "identity"
+    one = asker(server.url, private=True, auth_env="JUDGE_KEY")
+    for use in (one.check_here, one.look, lambda: one.ask([b"1"])):
+        with pytest.raises(ConfigError, match="environment variable JUDGE_KEY is not set on this machine; export it"):
+            use()
+    monkeypatch.setenv("JUDGE_KEY", "a\nb")
+    with pytest.raises(ConfigError, match="holds characters that no header may have") as caught:
+        one.check_here()
+    assert "a\nb" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"auth_env": SECRET}, "must be the name of an environment variable, not what it holds"),
+        (
+            {"url": f"http://me:{SECRET}@a/b"},
+            "holds a password, which would be in every log; use roles.reward.options.auth_env",
+        ),
+        ({"private": "yes"}, "roles.reward.options.private must be"),
+    ],
+)
+def test_what_is_in_the_wrong_place(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AskingOptions.read({"url": "http://a/b", **options})
+    assert complaint in str(caught.value) and SECRET not in str(caught.value)
+
+
+def test_an_answer_has_a_largest_size(server: Judging) -> None:
+    """Also one that says nothing of its size, or is packed."""
+    one = asker(server.url, private=True, answer_mb=0.01)
+    server.answers = [(200, b"1" * 10_000), (200, b"1" * 10_001), (500, b"1" * 10_001)]
+    good, *large = one.ask([b"1"]) + one.ask([b"1"]) + one.ask([b"1"])
+    assert good == Answer(server.url, b"1" * 10_000)
+    assert all(isinstance(failed, Failed) and "more than 0.01 MB" in failed.reason for failed in large)
+    server.answers = [(200, b"\x1f\x8b", {"Content-Encoding": "gzip"})]
+    assert one.ask([b"1"]) == [Answer(server.url, b"\x1f\x8b")]  # as it came: no archive is opened
+
+
+def test_pauses_double_and_end(server: Judging) -> None:
+    one = Asker(AskingOptions.read({"url": server.url, "private": True, "pause": 1}), "service")
+    state: Any = type("State", (), {})()
+    for attempt, most in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 10), (400, 10)):
+        state.attempt_number = attempt
+        assert all(most / 2 <= one._pause(state) <= most for _ in range(20))
+
+
+@pytest.mark.parametrize(("data", "said"), [(b"", "nothing"), (b" a\n\tb ", "a b"), (b"a\x1b[31m\x00b", "a [31m b")])
+def test_what_is_shown(data: bytes, said: str) -> None:
+    assert shown(data) == said and len(shown(data * 10_000)) <= 200

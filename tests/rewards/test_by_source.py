@@ -1,0 +1,77 @@
+"""The function of each data set, by the prompt's data source."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.rewards.by_source import SOURCES, BySource, by_source
+from megarl.rewards.functions import RewardError, load_functions, score
+
+sys.path.insert(0, str(Path(__file__).parent))
+from said import said  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "right", "truth", "rewards"),
+    [
+        ("openai/gsm8k", "#### 72", "72", (1.0, 0.0)),
+        ("lighteval/MATH", r"\boxed{\frac{1}{2}}", "0.5", (1.0, 0.0)),
+        ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{1}", "1", (1.0, 0.0)),
+        ("numina_olympiads", r"\boxed{x^2}", "x*x", (1.0, 0.0)),
+        ("math_dapo", "Answer: 34", "34", (1.0, -1.0)),
+        ("aime2024", "Answer: 34", "34", (1.0, -1.0)),
+        ("aime_2025", "Answer: 34", "34", (1.0, -1.0)),
+        ("searchR1_nq", "<answer>Paris</answer>", {"target": ["Paris"]}, (1.0, 0.0)),
+        ("rajpurkar/squad", "Paris", ["Paris"], (1.0, 0.0)),
+        ("cais/mmlu", "Answer: C", "C", (1.0, 0.0)),
+    ],
+)
+def test_each_source_has_its_own(source, right, truth, rewards):
+    assert (by_source(said(right, truth, source)), by_source(said("no", truth, source))) == rewards
+
+
+@pytest.mark.parametrize("source", ["", "lighteval/math", "openai/gsm8k/main", "codecontests", "xaime"])
+def test_an_unknown_one_is_named(source):
+    with pytest.raises(ValueError, match=f"^no reward for the data source {source!r} \\(known: openai/gsm8k, "):
+        by_source(said("1", "1", source))
+
+
+def test_as_a_reward_function():
+    (name,) = functions = load_functions(["megarl.rewards.by_source:by_source"])
+    assert name == "by_source"
+    assert score([said("#### 72", "72", "openai/gsm8k")], functions)[0].reward_parts == {"by_source": 1.0}
+    with pytest.raises(RewardError, match="by_source on the sample 'x' raised ValueError: no reward for"):
+        score([said("1", "1", "riddles")], functions)
+
+
+def test_sources_of_ones_own():
+    mine = BySource({**SOURCES, "lab/*": len_of, "lab/maths*": one, "lab/x": zero})
+    assert [mine(said("abc", None, source)) for source in ("lab/a", "lab/maths-2", "lab/x", "lab/xy")] == [3, 1, 0, 3]
+    assert mine.of("openai/gsm8k") is SOURCES["openai/gsm8k"]
+
+
+def len_of(rollout):
+    return len(rollout.answer)
+
+
+def one(rollout):
+    return 1
+
+
+def zero(rollout):
+    return 0
+
+
+def test_what_our_tools_write_is_known():
+    written = [
+        source
+        for path in (ROOT / "tools").glob("*.py")
+        for source in re.findall(r'"data_source": "([^"]+)"', path.read_text(encoding="utf-8"))
+    ]
+    assert written and all(by_source.of(source) for source in written)

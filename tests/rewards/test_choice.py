@@ -1,0 +1,104 @@
+"""Multiple choice: the letter that a text states, and what states none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rewards.choice import choice, letter_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from said import said  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [
+        ("B", "B"),
+        ("(B)", "B"),
+        ("[B].", "B"),
+        ("B.", "B"),
+        ("**B**", "B"),
+        ("B) Paris", "B"),
+        ("B. Paris", "B"),
+        (r"\boxed{B}", "B"),
+        (r"\boxed{(b)}", "B"),
+        (r"\boxed{\text{B}}", "B"),
+        (r"\boxed{\textbf{(B)}}", "B"),
+        (r"\boxed{B. Paris}", "B"),
+        (r"$\boxed{\mathrm{B}}$.", "B"),
+        ("The answer is B", "B"),
+        ("The answer is (B).", "B"),
+        ("the answer is b.", "B"),
+        ("Answer: B", "B"),
+        ("answer:b", "B"),
+        ("**Answer:** B", "B"),
+        ("**Answer: (B)**", "B"),
+        ("Answer: $B$", "B"),
+        (r"The answer is $\boxed{B}$", "B"),
+        (r"The answer is \text{B}.", "B"),
+        ("The correct choice is option B because of it", "B"),
+        ("Option B is right", "B"),
+        ("The best option would be (b) here", "B"),
+        ("The answer should be 'B'", "B"),
+        ("So it is B.", "B"),
+        ("A is wrong, so B", "B"),
+        ("(A) is wrong, (B) is right", "B"),
+        ("The answer is A. No, wait: the answer is B.", "B"),
+        (r"\boxed{A}, no: \boxed{B}", "B"),
+        (r"\boxed{A} was wrong; the answer is B", "B"),
+        (r"The answer is A? No: \boxed{B}", "B"),
+        ("I looked at A and C.\nB\n", "B"),
+        ("Both (C) and (D) fail.\nThe answer is therefore: B", "B"),
+        # None:
+        ("", None),
+        ("A dog is an animal", None),
+        ("The answer is a dog", None),
+        ("the answer is b-side", None),
+        ("Plan B worked well", None),
+        ("The answer is 42", None),
+        ("The answer is F", None),
+        ("The answer is BC", None),
+        ("The answer is Because", None),
+        (r"\boxed{42}", None),
+        (r"\boxed{AB}", None),
+        ("vitamin C is good for you", None),
+        ("(AB)", None),
+        ("f(A)=3 of it", None),
+        ("A) one\nB) two\nC) three", None),
+        ("I don't know", None),
+    ],
+)
+def test_the_letter(answer, letter):
+    assert letter_of(answer) == letter
+    for truth in "ABCDE":
+        assert choice(said(answer, truth)) == float(truth == letter)
+
+
+@pytest.mark.parametrize("truth", ["B", "b", "(B)", "[b]", "B.", " B ", r"\text{B}", "B. Paris", "$B$"])
+def test_ground_truths(truth):
+    assert choice(said("Answer: B", truth)) == 1.0 and choice(said("Answer: C", truth)) == 0.0
+
+
+@pytest.mark.parametrize("truth", ["", None, "F", "Paris", 1, "AB", ["B"]])
+def test_what_is_no_letter(truth):
+    with pytest.raises(ValueError, match="is not a letter from A to E"):
+        choice(said("B", truth))
+
+
+FORMS = ["Answer: {}", "the answer is ({})", r"\boxed{{{}}}", "({})", "**{}**", "I think\n{}", "Option {} it is"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(FORMS[:3]), st.sampled_from("ABCDE")), min_size=1, max_size=5))
+def test_the_last_that_is_marked_counts(stated):
+    text = " and then. ".join(form.format(letter) for form, letter in stated)
+    assert letter_of(text) == stated[-1][1]
+
+
+@given(st.sampled_from(FORMS), st.sampled_from("ABCDE"), st.text("xyz ,\n", max_size=30))
+def test_what_is_said_before_makes_no_difference(form, letter, before):
+    assert letter_of(f"{before}\n{form.format(letter)}") == letter

@@ -1,0 +1,76 @@
+"""DAPO's +1 and -1: what follows the last `Answer:`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rewards.dapo import math_dapo
+
+sys.path.insert(0, str(Path(__file__).parent))
+from said import said  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "reward"),
+    [
+        ("so\nAnswer: 34", "34", 1.0),
+        ("Answer: 34", 34, 1.0),
+        ("answer : 34", "34", 1.0),
+        ("ANSWER:34.", "34", 1.0),
+        ("Answer: $34$", "34", 1.0),
+        ("Answer: $$34$$", "34", 1.0),
+        ("**Answer:** 34", "34", 1.0),
+        ("**Answer: 34**", "34", 1.0),
+        (r"Answer: \boxed{34}", "34", 1.0),
+        (r"Answer: $\boxed{34}$.", "34", 1.0),
+        ("Answer: x = 34", "34", 1.0),
+        ("Answer: $n=2m=34$", "34", 1.0),
+        ("Answer: 1,080", "1080", 1.0),
+        ("Answer: 1{,}080", "1080", 1.0),
+        (r"Answer: \$34", "34", 1.0),
+        ("Answer: 34 dollars", "34", 1.0),
+        (r"Answer: 34\text{ cm}^2", "34", 1.0),
+        (r"Answer: 34^\circ", "34", 1.0),
+        ("Answer: 34.0", "34", 1.0),
+        ("Answer: -34", "-34", 1.0),
+        (r"Answer: \dfrac{1}{2}", r"\frac{1}{2}", 1.0),
+        (r"Answer: \text{blue}", "blue", 1.0),
+        ("Answer: 33\nAnswer: 34", "34", 1.0),
+        ("Answer: 34\nAnswer: 33", "34", -1.0),
+        ("Answer: 34 or 35", "34", -1.0),
+        ("Answer: 340", "34", -1.0),
+        ("Answer: -34", "34", -1.0),
+        ("Answer:\n34", "34", -1.0),
+        ("The answer is 34", "34", -1.0),
+        (r"\boxed{34}", "34", -1.0),
+        ("34", "34", -1.0),
+        ("", "34", -1.0),
+        ("Answer:", "34", -1.0),
+        ("Answer: 34" + " and so on" * 30, "34", -1.0),  # above 300 characters before the end
+        (r"Answer: \boxed{34", "34", -1.0),
+    ],
+)
+def test_by_hand(answer, truth, reward):
+    assert math_dapo(said(answer, truth)) == reward
+
+
+@pytest.mark.parametrize("truth", ["", None, " ", "$$"])
+def test_no_ground_truth(truth):
+    with pytest.raises(ValueError, match="the ground truth is empty"):
+        math_dapo(said("Answer: 1", truth))
+
+
+@given(
+    st.integers(-(10**9), 10**9),
+    st.integers(-(10**9), 10**9),
+    st.sampled_from(["{}", "${}$", "\\boxed{{{}}}", "x = {}"]),
+)
+def test_right_only_for_the_same_number(said_number, truth, form):
+    answer = f"thus\n\nAnswer: {form.format(said_number)}"
+    assert math_dapo(said(answer, str(truth))) == (1.0 if said_number == truth else -1.0)
+    assert math_dapo(said(answer, said_number)) == 1.0

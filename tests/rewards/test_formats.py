@@ -1,0 +1,75 @@
+"""The form of an answer: tags, each once and in their order."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rewards.formats import format_reward, format_reward_opened, in_tags
+from megarl.rewards.functions import checked
+
+sys.path.insert(0, str(Path(__file__).parent))
+from said import said  # noqa: E402
+
+GOOD = [
+    "<think>x</think><answer>y</answer>",
+    "<think>\nx\n</think>\n<answer>\ny\n</answer>\n",
+    " <think></think> <answer>y</answer> ",
+    "<think>a < b > c</think>\n\n<answer><b>y</b></answer>",
+]
+BAD = [
+    "",
+    "y",
+    "<think>x</think>",
+    "<answer>y</answer>",
+    "<think>x</think><answer></answer>",
+    "<think>x</think><answer> \n</answer>",
+    "so <think>x</think><answer>y</answer>",
+    "<think>x</think> so <answer>y</answer>",
+    "<think>x</think><answer>y</answer> so",
+    "<answer>y</answer><think>x</think>",
+    "<think>x<answer>y</think></answer>",
+    "<think>x<think>x</think><answer>y</answer>",
+    "<think>x</think></think><answer>y</answer>",
+    "<think>x</think><answer>y</answer><answer>y</answer>",
+    "<think><answer>x</answer></think><answer>y</answer>",
+    "<think>x</think><answer>y",
+    "x</think><answer>y</answer>",
+    "<THINK>x</THINK><answer>y</answer>",
+    "<think>x</think ><answer>y</answer>",
+    "</think>x<think><answer>y</answer>",
+]
+
+
+@pytest.mark.parametrize("answer", GOOD)
+def test_good(answer):
+    assert format_reward(said(answer, None)) == 1.0
+    opened = answer.lstrip().removeprefix("<think>")
+    assert format_reward_opened(said(opened, None)) == 1.0 and format_reward(said(opened, None)) == 0.0
+
+
+@pytest.mark.parametrize("answer", BAD)
+def test_bad(answer):
+    assert format_reward(said(answer, None)) == 0.0
+
+
+def test_tags_of_ones_own():
+    form = checked(partial(in_tags, tags=("plan", "code", "check")), "mine:form")
+    assert form(said("<plan>1</plan><code>2</code><check>3</check>", None)) == 1.0
+    assert form(said("<plan>1</plan><check>3</check><code>2</code>", None)) == 0.0
+
+
+ONCE = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "x", " "]), max_size=9).map("".join))
+def test_against_an_expression(answer):
+    found = ONCE.fullmatch(answer)
+    good = found is not None and found[2].strip() and not re.search("</?(think|answer)>", found[1] + found[2])
+    assert format_reward(said(answer, None)) == float(bool(good))

@@ -1,0 +1,56 @@
+"""No text of a policy makes a reward function fail, be much work, or give more than a wrong answer gets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megarl.rewards.choice import choice
+from megarl.rewards.dapo import math_dapo
+from megarl.rewards.formats import format_reward, format_reward_opened
+from megarl.rewards.gsm8k import gsm8k, gsm8k_strict
+from megarl.rewards.math_verify import math_verify, math_verify_strict
+from megarl.rewards.squad import exact_match, f1
+
+sys.path.insert(0, str(Path(__file__).parent))
+from said import HOSTILE, said  # noqa: E402
+
+FUNCTIONS = {
+    choice: "B",
+    exact_match: "Paris",
+    f1: "Paris",
+    format_reward: None,
+    format_reward_opened: None,
+    gsm8k: "42",
+    gsm8k_strict: "42",
+    math_dapo: "42",
+    math_verify: "42",
+    math_verify_strict: r"\frac{1}{3}",
+}
+NAMED = [pytest.param(function, truth, id=str(function)[:40]) for function, truth in FUNCTIONS.items()]
+
+
+@pytest.mark.parametrize(("function", "truth"), NAMED)
+@pytest.mark.parametrize("text", HOSTILE)
+def test_it_is_wrong(function, truth, text):
+    assert function(said(HOSTILE[text], truth)) in (0.0, -1.0)
+
+
+PIECES = (
+    r"\boxed{ } { $ <answer> </answer> <think> </think> #### answer: (B) A 1 42 \frac ^ ! - . , \ \text{ % = x ** Paris"
+)
+PIECES = [*PIECES.split(), "\n", " ", "\x00", "the "]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text(max_size=200))
+@example("\\boxed")
+@example("\\boxed{42}\\boxed{")
+def test_any_text_has_a_reward(text):
+    for function, truth in FUNCTIONS.items():
+        value = function(said(text, truth))
+        assert type(value) is float and (-1.0 if function is math_dapo else 0.0) <= value <= 1.0

@@ -1,0 +1,261 @@
+"""Mathematics by math-verify: what counts as equal, what does not, and what is never worked out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import math_verify as library
+import pytest
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.rewards.evaluated import LONGEST, MOST_BITS, small, tame
+from megarl.rewards.math_verify import math_verify, math_verify_strict
+from megarl.rewards.stated import boxed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from said import said  # noqa: E402
+
+EQUAL = [
+    (r"\frac12", r"\frac{1}{2}"),
+    ("0.5", "1/2"),
+    ("0.5", 0.5),
+    (r"\dfrac{2}{4}", "0.5"),
+    (r"50\%", "0.5"),
+    (r"3\frac{1}{2}", "3.5"),
+    ("1,080", "1080"),
+    ("1{,}080", 1080),
+    (r"5\sqrt{2}", r"\sqrt{50}"),
+    (r"\frac{\sqrt3}{3}", r"\frac{1}{\sqrt{3}}"),
+    ("x+1", "1+x"),
+    ("(x+1)^2", "x^2+2x+1"),
+    ("x=5", "5"),
+    ("5", "x=5"),
+    ("y=2x+3", "y=3+2x"),
+    (r"\{2,1\}", r"\{1,2\}"),
+    ("1,2", "2,1"),
+    (r"5 \text{ or } 6", "6,5"),
+    ("(1,2)", "(1, 2)"),
+    (r"\left(1,2\right)", "(1,2)"),
+    ("[1,2)", "[1,2)"),
+    (r"(-\infty, 3]", r"(-\infty,3]"),
+    (r"x \le 3", r"x \leq 3"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
+    (r"\text{Monday}", "Monday"),
+    ("C", r"\text{(C)}"),
+    (r"12\text{ cm}", "12"),
+    (r"90^\circ", "90"),
+    (r"\$5", "5"),
+    ("10!", "3628800"),
+    (r"\binom{5}{2}", "10"),
+    ("2^{10}", "1024"),
+    ("3+4i", "4i+3"),
+    (r"1\pm\sqrt{2}", r"1\pm\sqrt{2}"),
+    ("-3", "$-3$"),
+    ("7", r"thus \boxed{7} it is"),
+]
+DIFFERENT = [
+    ("43", 42),
+    ("-42", 42),
+    ("4 2", 42),
+    ("", 42),
+    ("x", 42),
+    ("0.333", r"\frac13"),
+    ("x-1", "x+1"),
+    ("(2,1)", "(1,2)"),
+    ("(1,2]", "[1,2)"),
+    ("1", "1,2"),
+    ("1,2,3", "1,2"),
+    (r"\sqrt{2}", r"-\sqrt{2}"),
+    ("x<3", "x>3"),
+    (r"\text{Monday}", r"\text{Tuesday}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
+    ("42 or 43", 42),
+]
+
+
+@pytest.mark.parametrize(("answer", "truth"), EQUAL)
+def test_equal(answer, truth):
+    for function in (math_verify, math_verify_strict):
+        assert function(said(f"so it is $\\boxed{{{answer}}}$.", truth)) == 1.0
+
+
+@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
+def test_different(answer, truth):
+    for function in (math_verify, math_verify_strict):
+        assert function(said(f"so it is $\\boxed{{{answer}}}$.", truth)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "strict"),
+    [
+        ("The answer is 42.", 1.0, 0.0),
+        ("so $x = 42$", 1.0, 0.0),
+        ("40, 41 and then 42", 1.0, 0.0),
+        ("the answer is $\\frac{84}{2}$.", 1.0, 0.0),
+        (r"\boxed 42", 1.0, 1.0),
+        (r"\fbox{42}", 1.0, 1.0),
+        (r"\boxed{41}, no: \boxed{42}", 1.0, 1.0),
+        (r"\boxed{42}, no: \boxed{41}", 0.0, 0.0),
+        (r"\boxed{\boxed{42}}", 1.0, 1.0),
+        (r"42 is it not, \boxed{41} is", 0.0, 0.0),
+        (r"it is \boxed{42", 0.0, 0.0),
+        ("I do not know", 0.0, 0.0),
+        ("", 0.0, 0.0),
+        ("42" + " and so on" * 40, 0.0, 0.0),  # too far from the end
+    ],
+)
+def test_where_the_result_is(answer, right, strict):
+    assert math_verify(said(answer, "42")) == right
+    assert math_verify_strict(said(answer, "42")) == strict
+
+
+@pytest.mark.parametrize("truth", ["", None, "  "])
+def test_no_ground_truth(truth):
+    with pytest.raises(ValueError, match="is no mathematics that could be read"):
+        math_verify(said(r"\boxed{1}", truth))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(-(10**6), 10**6), st.integers(1, 10**4), st.integers(1, 50))
+def test_a_fraction_is_any_of_its_own_and_no_other(top, bottom, times):
+    truth = f"{top}/{bottom}"
+    assert math_verify_strict(said(f"\\boxed{{\\frac{{{top * times}}}{{{bottom * times}}}}}", truth)) == 1.0
+    assert math_verify_strict(said(f"\\boxed{{\\frac{{{top * times + 1}}}{{{bottom * times}}}}}", truth)) == 0.0
+
+
+def test_the_parser_sees_so_many_characters_and_no_more(monkeypatch):
+    seen = []
+
+    def parse(text, **options):
+        seen.append(len(text))
+        return []
+
+    math_verify(said("", "42"))  # the ground truth is read once
+    monkeypatch.setattr(library, "parse", parse)
+    for answer in ("1+" * 10**6, "\\boxed{" + "1+" * 10**6 + "1}", "\\boxed{" + "1" * LONGEST + "}", "$" * 10**6):
+        assert math_verify(said(answer, "42")) == 0.0
+    assert seen and max(seen) <= LONGEST + len("\\boxed{}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1+" * 150 + "1", "(" * 7 + "1" + ")" * 7, r"\sum_i i", r"\int x", r"\lim_{x\to 0}x", r"\binom{10000}{2}", "(9!)!"]
+    + [
+        "10000!",
+        "9!!",
+        r"\begin{pmatrix}1\end{pmatrix}^{2}",
+        r"\frac{d}{dx}x",
+        r"\det A",
+        r"\iint x",
+        r"{5 \choose 2}",
+    ],
+)
+def test_what_is_not_parsed(text):
+    assert not small(text)
+    assert math_verify(said(f"\\boxed{{{text}}}", "1")) == 0.0
+    assert math_verify(said(f"\\boxed{{{text}}}", text)) == 1.0 or len(text) > LONGEST or "(" * 7 in text
+
+
+@pytest.mark.parametrize("text", ["x \\in (0,\\infty)", "x \\ne 3", "100!", "n!", r"\binom{n}{2}", "((((((1))))))"])
+def test_what_is(text):
+    assert small(text)
+
+
+x, y = sympy.symbols("x y")
+
+
+def power(base, exponent):
+    return sympy.Pow(base, exponent, evaluate=False)
+
+
+@pytest.mark.parametrize(
+    ("expression", "may_be"),
+    [
+        (sympy.Integer(2) ** 1000, True),
+        (power(sympy.Integer(2), sympy.Integer(2**19)), True),  # 2 has 2 bits, so many times: a million
+        (power(sympy.Integer(2), sympy.Integer(2**19 + 1)), False),
+        (power(sympy.Integer(9), power(sympy.Integer(9), sympy.Integer(9))), False),
+        (power(sympy.Rational(1, 9), power(sympy.Integer(9), sympy.Integer(9))), False),
+        (sympy.factorial(1000, evaluate=False), True),
+        (sympy.factorial(sympy.factorial(9, evaluate=False), evaluate=False), False),
+        (power(x, sympy.Integer(2019)), True),
+        (power(x + y, sympy.Integer(999)), True),  # 1000 terms
+        (power(x + y, sympy.Integer(1000)), False),
+        (power(x + y + 1, sympy.Integer(43)), True),  # C(45, 2) = 990
+        (power(x + y + 1, sympy.Integer(44)), False),  # C(46, 2) = 1035
+        (power(power(x + y, sympy.Integer(30)) + 1, sympy.Integer(30)), False),
+        (power(x + y, sympy.Rational(1999, 2)), False),
+        (power(x + y, x), True),
+        (sympy.exp(sympy.Integer(100)), True),
+        (sympy.exp(sympy.exp(sympy.exp(sympy.Integer(9)))), False),
+        (power(sympy.Integer(2), x), True),
+        (sympy.Matrix([[x, 1], [2, y]]), True),
+        (sympy.Matrix([[power(sympy.Integer(9), sympy.Integer(10**8))]]), False),
+        (sympy.Tuple(x, sympy.Float("0.5")), True),
+        ("its letters", True),
+    ],
+)
+def test_what_may_be_evaluated(expression, may_be):
+    assert tame(expression) is may_be
+
+
+def test_the_bound_is_one():
+    """A power as large as is allowed has no more bits than are allowed."""
+    assert (3 ** (2**19)).bit_length() <= MOST_BITS and tame(power(sympy.Integer(3), sympy.Integer(2**19)))
+
+
+def rewarded(number):
+    return math_verify(said(f"\\boxed{{\\frac{{{2 * number}}}{{2}}}}", str(number)))
+
+
+def test_in_threads_and_in_a_process_and_no_signal_is_touched():
+    before = signal.getsignal(signal.SIGALRM)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(rewarded, range(12))) == [1.0] * 12
+    assert threading.active_count() >= 1 and signal.getsignal(signal.SIGALRM) is before
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+        assert list(processes.map(rewarded, range(3))) == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{5}", "5"),
+        (r"\boxed { 5 }", "5"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{\left\{ x }", r"\left\{ x"),
+        (r"\boxed{{1}{2}}", "{1}{2}"),
+        (r"\boxed5$", "5"),
+        (r"\boxed", None),
+        (r"\boxed{5", None),
+        ("boxed{5}", None),
+        (r"\fbox{1} \boxed{2}", "2"),
+        (r"\boxed{1} \fbox{2}", "2"),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_what_a_box_holds(text, inside):
+    assert boxed(text) == inside
+
+
+def test_gsm8k_by_mathematics():
+    """Every twentieth ground truth of the data set, where MEGARL_GSM8K names its folder, as a box and after it."""
+    folder = os.environ.get("MEGARL_GSM8K")
+    truths = ["72", "1,080", "0", "-5", "109,200,000"]
+    if folder:
+        lines = (Path(folder) / "test.jsonl").read_text(encoding="utf-8").splitlines()[::20]
+        truths += [json.loads(line)["answer"].partition("####")[2].strip() for line in lines]
+    for truth in truths:
+        plain = truth.replace(",", "")
+        assert math_verify(said(f"... #### {truth}\n\\boxed{{{truth}}}", plain)) == 1.0, truth
+        assert math_verify(said(f"The final answer is {truth}.", plain)) == 1.0, truth
+        assert math_verify(said(f"\\boxed{{{int(plain) + 1}}}", plain)) == 0.0, truth

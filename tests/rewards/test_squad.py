@@ -1,0 +1,77 @@
+"""Short answers: exact match and F1, by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rewards.squad import exact_match, f1, normalised
+
+sys.path.insert(0, str(Path(__file__).parent))
+from said import said  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("The  Eiffel-Tower!", "eiffeltower"),
+        ("a cat, an owl and the dog", "cat owl and dog"),
+        ("U.S.A.", "usa"),
+        ("theatre", "theatre"),
+        ("\tA\n", ""),
+        ("1,000", "1000"),
+        ("Café", "café"),
+    ],
+)
+def test_what_makes_no_difference(text, plain):
+    assert normalised(text) == plain == normalised(plain)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "exact", "words"),
+    [
+        ("Paris", "paris", 1.0, 1.0),
+        ("The Paris.", "Paris", 1.0, 1.0),
+        ("<think>Rome?</think><answer> Paris </answer>", "Paris", 1.0, 1.0),
+        ("<answer>Rome</answer><answer>Paris</answer>", "Paris", 1.0, 1.0),
+        ("Paris, France", "Paris", 0.0, 2 * 1 / 3),
+        ("It is in Paris", "Paris France", 0.0, 2 * 1 / 6),
+        ("cat cat dog", "cat dog dog", 0.0, 2 * 2 / 6),
+        ("dog cat", "cat dog", 0.0, 1.0),
+        ("Rome", "Paris", 0.0, 0.0),
+        ("", "Paris", 0.0, 0.0),
+        ("the", "a", 1.0, 1.0),
+        ("Paris", ["Rome", "Paris"], 1.0, 1.0),
+        ("big Paris", ["Paris", "big red Paris"], 0.0, 4 / 5),
+        ("Paris", {"target": ["Paris", "Lutetia"]}, 1.0, 1.0),
+        ("Paris", {"text": ("Lutetia",), "answer_start": [3]}, 0.0, 0.0),
+        ("Paris", np.array(["Rome", "Paris"], dtype=object), 1.0, 1.0),
+        ("Paris", {"target": np.array(["Paris"])}, 1.0, 1.0),
+        ("1987", 1987, 1.0, 1.0),
+    ],
+)
+def test_by_hand(answer, truth, exact, words):
+    assert exact_match(said(answer, truth)) == exact
+    assert f1(said(answer, truth)) == pytest.approx(words, abs=1e-12)
+
+
+@pytest.mark.parametrize("truth", [None, [], {}, {"answers": ["x"]}, True, [None], {"target": []}, b"x"])
+def test_what_is_no_ground_truth(truth):
+    for function in (exact_match, f1):
+        with pytest.raises(ValueError, match="is neither a text nor a list of them"):
+            function(said("x", truth))
+
+
+WORDS = st.lists(st.sampled_from(["cat", "dog", "owl", "the"]), max_size=6).map(" ".join)
+
+
+@given(WORDS, WORDS)
+def test_f1_is_symmetric_and_one_for_the_same(one, other):
+    assert f1(said(one, other)) == f1(said(other, one)) and 0.0 <= f1(said(one, other)) <= 1.0
+    assert f1(said(one, one)) == exact_match(said(one, one)) == 1.0
+    assert f1(said(one, other)) >= exact_match(said(one, other))
