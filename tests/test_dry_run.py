@@ -633,6 +633,7 @@ def test_the_cluster_recipes_fit_their_gpus() -> None:
         ("qwen2.5_7b", 80, []),
         ("qwen2.5_7b", 80, ["algorithm=ppo", "parallel.tp=4"]),
         ("ppo_gsm8k", 40, []),
+        ("sft", 80, []),
     ):
         recipe = ROOT / "configs" / f"{name}.yaml"
         hf = ROOT / load_config(recipe).model.hf_config
@@ -640,6 +641,8 @@ def test_the_cluster_recipes_fit_their_gpus() -> None:
         report = validate(config, dry_run=True)
         assert f"GPUs of {gpu} GB or more" in render(report), (name, extra)
         assert f"{gpu} GB" in recipe.read_text() or extra, f"{name} does not say for which GPUs it is"
+        if config.algorithm == "sft":
+            continue
         # What SGLang is allowed must hold the weights and the cache that are planned.
         engine = report.memory[0].generation
         needed = engine["engine weights"] + engine["engine KV cache"]

@@ -1,5 +1,5 @@
-"""SFT as a user starts it: two ranks, evaluation on held-out conversations, resumed, and its export in plain
-`transformers`, by an interpreter that knows nothing of MegaRL."""
+"""SFT as a user starts it: two ranks, two data sets with shares, evaluation on held-out conversations of two sources,
+resumed, and its export in plain `transformers`, by an interpreter that knows nothing of MegaRL."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 assert not any(name.split(".")[0] == "megarl" for name in sys.modules)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-total, count = 0.0, 0
+total, count, texts = 0.0, 0, []
 for question, answer in json.loads(sys.argv[2]):
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     ids, written = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer + "<|im_end|>"))
@@ -34,9 +34,17 @@ for question, answer in json.loads(sys.argv[2]):
         logprobs = model(torch.tensor([ids + written])).logits[0, :-1].log_softmax(-1)
     own = logprobs[len(ids) - 1:].gather(1, torch.tensor(written)[:, None])
     total, count = total - float(own.sum()), count + len(written)
-text = tokenizer.decode(model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids):])
-print(json.dumps({"nll": total / count, "text": text}))
+    made = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids):]
+    texts.append(tokenizer.decode(made, skip_special_tokens=True))
+print(json.dumps({"nll": total / count, "texts": texts}))
 """
+
+
+WORDS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black"}
+"""What is learned by heart, as verl's sft has it: a prompt and the response to it."""
+
+
+TALKS = [[[{"role": "user", "content": f"What is {thing}?"}], f"It is {word}."] for thing, word in WORDS.items()]
 
 
 def first_use(folder: Path, conversations: list[list[Any]]) -> dict[str, Any]:
@@ -50,7 +58,8 @@ def first_use(folder: Path, conversations: list[list[Any]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, conversations of which one is longer than its 2,048 positions, and held-out ones as parquet."""
+    """A model, conversations of which one is longer than its 2,048 positions, others in other columns, and held-out
+    ones, as parquet."""
     target = tmp_path_factory.mktemp("sft") / "q"
     sizes = ["--train", "1", "--held-out", "1", "--demonstrations", "100"]
     command = [sys.executable, "tools/make_quickstart.py", str(target), *sizes]
@@ -59,14 +68,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     guesses = [row["messages"] for row in rows if len(row["messages"]) == 2]
     long = [{"role": "user", "content": "1+" * 2100}, guesses[0][1]]
     (target / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": long}]))
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([{"messages": talk} for talk in guesses[:20]]), target / "e.parquet"
-    )
+    held_out = [{"messages": talk, "data_source": "sums"} for talk in guesses[:20]]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(held_out), target / "e.parquet")
+    words = [{"prompt": f"What is {thing}?", "response": f"It is {word}."} for thing, word in WORDS.items()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(words), target / "words.parquet")
     return target
 
 
 def train(folder: Path, run_dir: Path, *overrides: str) -> None:
-    paths = [f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"data.eval={folder}/e.parquet"]
+    paths = [f"model.path={folder}/model", f"data.train=[{folder}/sft.jsonl,{folder}/words.parquet]"]
+    paths += ["data.weights=[3,1]", f"data.eval=[{folder}/e.parquet,{folder}/words.parquet]"]
     steps = ["run.num_rollout=4", "run.eval_every=2", "run.save_every=2", "data.prompts_per_step=16"]
     command = [
         sys.executable,
@@ -99,6 +110,12 @@ def test_it_learns_and_says_so(sft_run: Path) -> None:
     assert list(metrics_of(sft_run, "actor/nll")) == [1, 2, 3, 4]
     held_out = metrics_of(sft_run, "eval/nll")
     assert list(held_out) == [0, 2, 4] and held_out[0] > held_out[2] > held_out[4] > 0
+    for source in ("sums", "words"):
+        of_it = metrics_of(sft_run, f"eval/nll/{source}")
+        assert list(of_it) == [0, 2, 4] and of_it[0] > of_it[2] > of_it[4] > 0
+    # 12 of the 100 and 4 of the 4 in each step: each set has epochs of its own.
+    assert metrics_of(sft_run, "data/epoch/sft") == {step: pytest.approx(0.12 * step) for step in (1, 2, 3, 4)}
+    assert metrics_of(sft_run, "data/epoch/words") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
     log = (sft_run / "log.txt").read_text()
     assert re.findall(r"held out, after step (\d): nll (\d\.\d+)", log) == [
         (str(step), f"{value:.3f}") for step, value in held_out.items()
@@ -111,8 +128,10 @@ def test_plain_transformers_loads_the_export_and_generates(sft_run: Path, folder
     talks = pyarrow.parquet.read_table(folder / "e.parquet").to_pylist()
     conversations = [[row["messages"][:1], row["messages"][1]["content"]] for row in talks]
     found = first_use(sft_run / "export", conversations)
-    assert found["nll"] == pytest.approx(metrics_of(sft_run, "eval/nll")[4], abs=1e-4)
-    assert found["text"]
+    assert found["nll"] == pytest.approx(metrics_of(sft_run, "eval/nll/sums")[4], abs=1e-4)
+    assert len(found["texts"]) == 20
+    by_heart = first_use(sft_run / "export", TALKS)
+    assert by_heart["nll"] == pytest.approx(metrics_of(sft_run, "eval/nll/words")[4], abs=1e-4)
 
 
 def test_resume_equals_the_uninterrupted_run_bit_for_bit(sft_run: Path, folder: Path, tmp_path: Path) -> None:
@@ -122,6 +141,21 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(sft_run: Path, folder: 
     train(folder, resumed, "run.resume=auto")
     first, second = (load_file(run_dir / "export" / "model.safetensors") for run_dir in (sft_run, resumed))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    for name in ("actor/nll", "eval/nll"):
+    for name in ("actor/nll", "eval/nll", "eval/nll/words", "data/epoch/sft"):
         whole, after = metrics_of(sft_run, name), metrics_of(resumed, name)
         assert after == {step: value for step, value in whole.items() if step in after} and 4 in after
+
+
+def test_what_was_learned_by_heart_is_what_the_export_writes(sft_run: Path, folder: Path, tmp_path: Path) -> None:
+    """In micro-batches of a conversation or two, which change nothing: the same model has the same held-out nll."""
+    words = f"{folder}/words.parquet"
+    data = [f"data.train={words}", "data.weights=[]", f"data.eval={words}", "data.prompts_per_step=4"]
+    steps = ["run.num_rollout=60", "run.eval_every=60", "run.save_every=0", "train.token_budget=64"]
+    train(folder, tmp_path / "run", *data, *steps, "actor_optimizer.lr=0.005", "actor_optimizer.schedule=constant")
+    held_out = metrics_of(tmp_path / "run", "eval/nll")
+    assert held_out[0] == pytest.approx(metrics_of(sft_run, "eval/nll/words")[0], abs=1e-5)
+    assert held_out[60] < 0.05 and metrics_of(tmp_path / "run", "data/epoch")[60] == 60.0
+    assert not metrics_of(tmp_path / "run", "eval/nll/words")  # the only source
+    found = first_use(tmp_path / "run" / "export", TALKS)
+    assert found["texts"] == [answer for _, answer in TALKS]
+    assert found["nll"] == pytest.approx(held_out[60], abs=1e-4)
