@@ -4,14 +4,17 @@ prompts from which something can be learned (section 3.2)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 
+from megarl.algorithms.rewards import overlong_penalty
 from megarl.config import ConfigError, Range
 from megarl.controllers.grpo import Experience, GRPOController
+from megarl.controllers.losses import mean_length
 from megarl.controllers.policy import trained
+from megarl.strict import Share
 from megarl.types import Prompt, Rollouts
 
 if TYPE_CHECKING:
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 class DAPOOptions:
     generations: Annotated[int, Range(1, 1000)] = 10
     """Generations of a step at most. What is not full then is trained on as it is."""
+    overlong: Share = 0.2
+    """Of the tokens that an answer may have, the share at the end in which a penalty grows to 1 (section 3.4, eq. 13;
+    the paper has 4,096 of 20,480). It comes after samples are told apart. 0 is none."""
     compared: str = ""
     """Part of the reward by which samples of a prompt are told apart, such as whether the answer is right; empty for
     the whole reward, in which a penalty for length makes all of them different."""
@@ -43,19 +49,35 @@ class DAPOController(GRPOController):
             useful = (wanted - lacking) / offered if lacking < wanted else 1.0
             prompts = items if not parts else flow.loader.further(min(wanted, round(lacking / useful)))
             found = flow.rollout.generate(prompts, self.config.rollout.samples_per_prompt)
-            parts.append(flow.reward.score(found))
-            kept.append(self._telling(trained(parts[-1], self.config)))
+            scored = flow.reward.score(found)
+            telling = self._telling(trained(scored, self.config)).group.unique()
+            parts.append(self._punished(scored))
+            kept.append(trained(parts[-1], self.config))
+            kept[-1] = kept[-1].select(torch.isin(kept[-1].group, telling))
             offered += len(prompts)
             lacking = max(0, lacking - groups(kept[-1]))
-        rollouts, telling = Rollouts.joined(parts), Rollouts.joined(kept)
+        rollouts, useful_ones = Rollouts.joined(parts), Rollouts.joined(kept)
         metrics = {
             "rollout/generations": float(len(parts)),
-            "rollout/groups_told_apart_frac": groups(telling) / offered,
+            "rollout/groups_told_apart_frac": groups(useful_ones) / offered,
             "rollout/groups_lacking": float(lacking),
         }
-        first = telling.group.unique()[:wanted]
-        chosen = telling.select(torch.isin(telling.group, first))
+        first = useful_ones.group.unique()[:wanted]
+        chosen = useful_ones.select(torch.isin(useful_ones.group, first))
         return Experience(rollouts, chosen if len(chosen) else trained(rollouts, self.config), metrics=metrics)
+
+    def _punished(self, rollouts: Rollouts) -> Rollouts:
+        """With the penalty of what is too long as a part of the reward."""
+        most = mean_length(self.config)
+        if not (buffer := round(self.options.overlong * most)):
+            return rollouts
+        penalties = overlong_penalty(rollouts.actions, most, buffer)[rollouts.own].tolist()
+        return rollouts.with_(
+            [
+                replace(one, reward=one.reward + penalty, reward_parts={**one.reward_parts, "overlong": penalty})
+                for one, penalty in zip(rollouts.here, penalties, strict=True)
+            ]
+        )
 
     def _telling(self, rollouts: Rollouts) -> Rollouts:
         """Those of groups whose members differ."""

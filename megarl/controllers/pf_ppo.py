@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megarl.checkpoint.manifest import Entry
-from megarl.config import Config
+from megarl.config import Config, ConfigError
 from megarl.controllers.buffer import Buffer
 from megarl.controllers.ppo import PPOController, PPOOptions
 from megarl.strict import Count, Share
@@ -35,6 +36,15 @@ class PFPPOController(PPOController):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.buffer = Buffer(self.options.buffer)
+
+    @classmethod
+    def read_options(cls, config: Config) -> Any:
+        if config.rollout.cut_off:
+            raise ConfigError(
+                f"algorithm={config.algorithm} with sampling that is cut off (rollout.top_p, top_k, min_p): its buffer "
+                "does not keep what could have been sampled, which older log-probs are of; sample from all words"
+            )
+        return super().read_options(config)
 
     def chosen(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
         draw = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + self.steps)

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from played import Played, one  # noqa: E402
 
-from megarl.config import from_dict  # noqa: E402
+from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.pf_ppo import reliable  # noqa: E402
-from megarl.controllers.registry import make_controller  # noqa: E402
+from megarl.controllers.registry import declare, make_controller  # noqa: E402
 from megarl.types import ALONE, Prompt, Rollouts  # noqa: E402
 
 
@@ -62,6 +62,11 @@ def test_a_batch_is_filled_up_from_the_buffer(tmp_path: Path) -> None:
     third, again = (one.step(Played(config, [generation]), prompts) for one in (controller, restored))
     assert third.batch.sequence_reward.tolist() == again.batch.sequence_reward.tolist()
     assert torch.equal(third.batch.tokens, again.batch.tokens)
+
+
+def test_sampling_that_is_cut_off_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^algorithm=pf_ppo with sampling that is cut off"):
+        declare(from_dict({"algorithm": "pf_ppo", "rollout": {"top_p": 0.9}}))
 
 
 def test_an_empty_buffer_writes_nothing(tmp_path: Path) -> None:
