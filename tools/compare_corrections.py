@@ -19,20 +19,18 @@ Overrides are for all runs. Of each correction and lag, means over the seeds of
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import trials
 
 from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ConfigError, load_config
-from megarl.observe.tracker import read_metrics
 from megarl.rollout.engine import start_host
-from megarl.rollout.hosting import SHARED
 
-ROOT = Path(__file__).resolve().parents[1]
+CONFIG = "configs/quickstart_async.yaml"
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "uncorrected": ("correction.proximal=trainer",),
     "drawn": (),
@@ -56,25 +54,21 @@ FIGURES = {
 
 
 def settings(options: argparse.Namespace, name: str, lag: int, seed: int) -> list[str]:
-    folder = options.folder
     return [
         *("algorithm=grpo", "kl.place=none", "placement={actor: 0, rollout: 1}"),
         *("parallel.world_size=2", "parallel.ranks_per_node=2"),
-        *(f"model.path={folder}/sft/export", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"),
+        *trials.quickstart(options.folder),
         *(f"run.num_rollout={options.steps}", f"run.eval_every={options.steps}", "run.export=false"),
-        *("track.progress=false", "track.tensorboard=false", "track.rollouts=false"),
+        *("track.tensorboard=false", "track.rollouts=false"),
         *options.overrides,
         *(f"run.seed={seed}", f"rollout.max_lag={lag}", *CORRECTIONS[name]),
-        f"run.dir={folder}/corrections/{name}_lag{lag}_seed{seed}",
     ]
 
 
-def figures(run_dir: Path, steps: int) -> dict[str, float]:
-    """By title, of a run that has ended; empty of another."""
-    rows = read_metrics(run_dir)
-    if "eval/reward_greedy" not in rows.get(steps, {}):
-        return {}
-    found = {name: rows[steps][f"eval/reward_{name}"] for name in ("greedy", "sampled")}
+def figures(rows: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """By title, of a run's steps."""
+    last = rows[max(rows)]
+    found = {name: last[f"eval/reward_{name}"] for name in ("greedy", "sampled")}
     for title, metric in FIGURES.items():
         values = [row[metric] for row in rows.values() if metric in row]
         found[title] = statistics.fmean(values) if values else float("nan")
@@ -83,16 +77,8 @@ def figures(run_dir: Path, steps: int) -> dict[str, float]:
 
 def ran(options: argparse.Namespace, name: str, lag: int, seed: int, host: str) -> dict[str, float]:
     """The figures of a run, which is begun where it has not ended before."""
-    given = settings(options, name, lag, seed)
-    run_dir = Path(given[-1].removeprefix("run.dir="))
-    if found := figures(run_dir, options.steps):
-        return found
-    command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "configs/quickstart_async.yaml", *given]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", SHARED: host}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"the run {run_dir.name} has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return figures(run_dir, options.steps)
+    run_dir = options.folder / "corrections" / f"{name}_lag{lag}_seed{seed}"
+    return figures(trials.run(CONFIG, settings(options, name, lag, seed), run_dir, host))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,13 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="of configs/quickstart_async.yaml, for all runs")
     options = parser.parse_intermixed_args(arguments)
     options.folder = options.folder.resolve()
-    if not (options.folder / "sft" / "export" / "config.json").is_file():
-        raise ConfigError(f"{options.folder} is not what launch/quickstart.sh leaves; call that first")
     names = options.only.split(",")
     if unknown := [name for name in names if name not in CORRECTIONS]:
         raise ConfigError(f"--only {unknown[0]}: no correction of that name; there are {', '.join(CORRECTIONS)}")
     titles = ["greedy", "sampled", *FIGURES]
-    host = start_host(load_config(ROOT / "configs/quickstart_async.yaml", settings(options, names[0], 0, 1)), threads=1)
+    host = start_host(load_config(trials.ROOT / CONFIG, settings(options, names[0], 0, 1)), threads=1)
     try:
         print(f"{'':22}" + "".join(f"{title:>12}" for title in titles), flush=True)
         for lag in options.lags:

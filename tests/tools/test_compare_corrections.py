@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import compare_corrections  # noqa: E402
+import trials  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
 from megarl.controllers.correction import check_correction  # noqa: E402
@@ -22,7 +23,8 @@ from megarl.controllers.registry import declare  # noqa: E402
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "sft" / "export").mkdir(parents=True)
-    (tmp_path / "sft" / "export" / "config.json").write_text("{}")
+    for name in ("sft/export/config.json", "train.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_text("{}")
     return tmp_path
 
 
@@ -44,7 +46,7 @@ def test_the_table_is_of_means_and_of_runs_that_are_done_once(
 
     host = SimpleNamespace(path="socket", close=lambda: None)
     monkeypatch.setattr(compare_corrections, "start_host", lambda config, threads: host)
-    monkeypatch.setattr(compare_corrections.subprocess, "run", run)
+    monkeypatch.setattr(trials.subprocess, "run", run)
     arguments = [str(folder), "--only", "drawn,tis", "--steps", "2", "--seeds", "2", "--lags", "3"]
     tables = []
     for _ in range(2):
@@ -59,14 +61,14 @@ def test_the_table_is_of_means_and_of_runs_that_are_done_once(
 def test_all_pass_the_checks(folder: Path, name: str) -> None:
     options = SimpleNamespace(folder=folder, steps=3, overrides=["run.num_update=4"])
     given = compare_corrections.settings(options, name, 4, 7)  # type: ignore[arg-type]
-    config = compare_corrections.load_config(compare_corrections.ROOT / "configs/quickstart_async.yaml", given)
+    config = compare_corrections.load_config(trials.ROOT / compare_corrections.CONFIG, given)
     check_correction(config, declare(config))
     assert config.rollout.asynchronous and (config.rollout.max_lag, config.run.seed, config.run.num_update) == (4, 7, 4)
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
-    [(["/nowhere"], "is not what launch/quickstart.sh leaves"), (["--only", "vtrace"], "no correction of that name")],
+    [(["/nowhere"], "call launch/quickstart.sh first"), (["--only", "vtrace"], "no correction of that name")],
 )
 def test_what_is_asked_for_is_there(folder: Path, arguments: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):

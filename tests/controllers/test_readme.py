@@ -1,0 +1,45 @@
+"""The page on controllers: each recipe is in its table, and the example of an own algorithm learns."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_learning import TableFlow  # noqa: E402
+
+from megarl.config import from_dict  # noqa: E402
+from megarl.controllers.registry import make_controller  # noqa: E402
+from megarl.recipes import RECIPES  # noqa: E402
+from megarl.types import Prompt  # noqa: E402
+
+PAGE = (Path(__file__).resolve().parents[2] / "megarl/controllers/README.md").read_text(encoding="utf-8")
+
+
+def test_every_recipe_is_in_the_table() -> None:
+    rows = re.findall(r"^\| (`.*?) \| .*? \| `(.*?)`", PAGE, flags=re.MULTILINE)
+    named = {name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)}
+    assert named == set(RECIPES)
+    for cell, file in rows:
+        for name in re.findall(r"`(\w+)`", cell):
+            module = str(RECIPES[name].controller).partition(":")[0].rpartition(".")[2]
+            assert f"{module}.py" == file or f"`{module}.py`" in PAGE, name
+
+
+def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = PAGE.partition("# lab/sign.py\n")[2].partition("\nThe line:")[0]
+    (tmp_path / "lab_sign.py").write_text("\n".join(line.removeprefix("    ") for line in example.splitlines()))
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        config = from_dict({"algorithm": "lab_sign:SignController", "kl": {"place": "none"}})
+        controller, flow = make_controller(config), TableFlow(config)
+        given: Any = [Prompt(id=str(i), messages=()) for i in range(8)]
+        means = [float(controller.step(flow, given).rollouts.reward.mean()) for _ in range(40)]  # type: ignore
+        assert means[0] < 0.4 and sum(means[-5:]) / 5 > 0.8, means
+    finally:
+        sys.modules.pop("lab_sign", None)

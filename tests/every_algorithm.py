@@ -1,0 +1,54 @@
+"""A controller that takes each step by another recipe: every algorithm through the same engine and models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.config import Config, from_dict, to_dict
+from megarl.controllers.base import StepResult
+from megarl.controllers.policy import PolicyController
+from megarl.controllers.registry import make_controller
+from megarl.recipes import RECIPES
+from megarl.types import Prompt
+
+STEPS = 2
+"""Of each recipe, one after the other."""
+
+
+def names() -> list[str]:
+    """The recipes that learn from rewards with a policy, a critic and a reference at most."""
+    from megarl.controllers.registry import declare
+
+    ours = {"rollout", "actor", "critic", "reference", "reward"}
+    found = {name: declare(from_dict({"algorithm": name})) for name in RECIPES}
+    return [name for name, one in found.items() if one.item == "prompts" and set(one.roles) <= ours]
+
+
+class EveryAlgorithm(PolicyController):
+    trains = ("actor", "critic")
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        tree = {name: value for name, value in to_dict(config).items() if name in ("run", "rollout", "data", "train")}
+        own = {"dapo": {"generations": 2}}
+        short = {"critic": {"warmup_steps": 0}}
+        self.own = [
+            make_controller(from_dict({**tree, **short, "algorithm": name, "options": own.get(name, {})}))
+            for name in names()
+        ]
+        self.taken = 0
+
+    @classmethod
+    def roles(cls, config: Config) -> tuple[str, ...]:
+        return ("rollout", "actor", "reference", "critic", "reward")
+
+    def step(self, flow: Any, items: Sequence[Prompt]) -> StepResult:
+        controller = self.own[self.taken // STEPS]
+        self.taken += 1
+        result = controller.step(flow, items)
+        return dataclasses.replace(result, metrics={**result.metrics, "recipe": float((self.taken - 1) // STEPS)})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken, "own": [one.state_dict() for one in self.own]}

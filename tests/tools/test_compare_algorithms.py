@@ -1,0 +1,94 @@
+"""The comparison of algorithms: what its table and its curves are made of, and that all of them can run."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import compare_algorithms  # noqa: E402
+import trials  # noqa: E402
+
+from megarl.config import ConfigError, load_config  # noqa: E402
+from megarl.dry_run import validate  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sft" / "export").mkdir(parents=True)
+    for name in ("sft/export/config.json", "train.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+def test_figures_of_a_run() -> None:
+    rows = {0: {"eval/reward_greedy": 0.25, "eval/reward_sampled": 0.5}}
+    rows |= {step: {"rollout/reward_mean": float(step), "time/step": 10.0 - step} for step in range(1, 8)}
+    rows[7] |= {"eval/reward_greedy": 1.0, "eval/reward_sampled": 0.75}
+    found = compare_algorithms.figures(rows)
+    assert [found[f"{name} {when}"] for name in ("greedy", "sampled") for when in ("before", "after")] == [
+        0.25,
+        1.0,
+        0.5,
+        0.75,
+    ]
+    assert found["reward"] == 5.0 and found["s a step"] == 6.0 and math.isnan(found["entropy"])
+
+
+def test_runs_are_taken_once_and_in_the_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        given = dict(text.split("=", 1) for text in command if "=" in text)
+        asked.append((given["algorithm"], given["run.seed"], given.get("critic.warmup_steps")))
+        run_dir = Path(given["run.dir"])
+        run_dir.mkdir(parents=True)
+        rows = [
+            {"step": 1, "time": 0.0, "eval/reward_greedy": float(given["run.seed"]) / 4, "rollout/reward_mean": 0.5}
+        ]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return SimpleNamespace(returncode=0)
+
+    host = SimpleNamespace(path="socket", close=lambda: None)
+    monkeypatch.setattr(compare_algorithms, "start_host", lambda config, threads: host)
+    monkeypatch.setattr(trials.subprocess, "run", run)
+    arguments = [str(folder), "--algorithms", "grpo", "vapo", "--seeds", "1", "2", "--out", str(folder / "out")]
+    for _ in range(2):
+        assert compare_algorithms.main(arguments) == 0
+    assert asked == [("grpo", "1", None), ("grpo", "2", None), ("vapo", "1", "4"), ("vapo", "2", "4")]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] in (["grpo"], ["vapo"])]
+    assert [row[:3] for row in rows] == [["grpo", "0.375", "0.375"], ["vapo", "0.375", "0.375"]] * 2
+    assert (folder / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert set(json.loads((folder / "out" / "table.json").read_text())) == {"grpo", "vapo"}
+
+
+def test_a_run_that_fails_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        trials.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2, stdout="", stderr="why")
+    )
+    with pytest.raises(SystemExit, match=r"x has failed:\nwhy"):
+        trials.run("a.yaml", [], folder / "x")
+
+
+@pytest.mark.parametrize("name", compare_algorithms.comparable())
+def test_all_can_run(folder: Path, name: str) -> None:
+    """But for the model, which is not there: nothing else is wrong with them."""
+    given = [f"algorithm={name}", *compare_algorithms.OWN.get(name, []), *trials.quickstart(folder)]
+    report = validate(load_config(trials.ROOT / compare_algorithms.CONFIG, given))
+    assert [error for error in report.errors if str(folder) not in str(error)] == []
+
+
+def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^--algorithms: ppoo is none of ppo, vapo"):
+        compare_algorithms.main([str(folder), "--algorithms", "ppoo"])
+    with pytest.raises(ConfigError, match="has no sft/export/config.json: call launch/quickstart.sh first"):
+        compare_algorithms.main([str(tmp_path / "nothing")])
