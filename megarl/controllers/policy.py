@@ -68,8 +68,8 @@ def masked(batch: TrainBatch, rollouts: Rollouts, config: Config) -> TrainBatch:
 def policy_reads(config: Config, batch: TrainBatch | None = None) -> tuple[str, ...]:
     """The columns that `policy_loss` reads. batch: what they are of, where it may lack `old_logprobs`."""
     names = ["old_logprobs", "advantages"]
-    if batch is not None and batch.old_logprobs is None and batch.stale is not None:
-        names += ["stale", "rollout_logprobs"]
+    if batch is not None and batch.old_logprobs is None:
+        names += ["stale"] if batch.stale is None else ["stale", "rollout_logprobs"]
     if config.kl.place == "loss":
         names.append("ref_logprobs")
     if chosen_loss(config)[0].mark is not None:
