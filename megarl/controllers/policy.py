@@ -74,7 +74,7 @@ def policy_reads(config: Config, batch: TrainBatch | None = None) -> tuple[str, 
     """The columns that `policy_loss` reads. batch: what they are of, where it may lack `old_logprobs`."""
     names = ["old_logprobs", "advantages"]
     if batch is not None and batch.old_logprobs is None:
-        names += ["rollout_logprobs", *(["lag"] if batch.lag is not None else [])]
+        names += ["rollout_logprobs", "lag"]
     if config.kl.place == "loss":
         names.append("ref_logprobs")
     if chosen_loss(config)[0].mark is not None:

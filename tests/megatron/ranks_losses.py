@@ -47,7 +47,8 @@ def configured(layout: dict[str, int], policy: str, mean: str) -> Config:
 
 
 def batches(logprobs: torch.Tensor) -> dict[str, TrainBatch]:
-    """With the log-probs of an earlier policy; and without, where older weights chose some of the tokens."""
+    """With the log-probs of an earlier policy; without, as of a single update; and then with some tokens that older
+    weights chose."""
     generator = torch.Generator().manual_seed(7)
     batch = tiny.batch()
     noise = torch.randn(3, len(logprobs), generator=generator) * 0.3
@@ -56,8 +57,8 @@ def batches(logprobs: torch.Tensor) -> dict[str, TrainBatch]:
         ref_logprobs=logprobs + noise[0],
         rollout_logprobs=logprobs + noise[1],
     )
-    single = batch.with_(stale=torch.rand(len(logprobs), generator=generator) < 0.3)
-    return {"": batch.with_(old_logprobs=logprobs + noise[2]), "single": single}
+    stale = batch.with_(stale=torch.rand(len(logprobs), generator=generator) < 0.3)
+    return {"": batch.with_(old_logprobs=logprobs + noise[2]), "single": batch, "stale": stale}
 
 
 def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
@@ -71,7 +72,8 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
     model = MegatronModel(tiny.HF[FAMILY], configured(layout, "ppo", "token"), RANKS, "actor", total_updates=100)
     results = {}
     cases = [(name, mean, "") for name in POLICY_LOSSES for mean in ("token", "sequence", "constant")]
-    cases += [(name, "token", "single") for name, loss in POLICY_LOSSES.items() if loss.mark is None]
+    cases += [(name, "token", "stale") for name, loss in POLICY_LOSSES.items() if loss.mark is None]
+    cases.append(("ppo", "token", "single"))
     seen: dict[tuple[str, str], dict[str, float]] = {}
     for name, mean, kind in cases:
         config = configured(layout, name, mean)

@@ -12,7 +12,7 @@ import pytest
 def test_every_loss_and_aggregation(run_ranks: Callable[..., list[dict[str, Any]]], layout: str, world: int) -> None:
     first, *others = run_ranks(world, "tests/megatron/ranks_losses.py", layout, timeout=600.0)
     assert all(other == first for other in others)
-    assert len(first) == 8 * 3 + 6
+    assert len(first) == 8 * 3 + 6 + 1
     for case, found in first.items():
         assert found["gradients"] < 1e-5 and found["loss"] < 1e-5 and found["metrics"] < 1e-5, (case, found)
         assert found["moved"] < 1e-6, (case, found)
