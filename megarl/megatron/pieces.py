@@ -46,9 +46,8 @@ class Piece:
         if self.ids is None:
             total += grad.T @ states
             return
-        there = self.ids >= 0
-        parts = (grad[:, :, None].float() * states[:, None].float())[there]
-        total.index_add_(0, self.ids[there], parts)
+        parts = grad[:, :, None].float() * states[:, None].float()  # where there is no logit there is no gradient
+        total.index_add_(0, self.ids.clamp(min=0).flatten(), parts.flatten(0, 1))
 
 
 def make_logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
