@@ -315,6 +315,8 @@ def test_every_mistake_is_told_at_once(plan) -> None:
             "3 pairs do not divide evenly into 1 mini-batches on 2",
         ),
         (["algorithm=sft", "reward.model=/x"], "reward.model is set, but sft has no rollouts to score"),
+        (["algorithm=sft", "run.epochs=2", "run.num_update=2"], "passes over the data are steps: run.num_rollout"),
+        (["data.train=[nowhere.jsonl,train.parquet]", "data.weights=[1,2]"], "data.train=train.parquet is not here"),
         (["reward.model=/x"], "reward.model=/x is not here; planned as if it were the policy's model"),
         (["critic.path=/x"], "critic.path=/x is not here; planned as if it were the policy's model"),
         (["data.train=nowhere.jsonl"], "data.train=nowhere.jsonl is not here; it must be when the run starts"),

@@ -300,7 +300,9 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
     talk = [question, called, {"role": "tool", "content": "78"}, answer]
     lesson = {"messages": talk, "tools": [calculator.schema]}
     lessons = write_rows(tmp_path / "sft.jsonl", [lesson] * 16)
-    held_out = write_rows(tmp_path / "eval.jsonl", [{"prompt": [question], "ground_truth": 78}] * 3)
+    held_out = write_rows(
+        tmp_path / "eval.jsonl", [{"prompt": [question], "ground_truth": 78, "data_source": name} for name in "aab"]
+    )
     alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "run.save_every=0", "run.num_update=1"]
     alone += ["run.epochs=1"]
     optimizer = ["actor_optimizer.lr=0.005", "actor_optimizer.schedule=constant", "data.prompts_per_step=16"]
@@ -329,6 +331,10 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
         for row in (before, after):
             assert row[f"eval/turns_mean_{name}"] == 2.0 and row[f"eval/aborted_frac_{name}"] == 0.0
             assert 0.0 <= row[f"eval/reward_{name}"] <= 1.0 and row[f"eval/response_length_mean_{name}"] > 10
+            by_source = [row[f"eval/reward_{name}/{source}"] for source in "ab"]
+            assert row[f"eval/reward_{name}"] == pytest.approx((2 * by_source[0] + by_source[1]) / 3)
+    counts = {name: value for name, value in step.items() if name.startswith("rollout/count/")}
+    assert counts in ({}, {"rollout/count/a": 2.0, "rollout/count/b": 2.0})  # both prompts may be of a
     assert "held out, after step 1: " in (tmp_path / "run" / "log.txt").read_text()
 
 

@@ -27,13 +27,16 @@ assert not any(name.split(".")[0] == "megarl" for name in sys.modules)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 total, count, texts = 0.0, 0, []
-for question, answer in json.loads(sys.argv[2]):
+given = json.loads(sys.argv[2])
+for number, (question, answer) in enumerate(given):
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     ids, written = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer + "<|im_end|>"))
     with torch.no_grad():
         logprobs = model(torch.tensor([ids + written])).logits[0, :-1].log_softmax(-1)
     own = logprobs[len(ids) - 1:].gather(1, torch.tensor(written)[:, None])
     total, count = total - float(own.sum()), count + len(written)
+    if len(given) - number > 4:
+        continue
     made = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids):]
     texts.append(tokenizer.decode(made, skip_special_tokens=True))
 print(json.dumps({"nll": total / count, "texts": texts}))
@@ -79,18 +82,10 @@ def train(folder: Path, run_dir: Path, *overrides: str) -> None:
     paths = [f"model.path={folder}/model", f"data.train=[{folder}/sft.jsonl,{folder}/words.parquet]"]
     paths += ["data.weights=[3,1]", f"data.eval=[{folder}/e.parquet,{folder}/words.parquet]"]
     steps = ["run.num_rollout=4", "run.eval_every=2", "run.save_every=2", "data.prompts_per_step=16"]
-    command = [
-        sys.executable,
-        "-m",
-        "megarl.train",
-        "configs/quickstart_sft.yaml",
-        *paths,
-        *steps,
-        f"run.dir={run_dir}",
-    ]
-    done = subprocess.run(
-        [*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300, env=ENVIRONMENT
-    )
+    given = dict(text.split("=", 1) for text in (*paths, *steps, f"run.dir={run_dir}", *overrides))  # the last of a key
+    settings = [f"{key}={value}" for key, value in given.items()]
+    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *settings]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
@@ -129,7 +124,7 @@ def test_plain_transformers_loads_the_export_and_generates(sft_run: Path, folder
     conversations = [[row["messages"][:1], row["messages"][1]["content"]] for row in talks]
     found = first_use(sft_run / "export", conversations)
     assert found["nll"] == pytest.approx(metrics_of(sft_run, "eval/nll/sums")[4], abs=1e-4)
-    assert len(found["texts"]) == 20
+    assert len(found["texts"]) == 4
     by_heart = first_use(sft_run / "export", TALKS)
     assert by_heart["nll"] == pytest.approx(metrics_of(sft_run, "eval/nll/words")[4], abs=1e-4)
 

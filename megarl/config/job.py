@@ -24,7 +24,7 @@ class RunConfig:
     num_update: Count = 1
     """Optimizer steps per rollout batch, a multiple of `run.epochs`: each epoch is cut into equal mini-batches."""
     epochs: Count = 1
-    """Passes over each rollout batch."""
+    """Passes over each rollout batch; of SFT over the rows of each step, not over the data."""
     resume: Literal["never", "auto"] = "never"
     """`auto` goes on from the newest checkpoint in the run folder, or starts afresh when there is none. Most keys may
     change then; the folder's README.txt says which not."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages
+from megarl.data.text import encodable
 from megarl.types import Message
 
 RESPONSES = ("response", "completion")
@@ -104,7 +105,7 @@ def _listed(value: Any, where: str, key: str) -> list[Any]:
     """A list, or the JSON of one."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = encodable(json.loads(value))
         except (ValueError, RecursionError):
             pass
     if not isinstance(value, list):
@@ -124,7 +125,7 @@ def _said(item: Any, where: str) -> Any:
     if speaker not in CALLS:
         return {"role": SHAREGPT[speaker], "content": value}
     try:
-        calls = json.loads(value)
+        calls = encodable(json.loads(value))
     except (ValueError, RecursionError):
         calls = None
     if isinstance(calls, dict):

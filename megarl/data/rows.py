@@ -123,7 +123,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     number = 0
     try:
         with open_parquet(file) as table:
-            for batch in table.iter_batches(batch_size=1000):  # not the whole table at once
+            for batch in table.iter_batches(batch_size=1000, use_threads=False):  # not the whole table at once
                 for row in dicts(batch):
                     where = f"{file}, row {number}"
                     yield number, where, plain_row(row, where)

@@ -130,7 +130,7 @@ class _Parquet(_Source):
     def _group(self, number: int) -> pyarrow.Table:
         if number not in self._groups:
             with open_parquet(self.file) as table:
-                found = table.read_row_group(number)
+                found = table.read_row_group(number, use_threads=False)  # other ranks have the other cores
             while self._groups and found.nbytes + sum(group.nbytes for group in self._groups.values()) > KEPT:
                 self._groups.popitem(last=False)
             self._groups[number] = found

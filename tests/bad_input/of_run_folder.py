@@ -193,6 +193,7 @@ CASES = [
     *kept("model.path", given=("model.path=FOLDER/other",), prepare=model_elsewhere),
     *kept("critic.path", given=("critic.path=FOLDER/other",), prepare=model_elsewhere),
     *kept("data.train", given=("data.train=FOLDER/eval.jsonl",)),
+    *kept("data.weights", "[] -> [1]", given=("data.weights=[1]",)),
     *kept("data.prompts_per_step", "4 -> 8", given=("data.prompts_per_step=8",)),
     *kept("data.shuffle", given=("data.shuffle=false",)),
     *kept("lora.rank", "0 -> 4", given=("lora.rank=4",)),

@@ -30,6 +30,15 @@ def test_lists_may_be_their_json() -> None:
     assert talk({"conversations": json.dumps(SAID)}) == (QUESTION, ANSWER)
 
 
+def test_json_in_text_is_as_strict_as_a_row() -> None:
+    half = json.dumps([QUESTION, {"role": "assistant", "content": "\ud83d"}])
+    assert talk({"messages": half})[1]["content"] == "\ufffd"
+    with pytest.raises(ConfigError, match="no list `messages`"):
+        talk({"messages": "[" * 5000 + "]" * 5000})
+    with pytest.raises(ConfigError, match="calls"):
+        talk({"conversations": [{"from": "function_call", "value": '{"a": ' + "[" * 500 + "]" * 500 + "}"}]})
+
+
 def test_system_prompts_of_sharegpt() -> None:
     system = {"role": "system", "content": "Be brief."}
     assert talk({"conversations": SAID, "system": "Be brief."}) == (system, QUESTION, ANSWER)

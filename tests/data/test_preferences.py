@@ -72,8 +72,14 @@ def text(rollout: Rollout) -> str:
             "score_chosen": 4.5,
             **IMPLICIT,
         },  # as in UltraFeedback: the prompt by itself and in the chats
+        {"chosen": "\n\nHuman: 1+1\n\nAssistant: 2", "rejected": "\n\nHuman: 1+1\n\nAssistant: three"},
+        {
+            "conversations": [{"from": "human", "value": "1+1"}],
+            "chosen": {"from": "gpt", "value": "2"},
+            "rejected": {"from": "gpt", "value": "three"},
+        },
     ],
-    ids=["implicit", "strings", "explicit", "mixed", "twice"],
+    ids=["implicit", "strings", "explicit", "mixed", "twice", "hh", "sharegpt"],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_every_form_is_the_same_pair(row: dict[str, Any], suffix: str, tmp_path: Path) -> None:

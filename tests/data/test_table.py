@@ -77,7 +77,7 @@ def test_of_a_large_file_the_row_groups_used_last_are_kept(tmp_path: Path, monke
     monkeypatch.setattr(
         pyarrow.parquet.ParquetFile,
         "read_row_group",
-        lambda self, number: (read.append(number), once(self, number))[1],
+        lambda self, number, use_threads: (read.append(number), once(self, number))[1],
     )
     for index in (0, 4, 5, 22, 1, 6):  # all of it is small enough to stay
         table[index]
