@@ -29,7 +29,7 @@ from megarl.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.items import Items
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
-from megarl.observe.metrics import rollout_metrics
+from megarl.observe.metrics import batch_metrics, rollout_metrics
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, last_words, ranks, watching
 from megarl.parallel.layouts import lay_out
@@ -204,11 +204,9 @@ class HybridFlow(Items):
         metrics |= self.clock.lap(self.step)
         self.log.spans(self.clock.spans())
         if result.batch is not None:
-            tokens = int(result.batch.lengths.sum())
-            metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.job.world
+            metrics |= batch_metrics(result.batch, metrics["time/step"], self.job.world)
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
-        self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)
-        return metrics
+        return self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)
 
     def _begin_step(self) -> None:
         for worker in self.workers:
@@ -303,6 +301,7 @@ class HybridFlow(Items):
     def _save(self, must: bool) -> StorageError | None:
         """Write a checkpoint. One that cannot be written is an error if it must be, else an alarm, and returned."""
         host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
+        host["guards"] = self.log.guards.state_dict()
 
         def write_models(folder: Path) -> dict[Path, Entry]:
             written: dict[Path, Entry] = {}
@@ -375,6 +374,7 @@ class HybridFlow(Items):
             self.step = host["step"]
             self.loader.load_state_dict(host["loader"])
             self.controller.load_state_dict(host["controller"])
+            self.log.guards.load_state_dict(host.get("guards", {}))
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "

@@ -29,7 +29,7 @@ from megarl.config.job import (
     TrainConfig,
     Weight,
 )
-from megarl.config.learning import AdvantageConfig, KLConfig, LossConfig, RewardConfig
+from megarl.config.learning import AdvantageConfig, GuardsConfig, KLConfig, LossConfig, RewardConfig
 from megarl.recipes import with_recipe
 from megarl.strict import ConfigError, Range, to_dict
 
@@ -40,6 +40,7 @@ __all__ = [
     "ConfigError",
     "CriticConfig",
     "DataConfig",
+    "GuardsConfig",
     "KLConfig",
     "LoraConfig",
     "LossConfig",
@@ -94,6 +95,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
 

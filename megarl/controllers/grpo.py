@@ -36,7 +36,7 @@ class GRPOController(PolicyController):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon)
+        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon, limit=config.guards.kl)
         self.steps = 0
 
     @classmethod
