@@ -169,7 +169,7 @@ def plan_memory(
         if declared.generates:
             weights, taken = states.get("actor weights", 0), engine.get("engine weights", 0)
             if staged := staging_bytes(rollout.push_bucket_mb << 20, weights, taken):
-                push |= {"engine weights": taken, "reshard staging": staged}
+                push.update({"engine weights": taken, "reshard staging": staged})
             if weights and "reference" in declared.roles and not config.lora.rank:
                 host["reference weights"] = weights
             if weights and config.guards.ppo_kl:
