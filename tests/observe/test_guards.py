@@ -47,15 +47,21 @@ def test_going_back_is_counted_and_the_third_in_a_row_ends_the_run() -> None:
     assert "lower actor_optimizer.lr" in said.alarms[0]
     resumed = said.resumed(ppo_kl=0.05)
     assert resumed.guards.look(6, back) == {"guards/rollbacks": 5}
-    with pytest.raises(ConfigError, match=r"^step 6: .* 3 steps in a row have ended in going back.*actor_optimizer\.lr"):
+    with pytest.raises(
+        ConfigError, match=r"^step 6: .* 3 steps in a row have ended in going back.*actor_optimizer\.lr"
+    ):
         resumed.guards.end()
 
 
 def test_a_kl_that_explodes_is_said_once() -> None:
     said = Said(kl=0.5)
-    found = [said.guards.look(step, {"actor/kl_to_reference": kl})["guards/kl_off"] for step, kl in ((1, 0.5), (2, 0.6))]
+    found = [
+        said.guards.look(step, {"actor/kl_to_reference": kl})["guards/kl_off"] for step, kl in ((1, 0.5), (2, 0.6))
+    ]
     assert found == [0.0, 1.0] and len(said.alarms) == 1
-    assert said.alarms[0].startswith("step 2: the KL to the reference, 0.6 nats a token, is above guards.kl=0.5: its coe")
+    assert said.alarms[0].startswith(
+        "step 2: the KL to the reference, 0.6 nats a token, is above guards.kl=0.5: its coe"
+    )
     resumed = said.resumed(kl=0.5)
     assert resumed.guards.look(3, {"actor/kl_to_reference": 0.9}) == {"guards/kl_off": 1.0} and not resumed.alarms
 

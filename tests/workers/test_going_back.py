@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAKE = "import sys; sys.path.insert(0, 'tests/megatron'); import tiny; tiny.hf_model('qwen2').save_pretrained(sys.argv[1])"
+MAKE = (
+    "import sys; sys.path.insert(0, 'tests/megatron'); import tiny; tiny.hf_model('qwen2').save_pretrained(sys.argv[1])"
+)
 
 
 @pytest.fixture(scope="module")
