@@ -27,7 +27,7 @@ from megarl.items import Items
 from megarl.keeping import Keeping
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
-from megarl.observe.metrics import rollout_metrics
+from megarl.observe.metrics import batch_metrics, rollout_metrics
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, last_words, ranks, watching
 from megarl.parallel.layouts import lay_out
@@ -199,11 +199,9 @@ class HybridFlow(Items, Keeping):
         metrics |= self.loader.epochs() | self.clock.lap(self.step)
         self.log.spans(self.clock.spans())
         if result.batch is not None:
-            tokens = int(result.batch.lengths.sum())
-            metrics["perf/tokens_per_second_per_rank"] = tokens / metrics["time/step"] / self.job.world
+            metrics |= batch_metrics(result.batch, metrics["time/step"], self.job.world)
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
-        self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)
-        return metrics
+        return self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)
 
     def _begin_step(self) -> None:
         for worker in self.workers:

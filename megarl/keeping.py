@@ -48,6 +48,7 @@ class Keeping:
     def _save(self, must: bool) -> StorageError | None:
         """Write a checkpoint. One that cannot be written is an error if it must be, else an alarm, and returned."""
         host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
+        host["guards"] = self.log.guards.state_dict()
 
         def write_models(folder: Path) -> dict[Path, Entry]:
             written: dict[Path, Entry] = {}
@@ -121,6 +122,7 @@ class Keeping:
             self.step = host["step"]
             self.loader.load_state_dict(host["loader"])
             self.controller.load_state_dict(host["controller"])
+            self.log.guards.load_state_dict(host.get("guards", {}))
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "

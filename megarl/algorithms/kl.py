@@ -59,6 +59,7 @@ class AdaptiveKL:
     horizon: int  # rollouts
     initial: float | None = field(default=None, compare=False)  # what `coef` began as
     most: float = math.inf  # what a coefficient that is steered stays at or below
+    limit: float | None = None  # nats per token, above which `coef` falls to 0, for good
 
     def __post_init__(self) -> None:
         if self.initial is None:
@@ -70,10 +71,13 @@ class AdaptiveKL:
         """The controller after `rollouts` rollouts whose mean KL per token was `kl`.
 
         error = clip(kl / target - 1, -0.2, 0.2); coef <- min(coef * (1 + error * rollouts / horizon), most): it rises
-        where the KL is above its target. `kl` is finite, as workers see to it that log-probs are.
+        where the KL is above its target. `kl` is finite, as workers see to it that log-probs are. Of one above the
+        limit coef <- 0, which no factor brings back.
         """
         if not math.isfinite(kl):
             raise ValueError(f"the KL to the reference is {kl}: the policy has diverged")
+        if self.limit is not None and kl > self.limit:
+            return replace(self, coef=0.0)
         if self.target is None:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)

@@ -29,7 +29,7 @@ from megarl.config.job import (
     TrainConfig,
     Weight,
 )
-from megarl.config.learning import AdvantageConfig, CorrectionConfig, KLConfig, LossConfig, RewardConfig
+from megarl.config.learning import AdvantageConfig, CorrectionConfig, GuardsConfig, KLConfig, LossConfig, RewardConfig
 from megarl.recipes import with_recipe
 from megarl.strict import ConfigError, Range, to_dict
 
@@ -41,6 +41,7 @@ __all__ = [
     "CorrectionConfig",
     "CriticConfig",
     "DataConfig",
+    "GuardsConfig",
     "KLConfig",
     "LoraConfig",
     "LossConfig",
@@ -96,6 +97,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     expect: dict[str, Any] = field(default_factory=dict)
     """What the run must reach, `{eval/reward_greedy: {least: 0.9}}`, also `most` and `step`: for

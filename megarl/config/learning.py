@@ -146,3 +146,24 @@ class RewardConfig:
     by `roles.reward.parallel`; with `roles.reward.backend=transformers` it may be any sequence classifier."""
     timeout: Seconds = 60.0
     """Seconds that one call of a reward function may take; the run stops then and names it."""
+
+
+@dataclass(frozen=True)
+class GuardsConfig:
+    """What is done where a run goes wrong; all off. What each means and what to do is in `observe/README.md`."""
+
+    ppo_kl: Annotated[float, Range(above=0, most=1000)] | None = None
+    """`actor/ppo_kl` above which the policy goes back to what it was before the step, whose other updates are left out,
+    and the learning rate begins anew with its warm-up; three steps in a row end the run. Usual is 0.05. Each rank keeps
+    its part of the policy and its optimizer on the host, once, copied there at each step."""
+    kl: Annotated[float, Range(above=0, most=1000)] | None = None
+    """KL to the reference, nats a token, above which `kl.coef` falls to 0, and stays there until somebody sets it anew:
+    what then would drive the policy is the penalty and not the reward."""
+    memory: bool = False
+    """Where a rank runs out of memory, all take the pass again with half as many tokens in a micro-batch, down to one
+    sequence, and then with all layers recomputed. `megatron/fitting.py` says what is covered."""
+    alarms: bool = False
+    """Say when figures leave their bands and when they are back: those of `observe/bands.py`."""
+    bands: dict[str, Any] = field(default_factory=dict)
+    """Bands of one's own: `{actor/entropy: [0.4, 0.6], perf/tokens_per_second_per_rank: [2000, null]}`, of any metric;
+    null in place of a band is none."""

@@ -44,7 +44,8 @@ class PPOController(PolicyController):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.kl = AdaptiveKL(config.kl.coef, config.kl.target, config.kl.horizon, most=config.kl.most)
+        kl = config.kl
+        self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon, most=kl.most, limit=config.guards.kl)
         self.steps = 0
 
     @classmethod

@@ -21,6 +21,9 @@ from megarl.megatron import lora, optimizer, replay
 from megarl.megatron.aux_losses import collect_aux_losses
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.distribution import Distribution, Plan, Rows, place_of
+from megarl.megatron.figures import summed
+from megarl.megatron.fitting import Fitting
+from megarl.megatron.kept import Kept
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.names import named_params, unwrap
 from megarl.megatron.parking import Parking
@@ -67,7 +70,7 @@ class MegatronModel:
         self.mtp_layers = trained_mtp(hf_config, config) if role == "actor" and trains else 0
         self.optimizer: Any = None
         self.replays: RoutingShape | None = None
-        self._weights_away, self._states_away = Parking(), Parking()
+        self._weights_away, self._states_away, self._kept = Parking(), Parking(), Kept()
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
         with self._at_work():
             self.chunks = build_chunks(hf_config, config, role, self.mtp_layers, trains)
@@ -89,6 +92,7 @@ class MegatronModel:
                 shape=self.replays,
                 words=role == "actor",
             )
+            self.fitting = Fitting(hf_config, config, ranks, role, self.chunks, self.distribution)
             if not trains:
                 return
             self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
@@ -236,7 +240,7 @@ class MegatronModel:
         plan = self.distribution.plan(batch, forward_only=True)
         rows = self.distribution.give(batch, plan, ("tokens",))
         with self._at_work(states=False):
-            done = self._schedule(rows, plan, consume, forward_only=True)
+            done, _ = self.fitting.run(batch, plan, lambda cut: self._schedule(rows, cut, consume, True), trains=False)
         return self.distribution.take_back(batch, plan, done, names)()
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
@@ -271,15 +275,18 @@ class MegatronModel:
                 loss = loss + self.config.train.mtp * ahead
             return loss * total_tokens, tokens, figures
 
-        with self._at_work():
+        def gradients(cut: Plan) -> list[Any]:
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            done = self._schedule(rows, plan, consume, forward_only=False)
+            return self._schedule(rows, cut, consume, forward_only=False)
+
+        with self._at_work():
+            done, plan = self.fitting.run(batch, plan, gradients, trains=True)
             aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(plan[0]))
             norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
-        figures = _to_floats(done) if self.distribution.speaks else {}
+        figures = summed(done) if self.distribution.speaks else {}
         everyone = all_gather_objects((figures, optimizer.are_finite(self.chunks)), self.ranks.host)
         if broken := [rank for rank, (_, finite) in enumerate(everyone) if not finite]:
             name = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
@@ -288,7 +295,7 @@ class MegatronModel:
                 f"{self.ranks.members[broken[0]]}; the gradient's norm was {norm:g}); nothing is saved of it: lower "
                 f"{name}.lr"
             )
-        metrics = _sum_figures([figures for figures, _ in everyone])
+        metrics = summed(figures for figures, _ in everyone)
         metrics.update({f"{self.role}/{name}": value for name, value in aux_losses.items()})
         metrics.update(
             {
@@ -306,7 +313,7 @@ class MegatronModel:
         A chunk's micro-batch is made when the schedule comes to it, and what autograd does not keep of it is gone when
         the chunk is done: of many, the device has those in flight.
         """
-        mine = plan[self.ranks.dp_rank]
+        mine, noted = plan[self.ranks.dp_rank], self.fitting.noted
         place = device.device()
         # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
         keep_type = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
@@ -318,7 +325,7 @@ class MegatronModel:
             replayed = None
             if self.replays is not None:
                 replayed = replay.share(chunk, self.ranks.tp, self.ranks.tp_rank, rows.layers)
-            return (make_micro_batch(rows.take(indices), indices, place, *at, foresees, replayed) for indices in mine)
+            return (make_micro_batch(rows.take(some), some, place, *at, foresees, replayed) for some in noted(mine))
 
         sources = [made_for(chunk) for chunk in self.chunks]
 
@@ -350,6 +357,17 @@ class MegatronModel:
 
     # ---- state
 
+    def keep(self) -> None:
+        """Remember the model as it is, for `go_back`."""
+        with self._at_work():
+            self._kept.take(self.chunks, self.optimizer, self.scheduler)
+
+    def go_back(self) -> None:
+        """To what it was at the last `keep`; the learning rate's schedule begins anew, with its warm-up."""
+        with self._at_work():
+            self._kept.put_back(self.chunks, self.optimizer)
+        optimizer.go_to(self.scheduler, 0)
+
     def sharded_state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Weights, optimizer and scheduler for `megatron.core.dist_checkpointing.save` and `load`."""
         with self._at_work():
@@ -361,6 +379,7 @@ class MegatronModel:
                 "model": model,
                 "optimizer": optimizer.sharded_state(self.optimizer, model, is_loading),
                 "scheduler": self.scheduler.state_dict(),
+                "guards": {"before": self._kept.before, **self.fitting.state_dict()},
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -369,17 +388,8 @@ class MegatronModel:
             for i, chunk in enumerate(self.chunks):
                 unwrap(chunk).load_state_dict(state["model"][f"chunk{i}"])
             updates = int(state["scheduler"]["num_steps"])
-            optimizer.load_state(self.optimizer, state.get("optimizer", {}), updates)
+            guards = state.get("guards", {})
+            self._kept.before = int(guards.get("before", 0))
+            self.fitting.load_state_dict(guards)
+            optimizer.load_state(self.optimizer, state.get("optimizer", {}), updates + self._kept.before)
             optimizer.go_to(self.scheduler, updates)
-
-
-def _to_floats(done: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    return _sum_figures([{name: float(value) for name, value in figures.items()} for figures in done])
-
-
-def _sum_figures(parts: list[dict[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
-    return total

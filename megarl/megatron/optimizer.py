@@ -71,6 +71,14 @@ def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
+def counts(optimizer: Any) -> Iterator[dict[str, Any]]:
+    """What has a count of AdamW's steps under "step": torch keeps one a parameter, Transformer Engine one a group."""
+    for _, part in _parts(optimizer):
+        for holder in (*part.optimizer.param_groups, *part.optimizer.state.values()):
+            if "step" in holder:
+                yield holder
+
+
 def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     """Masters and states for Megatron's distributed checkpoint, loadable in any layout; see `load_state`.
 

@@ -32,7 +32,7 @@ class Parking:
         for place, storage in storages(keep).items():
             if place not in staying and place not in dropped:
                 copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.has_cuda())
-                self._kept.append((storage, copy.copy_(_content(storage))))
+                self._kept.append((storage, copy.copy_(content(storage))))
         self._dropped = [(storage, storage.nbytes()) for storage in dropped.values()]
         freed = sum(storage.nbytes() for storage, _ in (*self._kept, *self._dropped))
         for storage, _ in (*self._kept, *self._dropped):
@@ -44,10 +44,10 @@ class Parking:
         """Take the memory again and fill it, with zeros what was dropped; nothing where nothing is parked."""
         for storage, copy in self._kept:
             storage.resize_(len(copy))
-            _content(storage).copy_(copy)
+            content(storage).copy_(copy)
         for storage, size in self._dropped:
             storage.resize_(size)
-            _content(storage).zero_()
+            content(storage).zero_()
         self._kept, self._dropped = [], []
 
 
@@ -60,5 +60,6 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]
     }
 
 
-def _content(storage: torch.UntypedStorage) -> torch.Tensor:
+def content(storage: torch.UntypedStorage) -> torch.Tensor:
+    """[bytes] uint8 on the same memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

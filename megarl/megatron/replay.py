@@ -39,6 +39,11 @@ class ReplayedTopK:
         """A micro-batch's forward pass begins. chosen: [tokens, topk] int16, rows of -1 for the router's own choice."""
         self._chosen, self._training = chosen, training
 
+    def forget(self) -> None:
+        """What was begun has been broken off."""
+        self._chosen = None
+        self._to_recompute.clear()
+
     def get_replay_topk(
         self,
         scores: torch.Tensor,
@@ -116,6 +121,13 @@ def begin(chunk: torch.nn.Module, routing: torch.Tensor | None, shape: RoutingSh
         check(routing, shape, _layers(chunk))
     for number, router in enumerate(_routers(chunk)):
         router.router_replay.begin(None if routing is None else routing[:, number], chunk.training)
+
+
+def forget(chunks: Sequence[torch.nn.Module]) -> None:
+    """Of passes that were broken off: there is nothing to recompute any more."""
+    for router in (router for chunk in chunks for router in _routers(chunk)):
+        if router.router_replay is not None:
+            router.router_replay.forget()
 
 
 def check_shape(record: torch.Tensor, shape: RoutingShape) -> None:

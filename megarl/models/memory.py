@@ -168,11 +168,12 @@ def plan_memory(
             training["logits"] = max(training["logits"], fullest.logits)
         if declared.generates:
             weights, taken = states.get("actor weights", 0), engine.get("engine weights", 0)
-            if weights or taken:
-                push["engine weights"] = taken
-                push["reshard staging"] = staging_bytes(rollout.push_bucket_mb << 20, weights, taken)
+            if staged := staging_bytes(rollout.push_bucket_mb << 20, weights, taken):
+                push.update({"engine weights": taken, "reshard staging": staged})
             if weights and "reference" in declared.roles and not config.lora.rank:
                 host["reference weights"] = weights
+            if weights and config.guards.ppo_kl:
+                host["last good policy"] = weights + states["actor optimizer"]
             if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         offloaded = declared.generates and config.train.offload

@@ -7,7 +7,8 @@ import statistics
 
 import torch
 
-from megarl.types import Rollouts
+from megarl.algorithms.totals import picked
+from megarl.types import Rollouts, TrainBatch
 
 MOST_SOURCES = 32
 """Sources of prompts of which each has figures of its own."""
@@ -36,12 +37,28 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     return aborted | (_of_whole(whole) if len(whole) else {})
 
 
+def batch_metrics(batch: TrainBatch, seconds: float, world: int) -> dict[str, float]:
+    """Of what a step of so many seconds trained on, on so many ranks: tokens per second on each; the mean of the
+    advantages and their (population) variance over all action tokens, where there are advantages."""
+    found = {"perf/tokens_per_second_per_rank": int(batch.lengths.sum()) / seconds / world}
+    if batch.advantages is None:
+        return found
+    own = picked(batch.advantages, batch.loss_mask, torch.float64)
+    count, whole = batch.total(torch.stack([own.new_tensor(len(own)), own.sum()])).tolist()
+    if not count:
+        return found
+    mean = whole / count
+    variance = float(batch.total((own - mean).square().sum())) / count
+    return found | {"actor/advantage_mean": mean, "actor/advantage_variance": variance}
+
+
 def _of_whole(rollouts: Rollouts) -> dict[str, float]:
     count = len(rollouts)
     rewards = rollouts.reward.tolist()
     metrics = {
         "rollout/reward_mean": statistics.fmean(rewards),
         "rollout/reward_std": statistics.pstdev(rewards),
+        "rollout/reward_variance": statistics.pvariance(rewards),
         "rollout/reward_min": min(rewards),
         "rollout/reward_max": max(rewards),
         "rollout/response_length_mean": _mean(rollouts.actions),

@@ -15,6 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.observe.bands import Band
+
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("reward", "rollout/reward_mean", ".3f"),
     ("loss", "actor/nll", ".4f"),
@@ -45,11 +47,20 @@ HELD_OUT = ("eval/reward_", "eval/nll", "eval/accuracy", "eval/margin")
 class Progress:
     """Says where a run is. Every rank makes one; only an enabled one (rank 0's) prints.
 
-    `live=None` looks whether the output is a terminal. Evaluation metrics (`eval/...`) are shown until the next ones.
+    `live=None` looks whether the output is a terminal. bands: by metric; whether it is in its band is shown, too.
+    Evaluation metrics (`eval/...`) are shown until the next ones.
     """
 
-    def __init__(self, title: str, total: int, enabled: bool = True, live: bool | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        enabled: bool = True,
+        live: bool | None = None,
+        bands: Mapping[str, Band] | None = None,
+    ) -> None:
         self.title = title
+        self.bands = bands or {}
         self.total = total
         self.enabled = enabled
         self.step_done = 0
@@ -92,6 +103,8 @@ class Progress:
         """`step 12/100  reward 0.512  ...  2:10 left`"""
         parts = [f"step {step}/{self.total}"]
         parts += [f"{title} {value}" for title, value in shown(metrics)]
+        if out := [band.title for name, band in self.bands.items() if name in metrics and band.side(metrics[name])]:
+            parts.append(f"out of band: {', '.join(out)}")
         left = self.seconds_left()
         if left is not None and step < self.total:
             parts.append(f"{clock(left)} left")
@@ -140,7 +153,17 @@ class Progress:
         if cells:
             texts = [Text.assemble((f"{title} ", "dim"), (value, "bold")) for title, value in cells]
             rows.append(Columns(texts, padding=(0, 3)))
+        if banded := self._banded():
+            rows.append(Columns(banded, padding=(0, 3)))
         return Group(*rows)
+
+    def _banded(self) -> list[Text]:
+        """Of each figure with a band, where it is."""
+        known = [(band, self._values[name]) for name, band in self.bands.items() if name in self._values]
+        return [
+            Text.assemble((f"{band.title} ", "dim"), (band.said(value), "bold red" if band.side(value) else "green"))
+            for band, value in known
+        ]
 
 
 def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config import Config, ConfigError
+from megarl.observe.bands import bands_of
 from megarl.observe.clock import Span
+from megarl.observe.guards import Guards
 from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import RolloutLog, remove_after
 from megarl.observe.run_folder import Change, RunFolder, claim
@@ -50,7 +52,9 @@ class RunLog:
             config.run.num_rollout,
             enabled=self.writes,
             live=None if config.track.progress else False,
+            bands=bands_of(config.guards),
         )
+        self.guards = Guards(config.guards, self.say, self.alarm)
         self._tracker = Tracker(self.run_dir, config.track.tensorboard) if self.writes else None
         self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn) if config.track.rollouts else None
         self._timeline = Timeline(self.run_dir, job.rank, self._warn) if config.track.timeline else None
@@ -120,14 +124,20 @@ class RunLog:
         rollouts: Rollouts | None = None,
         batch: TrainBatch | None = None,
         trained: Rollouts | None = None,
-    ) -> None:
+    ) -> dict[str, float]:
         """A step is done: its metrics, and its rollouts, which each rank records that has some, in the background, with
-        the batch that was made of the `trained` ones in their order; of all by default."""
+        the batch that was made of the `trained` ones in their order; of all by default. Returns the metrics with those
+        of the guards. Raises ConfigError on all ranks where a guard ends the run."""
+        metrics = {**metrics, **self.guards.look(step, metrics)}
         if rollouts is not None and self._rollouts is not None:
             own = advantages_of(rollouts, batch, rollouts if trained is None else trained)
             self._rollouts.write(step, len(rollouts), rollouts.own.tolist(), rollouts.here, own)
-        if not self.writes:
-            return
+        if self.writes:
+            self._write(step, metrics, rollouts)
+        self.guards.end()
+        return metrics
+
+    def _write(self, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
         assert self._tracker is not None
         self._tracker.log(step, metrics)
         if rollouts is not None and (reasons := abort_reasons(rollouts)):

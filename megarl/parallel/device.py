@@ -41,6 +41,12 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
+def reserve(size: int) -> None:
+    """Take so many bytes in one piece and leave them to whoever asks next. Raises what torch raises where there are not
+    as many: torch.OutOfMemoryError, or a RuntimeError of the host's allocator."""
+    torch.empty(size, dtype=torch.uint8, device=device())
+
+
 def peak_memory_bytes() -> int:
     """Most memory this process has used: on the device, or resident on the host where there is none."""
     if _HAS_CUDA:

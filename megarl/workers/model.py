@@ -57,6 +57,14 @@ class ModelWorker(Worker):
         known = self.model.distribution if self.model is not None else None
         self.distribution: Distribution = ranks.broadcast_object(known, self.members[0]) if self.apart else known  # type: ignore[assignment]
 
+    def figures(self) -> dict[str, float]:
+        """Where `guards.memory` is on, what its ranks have agreed on, on all ranks."""
+        if not self.config.guards.memory or not self.members:
+            return {}
+        known = None if self.model is None else self.model.fitting.figures
+        found = ranks.broadcast_object(known, self.members[0]) if self.apart else known
+        return {f"guards/{self.name}_{name}": value for name, value in (found or {}).items()}
+
     @property
     def at_work(self) -> str:
         """Who is in this role's phases on this rank."""

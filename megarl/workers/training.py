@@ -11,6 +11,7 @@ from megarl.megatron.model import LossFn, MegatronModel
 from megarl.types import TrainBatch
 from megarl.types.reads import read_by
 from megarl.workers.context import Context
+from megarl.workers.going_back import GoingBack
 from megarl.workers.handles import Reported
 from megarl.workers.model import ModelWorker
 
@@ -21,6 +22,7 @@ class TrainingWorker(ModelWorker):
         self._skipped: list[int] = []
         """Of the latest updates, if they were skipped: in which step each was."""
         self._unread: list[Reported] = []
+        self._back = GoingBack(self.config.guards.ppo_kl if self.role == "actor" else None)
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> Mapping[str, float]:
         """One optimizer step on a mini-batch with `loss_weights`; metrics under the role's name. Of a loss that names
@@ -30,12 +32,14 @@ class TrainingWorker(ModelWorker):
             self.complain("sequence_reward in the batch", float(odd[0]), len(odd), len(rewards))
         given = {name: getattr(batch, name) for name in read_by(loss_fn, batch)}
         self.require_finite({f"{name} in the batch": x for name, x in given.items() if x.is_floating_point()}, batch)
-        mine = None
+        mine: dict[str, float] | None = None
         with self.clock.phase(f"{self.role}_update", self.at_work):
-            if self.model is None:
+            if self.model is None or self._back.pauses(self.step):
                 self.distribution.train_elsewhere(batch, given)
+                mine = None if self.model is None else {}
             else:
-                mine = self._take_step(self.model, batch, loss_fn)
+                self._back.begin(self.step, self.model)
+                mine = self._back.checked(self.model, self._take_step(self.model, batch, loss_fn))
         return Reported(self.members[0], mine, self._unread) if self.apart or mine is None else mine
 
     def _take_step(self, model: MegatronModel, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:

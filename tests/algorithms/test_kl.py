@@ -167,3 +167,14 @@ def test_as_a_reward_k1_alone_has_the_gradient_of_the_divergence():
     torch.testing.assert_close(of("k1"), true)
     torch.testing.assert_close(of("k3"), true - reverse)
     assert not torch.allclose(of("k2"), true, rtol=0.1)
+
+
+def test_a_kl_above_the_limit_turns_the_coefficient_off_for_good() -> None:
+    guarded = AdaptiveKL(0.001, 0.015, 10000, limit=0.5)
+    assert guarded.updated(0.5, 64).coef == AdaptiveKL(0.001, 0.015, 10000).updated(0.5, 64).coef > 0.001
+    off = guarded.updated(0.51, 64)
+    assert off.coef == 0.0 and off.updated(1e-4, 64).coef == 0.0 and off.updated(9.0, 64).coef == 0.0
+    fixed = AdaptiveKL(0.1, None, 10000, limit=0.5)
+    assert fixed.updated(0.5, 64).coef == 0.1 and fixed.updated(0.6, 64).coef == 0.0
+    assert guarded.restored(off.state_dict()).coef == 0.0
+    assert AdaptiveKL(0.002, 0.015, 10000, limit=0.5).restored(off.state_dict()).coef == 0.002  # set anew

@@ -68,6 +68,9 @@ RANGES: dict[str, tuple[str, ...]] = {
     "lora.rank": ("-1", "100000"),
     "lora.alpha": ("0", ".nan"),
     "reward.timeout": ("0",),
+    "guards.ppo_kl": ("0", ".nan"),
+    "guards.kl": ("-1",),
+    "guards.memory": ("yes",),
     "algorithm": ("ppoo", "null", "[ppo]"),
 }
 PLAIN = {
@@ -75,6 +78,7 @@ PLAIN = {
     "model.megatron": ("{moe_aux_loss_coeff: .inf}", "x"),
     "train.ddp": ("{bucket_size: 100000000000000000000}",),
     "critic.parallel": ("{tp: .nan}", "2"),
+    "guards.bands": ("[0.4, 0.6]",),
 }
 
 CASES = [
@@ -117,5 +121,12 @@ CASES = [
     Case("misspelt", ("rollout.temprature", "rollout.temperature"), ("rollout.temprature=1",)),
     Case("section misspelt", ("rolout", "rollout"), ("rolout.tp=1",)),
     Case("the critic's own world", ("critic.parallel.world_size",), ("critic.parallel={world_size: 2}",)),
+    Case(
+        "a band that is none",
+        ("guards.bands.actor/entropy", "two numbers", "[0.4, 0.6]"),
+        ("guards.alarms=true", "guards.bands={actor/entropy: [0.6, 0.4]}"),
+    ),
+    Case("bands that nobody looks at", ("guards.bands", "guards.alarms=false"), ("guards.bands={a: [0, 1]}",)),
+    Case("a KL to nothing", ("guards.kl", "no reference"), ("guards.kl=1", "kl.place=none")),
     Case("mtp without layers", ("train.mtp", "set it to 0"), ("train.mtp=0.5",)),
 ]

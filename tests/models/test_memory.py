@@ -351,6 +351,12 @@ def test_states_can_leave_the_device_while_engines_generate() -> None:
     assert leave.host["reference weights"] == stay.host["reference weights"]
 
 
+def test_a_policy_to_go_back_to_is_on_the_host() -> None:
+    (stage,) = planned(QWEN2, config_of(guards={"ppo_kl": 0.05}), QWEN2)
+    assert stage.host["last good policy"] == stage.states["actor weights"] + stage.states["actor optimizer"]
+    assert "last good policy" not in planned(QWEN2, config_of(), QWEN2)[0].host
+
+
 def test_a_critic_in_a_layout_of_its_own() -> None:
     def plan(**critic: int) -> Any:
         parallel = {"world_size": 4, "pp": 2}

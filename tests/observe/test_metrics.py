@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from thread_ranks import as_ranks
+from thread_ranks import Thread, as_ranks
 
 from megarl.observe import metrics as metrics_module
-from megarl.observe.metrics import SourceMeans, rollout_metrics
-from megarl.types import Prompt, Rollout, Rollouts, Status, Support, Turn
+from megarl.observe.metrics import SourceMeans, batch_metrics, rollout_metrics
+from megarl.types import Prompt, Rollout, Rollouts, Shares, Status, Support, TrainBatch, Turn
 
 
 def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, errors: int, status: Status) -> Rollout:
@@ -33,6 +33,7 @@ def test_by_hand() -> None:
     expected = {
         "rollout/reward_mean": 0.5,
         "rollout/reward_std": 0.125**0.5,
+        "rollout/reward_variance": 0.125,
         "rollout/reward_min": 0.0,
         "rollout/reward_max": 1.0,
         "rollout/response_length_mean": (6 + 3 + 3 + 8) / 4,
@@ -129,3 +130,42 @@ def test_means_of_sources_over_batches_with_other_sources() -> None:
     alone = SourceMeans()
     alone.add("eval/nll", torch.tensor([3.0]), torch.tensor([2]), Rollouts.of(SOURCES[:1]))
     assert alone.result() == {"eval/nll": 1.5}
+
+
+def advantages(*values: float, mask: tuple[bool, ...]) -> TrainBatch:
+    """One sequence."""
+    count = len(values)
+    return TrainBatch(
+        tokens=torch.zeros(count, dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, count]),
+        loss_mask=torch.tensor(mask),
+        group=torch.zeros(1, dtype=torch.int64),
+        sequence_reward=torch.zeros(1),
+        rollout_logprobs=torch.zeros(count),
+        advantages=torch.tensor(values),
+    )
+
+
+def test_of_what_was_trained_on_by_hand() -> None:
+    """Action tokens 1, -1, 3: mean 1, squares 0, 4, 4; the prompt's number is none of them."""
+    batch = advantages(99.0, 1.0, -1.0, 3.0, mask=(False, True, True, True))
+    found = batch_metrics(batch, seconds=2.0, world=4)
+    assert found["perf/tokens_per_second_per_rank"] == 0.5
+    assert found["actor/advantage_mean"] == 1.0
+    assert found["actor/advantage_variance"] == pytest.approx(8 / 3, rel=1e-12)
+    speed = {"perf/tokens_per_second_per_rank": 0.5}
+    assert batch_metrics(replace(batch, advantages=None), 2.0, 4) == speed
+    assert batch_metrics(replace(batch, loss_mask=torch.zeros(4, dtype=torch.bool)), 2.0, 4) == speed
+
+
+def test_advantages_of_all_ranks() -> None:
+    parts = [advantages(1.0, -1.0, mask=(True, True)), advantages(3.0, 7.0, mask=(True, False))]
+    lengths, routed, home = torch.tensor([2, 2]), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1])
+
+    def of(rank: Thread) -> dict[str, float]:
+        shares = Shares(lengths, routed, home, torch.tensor([rank.rank]), rank)
+        return batch_metrics(replace(parts[rank.rank], shares=shares, group=routed), 2.0, 2)
+
+    one, other = as_ranks(2, of)
+    assert one == other
+    assert one["actor/advantage_variance"] == pytest.approx(8 / 3, rel=1e-12)

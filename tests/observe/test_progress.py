@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from megarl.observe.bands import Band
 from megarl.observe.progress import Progress, clock
 
 METRICS = {"rollout/reward_mean": 0.5, "actor/kl_to_reference": 0.0123, "time/step": 2.0, "other": 1.0}
@@ -69,3 +70,25 @@ def test_time_left_is_the_mean_step_times_the_steps_left(monkeypatch: pytest.Mon
         progress.step(step, {})
     assert progress.seconds_left() == pytest.approx(4.0 * 7, abs=4.0)
     assert [clock(seconds) for seconds in (7.4, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
+
+
+BANDED = {"actor/entropy": Band("entropy", 0.4, 0.6), "actor/grad_norm": Band("gradient norm", None, 2.0)}
+
+
+def test_a_line_says_what_is_out_of_its_band() -> None:
+    progress = Progress("PPO", 3, live=False, bands=BANDED)
+    assert "band" not in progress.line(1, METRICS | {"actor/entropy": 0.5})
+    line = progress.line(1, METRICS | {"actor/entropy": 0.3, "actor/grad_norm": float("nan")})
+    assert line.endswith("  out of band: entropy, gradient norm")
+    assert "band" not in Progress("PPO", 3, live=False).line(1, {"actor/entropy": 0.3})
+
+
+def test_the_display_shows_each_figure_in_its_band_or_out_of_it() -> None:
+    progress = Progress("PPO", 10, live=False, bands=BANDED)
+    progress.begin_step(1)
+    progress.step(1, METRICS | {"actor/entropy": 0.3, "actor/grad_norm": 1.5})
+    console = Console(width=120, record=True, file=open("/dev/null", "w"), force_terminal=True)
+    console.print(progress._render())
+    shown = console.export_text(styles=True)
+    for style, text in (("\x1b[1;31m", "0.3, below 0.4 to 0.6"), ("\x1b[32m", "1.5, in at most 2")):
+        assert f"{style}{text}" in shown

@@ -155,3 +155,30 @@ def test_what_ends_a_run_is_written_down(tmp_path: Path) -> None:
     assert not hasattr(mistake, "__notes__")
     said = (tmp_path / "log.txt").read_text()
     assert "ConfigError: run.dir is wrong\n" in said and "  ended by SIGTERM\n" in said and "Zero" not in said
+
+
+def test_guards_are_said_counted_and_kept(tmp_path: Path) -> None:
+    """Rank 1 has the same figures and says nothing; both end together."""
+
+    def guarded(folder: Path) -> Config:
+        tree = {"run": {"dir": str(folder)}, "track": {"tensorboard": False}}
+        return from_dict({**tree, "guards": {"ppo_kl": 0.05, "alarms": True}})
+
+    logs = [RunLog(guarded(tmp_path), place(rank)) for rank in (0, 1)]
+    for step in (1, 2):
+        found = [log.step(step, {"actor/grad_norm": 0.1, "guards/ppo_kl": 0.5}) for log in logs]
+        assert found[0] == found[1]
+    for log in logs:
+        with pytest.raises(ConfigError, match="3 steps in a row"):
+            log.step(3, {"actor/grad_norm": 1.0, "guards/ppo_kl": 0.5})
+    assert logs[0].guards.state_dict() == logs[1].guards.state_dict()
+    for log in logs:
+        log.close()
+    metrics = read_metrics(tmp_path)
+    assert [metrics[step]["guards/rollbacks"] for step in (1, 2, 3)] == [1, 2, 3]  # the last one's are there, too
+    assert [metrics[step]["guards/out_of_band"] for step in (1, 2, 3)] == [1, 1, 0]
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert sum("ALARM: step" in line and "actor/ppo_kl" in line for line in lines) == 3
+    assert sum("ALARM: step 1: actor/grad_norm is 0.1, below" in line for line in lines) == 1
+    assert sum("step 3: actor/grad_norm is back in its band" in line for line in lines) == 1
+    assert sum("out of band: gradient norm" in line for line in lines) == 2

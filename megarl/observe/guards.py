@@ -1,0 +1,144 @@
+"""What the guards of a run have done so far: counted, said once, kept by checkpoints. `README.md` explains them.
+
+They act elsewhere: `workers/going_back.py`, `algorithms/kl.py`, `megatron/fitting.py`. Here their traces in a step's
+metrics are read, which all ranks have alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megarl.config import Config, ConfigError, GuardsConfig
+from megarl.observe.bands import bands_of
+from megarl.types.declared import Declared
+
+IN_A_ROW = 3
+"""Steps that may end in going back, one after another; the run ends with the last."""
+SHORT = "_out_of_memory"
+"""How the name of the metric ends that counts how often a model ran out of memory: guards/<role>_out_of_memory."""
+
+
+def check_guards(config: Config, declared: Declared, warnings: list[str]) -> None:
+    """Raise ConfigError for a guard of what the algorithm does not have; warn of one that cannot act."""
+    guards = config.guards
+    bands_of(guards)
+    if guards.ppo_kl is not None and not declared.generates:
+        raise ConfigError(f"guards.ppo_kl is set, but algorithm={declared.name} has no actor/ppo_kl; leave it out")
+    if guards.kl is not None and "reference" not in declared.roles:
+        raise ConfigError(
+            f"guards.kl is set, but algorithm={declared.name} with kl.place={config.kl.place} has no reference; leave "
+            "it out"
+        )
+    if guards.ppo_kl is not None and config.run.num_update == 1 and not config.rollout.asynchronous:
+        warnings.append(
+            "guards.ppo_kl never acts with run.num_update=1: actor/ppo_kl says how far the updates of a step before "
+            "the last have brought the policy, and there are none"
+        )
+
+
+class Guards:
+    """say, alarm: what a line is given to."""
+
+    def __init__(self, settings: GuardsConfig, say: Callable[[str], None], alarm: Callable[[str], None]) -> None:
+        self._settings, self._say, self._alarm = settings, say, alarm
+        self._bands = bands_of(settings)
+        self._out: set[str] = set()
+        self._rollbacks = self._in_a_row = 0
+        self._kl_off = False
+        self._short: dict[str, float] = {}
+        self._end = ""
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Say what has happened in a step; returns the guards' own figures. None are there of guards that are off."""
+        found: dict[str, float] = {}
+        if self._settings.ppo_kl is not None:
+            found["guards/rollbacks"] = self._look_back(step, metrics)
+        if self._settings.kl is not None:
+            found["guards/kl_off"] = self._look_at_kl(step, metrics)
+        if self._settings.memory:
+            self._look_at_memory(step, metrics)
+        if self._settings.alarms:
+            found["guards/out_of_band"] = self._look_at_bands(step, metrics)
+        return found
+
+    def end(self) -> None:
+        """Raise ConfigError where the last step was one too many."""
+        if self._end:
+            raise ConfigError(self._end)
+
+    def _look_back(self, step: int, metrics: Mapping[str, float]) -> float:
+        if (found := metrics.get("guards/ppo_kl")) is None:
+            self._in_a_row = 0
+            return self._rollbacks
+        self._rollbacks += 1
+        self._in_a_row += 1
+        above = f"actor/ppo_kl {found:.3g} is above guards.ppo_kl={self._settings.ppo_kl:g}"
+        remedy = "lower actor_optimizer.lr, loss.clip or run.num_update, or raise guards.ppo_kl"
+        self._alarm(
+            f"step {step}: {above}: the policy is what it was before the step, the rest of whose updates are left out, "
+            f"and the learning rate warms up again ({_times(self._rollbacks)} in this run). If it comes again: {remedy}"
+        )
+        if self._in_a_row >= IN_A_ROW:
+            self._end = (
+                f"step {step}: {above}, and {self._in_a_row} steps in a row have ended in going back, so it gets no "
+                f"further: {remedy}"
+            )
+        return self._rollbacks
+
+    def _look_at_kl(self, step: int, metrics: Mapping[str, float]) -> float:
+        limit, found = self._settings.kl, metrics.get("actor/kl_to_reference", 0.0)
+        assert limit is not None
+        if found > limit and not self._kl_off:
+            self._kl_off = True
+            self._alarm(
+                f"step {step}: the KL to the reference, {found:.3g} nats a token, is above guards.kl={limit:g}: its "
+                "coefficient is 0 from here on. Look whether the rewards are still what is wanted; to have it again, "
+                "go on from an older checkpoint with another kl.coef"
+            )
+        return float(self._kl_off)
+
+    def _look_at_memory(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, count in metrics.items():
+            role = name.removeprefix("guards/").removesuffix(SHORT)
+            if not name.endswith(SHORT) or count <= self._short.get(role, 0.0):
+                continue
+            self._short[role] = count
+            budget = metrics.get(f"guards/{role}_token_budget", 0.0)
+            recomputes = ", with all layers recomputed" if metrics.get(f"guards/{role}_recomputes") else ""
+            self._alarm(
+                f"step {step}: out of memory, {_times(count)} so far: micro-batches of the {role.replace('_', ' ')} "
+                f"have {budget:.0f} tokens at most now{recomputes}, and what failed was done again. To have it so from "
+                f"the start, which is faster: train.token_budget={budget:.0f}"
+            )
+
+    def _look_at_bands(self, step: int, metrics: Mapping[str, float]) -> float:
+        """How many figures are out of their bands. Of one that a step does not have, nothing changes."""
+        for name, band in self._bands.items():
+            if name not in metrics:
+                continue
+            value = metrics[name]
+            if band.side(value) and name not in self._out:
+                self._out.add(name)
+                remedy = band.remedy(value)
+                self._alarm(f"step {step}: {name} is {band.said(value)}" + (f": {remedy}" if remedy else ""))
+            elif not band.side(value) and name in self._out:
+                self._out.remove(name)
+                self._say(f"step {step}: {name} is back in its band: {band.said(value)}")
+        return float(len(self._out))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        counts = {"rollbacks": self._rollbacks, "in_a_row": self._in_a_row, "kl_off": self._kl_off}
+        return {**counts, "short": self._short, "out": sorted(self._out)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Of a run without guards it is empty."""
+        self._rollbacks, self._in_a_row = int(state.get("rollbacks", 0)), int(state.get("in_a_row", 0))
+        self._kl_off = bool(state.get("kl_off", False))
+        self._short = {role: float(count) for role, count in state.get("short", {}).items()}
+        self._out = set(state.get("out", ())) & self._bands.keys()
+
+
+def _times(count: float) -> str:
+    return "once" if count == 1 else f"{count:.0f} times"

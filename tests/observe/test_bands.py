@@ -1,0 +1,101 @@
+"""Bands of figures, by hand, and that each has its paragraph."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megarl.observe
+from megarl.config import ConfigError, from_dict
+from megarl.observe.bands import BANDS, Band, bands_of
+
+PAGE = (Path(megarl.observe.__file__).parent / "README.md").read_text(encoding="utf-8")
+
+
+def bands(**guards: Any) -> dict[str, Band]:
+    return bands_of(from_dict({"guards": guards}).guards)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "side"),
+    [
+        ("actor/entropy", 0.4, ""),
+        ("actor/entropy", 0.39, "below"),
+        ("actor/entropy", 0.6, ""),
+        ("actor/entropy", 0.61, "above"),
+        ("rollout/reward_variance", 0.25, ""),
+        ("rollout/reward_variance", 0.09, "below"),
+        ("actor/advantage_variance", 1.0000001, ""),  # whitened, and rounded
+        ("actor/advantage_variance", 1.01, "above"),
+        ("actor/advantage_variance", 0.0, ""),
+        ("critic/vf_clipfrac", 0.05, ""),
+        ("critic/vf_clipfrac", 0.06, "above"),
+        ("actor/grad_norm", 0.49, "below"),
+        ("actor/grad_norm", 2.0, ""),
+        ("actor/grad_norm", inf, "above"),
+        ("actor/grad_norm", nan, "not a number"),
+        ("critic/vf_clipfrac", nan, "not a number"),
+    ],
+)
+def test_by_hand(metric: str, value: float, side: str) -> None:
+    band = bands(alarms=True)[metric]
+    assert band.side(value) == side
+    assert bool(band.remedy(value)) == bool(side)
+
+
+def test_in_words() -> None:
+    band = BANDS["actor/entropy"]
+    assert band.said(0.5) == "0.5, in 0.4 to 0.6"
+    assert band.said(0.31) == "0.31, below 0.4 to 0.6" and "kl.coef" in band.remedy(0.31)
+    assert band.said(nan) == "not a number, of 0.4 to 0.6"
+    assert Band("", None, 0.05).said(0.123456) == "0.1235, above at most 0.05"
+    assert Band("", 100, None).said(40) == "40, below at least 100"
+    assert "loss.value_clip" in BANDS["critic/vf_clipfrac"].remedy(0.2)
+
+
+def test_bands_of_ones_own() -> None:
+    assert bands() == {} == bands(alarms=False)
+    own = {"actor/entropy": [0.1, 0.2], "perf/tokens_per_second_per_rank": [2000, None], "actor/grad_norm": None}
+    found = bands(alarms=True, bands={**own, "rollout/turns_mean": [None, 4.5]})
+    assert found.keys() == BANDS.keys() - {"actor/grad_norm"} | {"rollout/turns_mean"}
+    assert (found["actor/entropy"].least, found["actor/entropy"].most) == (0.1, 0.2)
+    assert found["actor/entropy"].low == BANDS["actor/entropy"].low
+    assert found["perf/tokens_per_second_per_rank"].side(1900) == "below"
+    assert found["rollout/turns_mean"].side(5) == "above" and found["rollout/turns_mean"].remedy(5) == ""
+    # Without a floor of one's own there is none.
+    assert bands(alarms=True).keys() == BANDS.keys() - {"perf/tokens_per_second_per_rank"}
+
+
+@pytest.mark.parametrize(
+    "ends", [0.5, [0.5], [0.6, 0.4], ["a", "b"], [None, None], [0.1, 0.2, 0.3], [True, 2], {}, "0.4"]
+)
+def test_what_is_no_band(ends: Any) -> None:
+    with pytest.raises(ConfigError, match=r"guards\.bands\.actor/entropy must be two numbers"):
+        bands(alarms=True, bands={"actor/entropy": ends})
+
+
+def test_bands_that_nobody_looks_at() -> None:
+    with pytest.raises(ConfigError, match=r"guards\.alarms=false"):
+        bands(bands={"actor/entropy": [0, 1]})
+
+
+@pytest.mark.parametrize("metric", BANDS)
+def test_each_alarm_has_its_paragraph(metric: str) -> None:
+    """With what it means and what to do, and the keys that the alarm itself names."""
+    _, found, rest = PAGE.partition(f"### `{metric}`\n")
+    assert found
+    paragraph = rest.partition("\n### ")[0].partition("\n## ")[0]
+    for part in ("Symptom:", "Meaning:", "Remedy:"):
+        assert part in paragraph
+    for text in (BANDS[metric].low, BANDS[metric].high):
+        for key in (word.strip(",;") for word in text.split()):
+            if "." in key and not key.endswith(".py"):
+                assert key in paragraph, key
+
+
+@pytest.mark.parametrize("guard", ["guards.ppo_kl", "guards.kl", "guards.memory"])
+def test_each_guard_has_its_paragraph(guard: str) -> None:
+    assert f"### `{guard}`\n" in PAGE

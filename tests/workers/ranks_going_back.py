@@ -1,0 +1,148 @@
+"""A policy that is driven too far, on two ranks: `shared`, a replica each, or `apart`, the policy on the second only.
+
+    ranks_going_back.py shared|apart float32|bfloat16 FOLDER
+
+Updates are real ones, of the real loss, at a rate that is too high in one step. Prints how far what it went back to is
+from what it was, and what became of the rates, of the other updates, and of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
+torch.set_num_threads(1)
+
+import tiny  # noqa: E402
+
+from megarl.checkpoint.sharded import restore_model, save_model  # noqa: E402
+from megarl.config import from_dict  # noqa: E402
+from megarl.controllers.policy import policy_loss, policy_reads  # noqa: E402
+from megarl.observe.clock import Clock  # noqa: E402
+from megarl.parallel import ranks  # noqa: E402
+from megarl.parallel.layouts import lay_out  # noqa: E402
+from megarl.types import ModelOutput, TokenLoss, TrainBatch, reads  # noqa: E402
+from megarl.workers.actor import ActorWorker  # noqa: E402
+from megarl.workers.context import Context  # noqa: E402
+
+APART, DTYPE, FOLDER = sys.argv[1] == "apart", sys.argv[2], Path(sys.argv[3])
+UPDATES = 20
+CONFIG = from_dict(
+    {
+        "model": {"path": str(FOLDER), "dtype": DTYPE},
+        "parallel": {"world_size": 2, "ranks_per_node": 2},
+        "placement": {"actor": 1, "rollout": 0} if APART else {},
+        "actor_optimizer": {"lr": 1e-4, "schedule": "linear", "warmup_fraction": 0.25, "eps": 1e-6},
+        "train": {"token_budget": 48},
+        "guards": {"ppo_kl": 0.05},
+        "kl": {"place": "none"},
+    }
+)
+
+
+@reads(*policy_reads(CONFIG))
+def loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+    return policy_loss(output, part, CONFIG, 0.0)
+
+
+def make() -> ActorWorker:
+    chat: Any = None
+    layouts = lay_out(CONFIG, ("actor", "rollout"))
+    actor = ActorWorker(
+        Context(CONFIG, JOB, tiny.HF["qwen2"], chat, Clock(), FOLDER, {"actor": UPDATES}, layouts, "actor")
+    )
+    ranks.together(actor.start)
+    actor.ready()
+    return actor
+
+
+def batch_of(actor: ActorWorker) -> TrainBatch:
+    """A step's, at home on the first rank; all advantages are bad, so that the policy leaves these tokens."""
+    batch = tiny.in_shares(tiny.batch((9, 19, 12, 3, 26, 11)))
+    said = actor.forward(batch).logprobs
+    return batch.with_(old_logprobs=said, advantages=-torch.ones_like(batch.advantages))  # type: ignore[arg-type]
+
+
+def step(actor: ActorWorker, number: int, updates: int = 4, faster: float = 1.0) -> list[dict[str, float]]:
+    """What each update reports, read when all are done, as a controller does."""
+    actor.begin_step(number)
+    batch = batch_of(actor)
+    if actor.model is not None:
+        for group in actor.model.optimizer.param_groups:
+            group["max_lr"] = CONFIG.actor_optimizer.lr * faster
+    return [dict(found) for found in [actor.update(batch, loss) for _ in range(updates)]]
+
+
+def held(actor: ActorWorker) -> list[torch.Tensor]:
+    """Weights, masters, moments, and the counts of AdamW's steps."""
+    from megarl.megatron.optimizer import state_tensors
+
+    if actor.model is None:
+        return []
+    tensors = [*actor.model.local_params().values(), *state_tensors(actor.model.optimizer)]
+    return [tensor.clone() for tensor in tensors]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def main() -> dict[str, Any]:
+    actor, result = make(), {}
+    fine = step(actor, 1)
+    before = held(actor)
+    result["fine"] = [[row["actor/ppo_kl"], row["actor/lr"], "guards/ppo_kl" in row] for row in fine]
+    result["bytes"] = None if actor.model is None else kept_bytes(actor)
+    wild = step(actor, 2, faster=300.0)
+    result["wild"] = wild
+    result["as before"] = same(held(actor), before)
+    after = step(actor, 3, 2)
+    result["after"] = [[row["actor/ppo_kl"], row["actor/lr"], "guards/ppo_kl" in row] for row in after]
+    result["moved"] = not same(held(actor), before) or actor.model is None
+    folder = FOLDER / f"checkpoint_{sys.argv[1]}_{DTYPE}"
+    if actor.model is not None:
+        save_model(actor.model, folder)
+    other = make()
+    if other.model is not None:
+        restore_model(other.model, folder)
+    result["restored"] = same(held(other), held(actor))
+    one, two = step(actor, 4, 2), step(other, 4, 2)
+    result["goes on alike"] = [one == two, same(held(other), held(actor))]
+    # Twice in a row: to the same policy.
+    kept = held(actor)
+    result["again"] = [sum("guards/ppo_kl" in row for row in step(actor, number, faster=300.0)) for number in (5, 6)]
+    result["as before twice"] = same(held(actor), kept)
+    # A number that is none is too much, and nothing of the update is left.
+    result["not a number"] = not_a_number(actor)
+    result["as before thrice"] = same(held(actor), kept)
+    return result
+
+
+def not_a_number(actor: ActorWorker) -> bool:
+    def spoilt(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+        found = loss(output, part)
+        return TokenLoss(found.loss, found.metrics | {"actor/ppo_kl": found.metrics["actor/ppo_kl"] * torch.nan})
+
+    actor.begin_step(7)
+    batch = batch_of(actor)
+    return "guards/ppo_kl" in actor.update(batch, spoilt)
+
+
+def kept_bytes(actor: ActorWorker) -> list[int]:
+    """What the copy takes, and what weights and this rank's states do."""
+    from megarl.megatron.held import held_bytes
+
+    assert actor.model is not None
+    parts = held_bytes(actor.model)
+    return [actor.model._kept.nbytes, parts["weights"] + parts["optimizer"]]
+
+
+if __name__ == "__main__":
+    JOB = ranks.join(2, 60)
+    print("RESULT " + json.dumps(main()))
+    ranks.shutdown()
