@@ -29,6 +29,7 @@ from megarl.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.items import Items
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
+from megarl.observe.control import Control
 from megarl.observe.metrics import rollout_metrics
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, last_words, ranks, watching
@@ -172,11 +173,12 @@ class HybridFlow(Items):
             ending.answer_by_saving()
         while self.step < run.num_rollout:
             if self._eval_due(first=0):
-                self.log.metrics(self.step, self._evaluate())
+                self._evaluate()
             items = self.loader.next_batch()
             self.step += 1
             self.log.begin_step(self.step)
             self._begin_step()
+            self.control.take(self.step, ranks.broadcast_object(self.control.read() if self.log.writes else None))
             # No name for what it returns: the next step would be taken with all of this one still in memory.
             metrics = self._finish_step(self.controller.step(self, items))
             last = self.step == run.num_rollout
@@ -185,10 +187,7 @@ class HybridFlow(Items):
                 lost = self._save(must=stop)
             if stop:
                 raise ending.Stopped(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
-        if self._eval_due(first=1):
-            evaluation = self._evaluate()
-            self.log.metrics(self.step, evaluation)
-            metrics |= evaluation
+        metrics |= self._evaluate() if self._eval_due(first=1) else {}
         if run.export:
             self._export()
         if lost is not None:
@@ -222,6 +221,7 @@ class HybridFlow(Items):
         self._begin_step()  # so that seeds do not depend on what the step before has sampled
         metrics = self.controller.evaluate(self, self.eval_items)
         self.clock.lap()  # evaluation is not part of a training step's time
+        self.log.metrics(self.step, metrics)
         return metrics
 
     # --- start, checkpoint ------------------------------------------------------------------------------------
@@ -272,9 +272,9 @@ class HybridFlow(Items):
             ranks.together(worker.start)
         for worker in self.workers:
             worker.ready()
-        for said in ranks.all_gather_objects(self._models_here()):
-            for line in said:
-                self.log.say(line)
+        self.control = Control(self.log.run_dir, self.workers, self.log.say)
+        for line in sum(ranks.all_gather_objects(self._models_here()), []):
+            self.log.say(line)
         if newest is not None:
             self._resume(newest)
         self.clock.lap()
@@ -289,9 +289,8 @@ class HybridFlow(Items):
         for role, model in self._trained().items():
             if model.ranks.role_rank == 0:
                 layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
-                held = (*model.local_params().values(), *model.local_adapters().values())
                 where = "" if placement.colocated else f" on ranks {placement.text(role)}"
-                count = sum(map(torch.numel, held))
+                count = sum(map(torch.numel, (*model.local_params().values(), *model.local_adapters().values())))
                 lines.append(f"{role}{where}: {layout}, {count:,} parameters on rank {self.job.rank}")
         return lines
 
@@ -303,6 +302,7 @@ class HybridFlow(Items):
     def _save(self, must: bool) -> StorageError | None:
         """Write a checkpoint. One that cannot be written is an error if it must be, else an alarm, and returned."""
         host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
+        host["control"] = self.control.state_dict()
 
         def write_models(folder: Path) -> dict[Path, Entry]:
             written: dict[Path, Entry] = {}
@@ -375,6 +375,7 @@ class HybridFlow(Items):
             self.step = host["step"]
             self.loader.load_state_dict(host["loader"])
             self.controller.load_state_dict(host["controller"])
+            self.control.load_state_dict(host.get("control", {}))
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "

@@ -8,7 +8,8 @@ from megarl.config import Config, ConfigError
 from megarl.parallel.roles import MEGATRON, role_settings
 from megarl.rewards.classifier import ClassifierOptions
 from megarl.rewards.functions import load_functions
-from megarl.rewards.service import ServiceOptions
+from megarl.rewards.fusion import checked_weights
+from megarl.rewards.service import PART, ServiceOptions
 from megarl.types.declared import Declared
 
 
@@ -17,7 +18,7 @@ def check_reward(config: Config, declared: Declared, options: dict[str, Any]) ->
 
     options: of the role's worker, one of ours; `reward_fn` may be among them.
     """
-    functions, model = load_functions(config.reward.functions), config.reward.model
+    functions, model = list(load_functions(config.reward.functions)), config.reward.model
     backend = role_settings(config, "reward").backend or MEGATRON
     rest = {name: value for name, value in options.items() if name != "reward_fn"}
     if backend in (MEGATRON, "pool") and rest:
@@ -37,3 +38,7 @@ def check_reward(config: Config, declared: Declared, options: dict[str, Any]) ->
             f"reward.functions is empty; {declared.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or "
             "reward.model, or a service, roles.reward.backend=http"
         )
+    given = options.get("reward_fn")
+    parts = functions if given is None else [getattr(given, "__name__", "reward_fn")]
+    parts += [PART] if backend == "http" else ["model"] if model else []
+    checked_weights(config.reward.weights, parts)

@@ -36,7 +36,7 @@ class TrainBatch:
     cu_seqlens: torch.Tensor  # [n + 1] int64, cu_seqlens[i] is where the i-th of those here starts, cu_seqlens[n] == T
     loss_mask: torch.Tensor  # [T] bool, True where the policy chose the token
     group: torch.Tensor  # [N] int64, samples of one prompt share a number
-    sequence_reward: torch.Tensor  # [N] outcome reward of each sequence
+    sequence_reward: torch.Tensor  # [N] reward of each sequence, that of its turns included
     rollout_logprobs: torch.Tensor  # [T] as the engine reported them
     old_logprobs: torch.Tensor | None = None  # [T] of the policy before the first update on this batch
     ref_logprobs: torch.Tensor | None = None  # [T]
@@ -44,6 +44,7 @@ class TrainBatch:
     rewards: torch.Tensor | None = None  # [T] token rewards: outcome plus, where asked for, the KL penalty
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T]
+    turn_rewards: torch.Tensor | None = None  # [T] each turn's own reward on its last token; None: no turn has any
     stale: torch.Tensor | None = None  # [T] bool, True where older weights than the policy's chose it; None: nowhere
     loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
     routing: tuple[torch.Tensor, ...] | None = None  # n records as of `Rollout`; the policy's model replays them
@@ -66,6 +67,14 @@ class TrainBatch:
         if bool((rollouts.lag > 0).any()):
             versions = joined([turn.token_versions for turn in turns], np.int32)
             stale = torch.from_numpy(mask & (versions < rollouts.version))
+        turn_rewards = None
+        if bool((rollouts.rewarded_turns > 0).any()):
+            placed = np.zeros(len(mask), dtype=np.float32)
+            ends = np.cumsum(lengths, dtype=np.int64)
+            for turn, length, end in zip(turns, lengths, ends.tolist(), strict=True):
+                if length and turn.reward:
+                    placed[end - 1] = turn.reward
+            turn_rewards = torch.from_numpy(placed)
         shares = Shares(rollouts.length, rollouts.routed, rollouts.home, rollouts.own, rollouts.everyone)
         return TrainBatch(
             tokens=torch.from_numpy(joined([turn.token_ids for turn in turns], np.int32)),
@@ -74,6 +83,7 @@ class TrainBatch:
             group=rollouts.group,
             sequence_reward=rollouts.reward.float(),
             rollout_logprobs=torch.from_numpy(logprobs),
+            turn_rewards=turn_rewards,
             stale=stale,
             routing=_records(rollouts),
             shares=None if isinstance(rollouts.everyone, Alone) else shares,

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from megarl.config import ConfigError
 from megarl.parallel.ranks import patient, together
-from megarl.rewards.functions import Parts
+from megarl.rewards.result import Reward, Verdict
 from megarl.rewards.service import PART, Service, ServiceOptions
 from megarl.types import Rollout, Rollouts
 from megarl.workers.context import Context
@@ -29,17 +28,12 @@ class ServiceRewardWorker(RewardWorker):
     def start(self) -> None:
         together(self.service.look, lead=True)
 
-    def judged(self, whole: Rollouts) -> Sequence[Parts]:
+    def judged(self, whole: Rollouts) -> Sequence[Verdict]:
         fullest = int(torch.bincount(whole.home).max())
-        found: list[Parts] = []
+        found: list[Verdict] = []
 
         def ask() -> None:
-            for reward, parts in self.service.scores(whole.here):
-                if taken := parts.keys() & (self.functions.keys() | {PART}):
-                    raise ConfigError(
-                        f"the reward service has a part {min(taken)!r}, as another reward has; rename one"
-                    )
-                found.append((reward, {PART: reward, **parts}))
+            found.extend(Reward(reward, parts) for reward, parts in self.service.scores(whole.here))
 
         with patient(max(self.config.run.timeout_s, self.service.longest(fullest))):
             together(ask)
