@@ -80,9 +80,10 @@ def reward_of(value: Any, turns: int, about: str = "it") -> Reward:
     if isinstance(value, Mapping):
         if unknown := [name for name in value if name not in ("reward", "parts", "turns")]:
             raise RewardError(f"{about} returned {unknown[0]!r}, which is none of reward, parts, turns")
-        if "reward" not in value and not value.get("turns"):
+        if "reward" not in value and value.get("turns") is None:
             raise RewardError(f"{about} returned neither `reward` nor `turns`")
-        value = Reward(value.get("reward", 0.0), value.get("parts") or {}, value.get("turns") or ())
+        given = {name: item for name, item in value.items() if item is not None or name == "reward"}
+        value = Reward(**given)
     if not isinstance(value, Reward):
         return Reward(number_of(value, about))
     if not isinstance(value.parts, Mapping) or not all(isinstance(name, str) and name for name in value.parts):
