@@ -85,4 +85,4 @@ class ClassifierRewardWorker(RewardWorker):
 
     def figures(self) -> dict[str, float]:
         """Of the step's conversations, the share that lost its beginning."""
-        return {"reward/cut_frac": self._cut} if self.options.longer == "cut" else {}
+        return super().figures() | ({"reward/cut_frac": self._cut} if self.options.longer == "cut" else {})
