@@ -126,7 +126,7 @@ class RewardWorker(Worker):
         """Weights, where there are any; the share of rollouts whose functions had been called when they were asked
         for."""
         weights = {f"reward/{name}_weight": self.weights.get(name, 1.0) for name in self.parts if self.weights}
-        return weights | ({} if self._pool is None else {"reward/ahead_frac": self._in_time})
+        return weights | ({} if self._pool is None else {"perf/rewards_ahead_frac": self._in_time})
 
     def close(self) -> None:
         if self._pool is not None:

@@ -53,14 +53,18 @@ def test_functions_of_the_pool_by_weights_and_turns(found: dict[str, dict[str, A
     assert pool["parts"] == {"later": [0.75, 0.75, 0, 0.75], "later/turns": [1, 1, 0, 1], "length": [3, 3, 0, 3]}
     assert pool["turns"] == [[0.0, 0.25], [0.0, 0.25], [0.0, 0.0], [0.0, 0.25]]
     assert pool["figures"] == pytest.approx(
-        {"reward/length_weight": 0.5, "reward/later_weight": 1.0, "reward/ahead_frac": 2 / 3}
+        {"reward/length_weight": 0.5, "reward/later_weight": 1.0, "perf/rewards_ahead_frac": 2 / 3}
     )
 
 
 def test_weights_that_change(found: dict[str, dict[str, Any]]) -> None:
     changed = found["changed"]
     assert changed["reward"] == [4.5, 4.5, 0.0, 4.5] and changed["turns"][0] == [0.0, 0.5]
-    assert changed["figures"] == {"reward/length_weight": 1.0, "reward/later_weight": 2.0, "reward/ahead_frac": 0.0}
+    assert changed["figures"] == {
+        "reward/length_weight": 1.0,
+        "reward/later_weight": 2.0,
+        "perf/rewards_ahead_frac": 0.0,
+    }
 
 
 def test_a_weight_of_no_part(found: dict[str, dict[str, Any]]) -> None:
