@@ -81,7 +81,7 @@ class RewardConfig:
     timeout: Seconds = 60.0
     """Seconds that one call of a reward function may take; the rollout has no reward then."""
     processes: CountOrNone = 0
-    """Processes of a machine in which reward functions run; 0 is half of its cores, at most 32."""
+    """Processes of a machine in which reward functions run; 0 is half of its cores, at most 64."""
     max_failed: Share = 0.1
     """Of a step's rollouts, the share that may be without a reward, because a part of it failed: they are not trained
     on and count in no mean. Where there are more the run stops and says why."""

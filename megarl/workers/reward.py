@@ -32,7 +32,7 @@ from megarl.types import Rollout, Rollouts
 from megarl.workers.context import Context, Worker
 
 _A_DAY_S = 86400.0
-_MOST = 32
+_MOST = 64
 """Processes of a machine, where `reward.processes` does not say how many."""
 
 
