@@ -27,6 +27,7 @@ from megarl.items import Items
 from megarl.keeping import Keeping
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
+from megarl.observe.control import Control
 from megarl.observe.metrics import batch_metrics, rollout_metrics
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, last_words, ranks, watching
@@ -167,11 +168,12 @@ class HybridFlow(Items, Keeping):
             ending.answer_by_saving()
         while self.step < run.num_rollout:
             if self._eval_due(first=0):
-                self.log.metrics(self.step, self._evaluate())
+                self._evaluate()
             items = self.loader.next_batch()
             self.step += 1
             self.log.begin_step(self.step)
             self._begin_step()
+            self.control.take(self.step, ranks.broadcast_object(self.control.read() if self.log.writes else None))
             # No name for what it returns: the next step would be taken with all of this one still in memory.
             metrics = self._finish_step(self.controller.step(self, items))
             last = self.step == run.num_rollout
@@ -180,10 +182,7 @@ class HybridFlow(Items, Keeping):
                 lost = self._save(must=stop)
             if stop:
                 raise ending.Stopped(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
-        if self._eval_due(first=1):
-            evaluation = self._evaluate()
-            self.log.metrics(self.step, evaluation)
-            metrics |= evaluation
+        metrics |= self._evaluate() if self._eval_due(first=1) else {}
         if run.export:
             self._export()
         if lost is not None:
@@ -215,6 +214,7 @@ class HybridFlow(Items, Keeping):
         self._begin_step()  # so that seeds do not depend on what the step before has sampled
         metrics = self.controller.evaluate(self, self.eval_items)
         self.clock.lap()  # evaluation is not part of a training step's time
+        self.log.metrics(self.step, metrics)
         return metrics
 
     # --- start ----------------------------------------------------------------------------------------------
@@ -265,9 +265,9 @@ class HybridFlow(Items, Keeping):
             ranks.together(worker.start)
         for worker in self.workers:
             worker.ready()
-        for said in ranks.all_gather_objects(self._models_here()):
-            for line in said:
-                self.log.say(line)
+        self.control = Control(self.log.run_dir, self.workers, self.log.say)
+        for line in sum(ranks.all_gather_objects(self._models_here()), []):
+            self.log.say(line)
         if newest is not None:
             self._resume(newest)
             self._begin_step()
@@ -287,8 +287,7 @@ class HybridFlow(Items, Keeping):
         for role, model in self._trained().items():
             if model.ranks.role_rank == 0:
                 layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
-                held = (*model.local_params().values(), *model.local_adapters().values())
                 where = "" if placement.colocated else f" on ranks {placement.text(role)}"
-                count = sum(map(torch.numel, held))
+                count = sum(map(torch.numel, (*model.local_params().values(), *model.local_adapters().values())))
                 lines.append(f"{role}{where}: {layout}, {count:,} parameters on rank {self.job.rank}")
         return lines

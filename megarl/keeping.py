@@ -15,6 +15,7 @@ from megarl.config import Config, ConfigError
 from megarl.controllers.base import Controller
 from megarl.data.prompts import PromptLoader
 from megarl.observe.clock import Clock
+from megarl.observe.control import Control
 from megarl.observe.run_log import RunLog
 from megarl.parallel import everyone, ranks
 from megarl.parallel.placement import placement_of
@@ -37,6 +38,7 @@ class Keeping:
     job: ranks.Job
     clock: Clock
     log: RunLog
+    control: Control
     needs: room.Needs
     step: int
 
@@ -48,7 +50,7 @@ class Keeping:
     def _save(self, must: bool) -> StorageError | None:
         """Write a checkpoint. One that cannot be written is an error if it must be, else an alarm, and returned."""
         host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
-        host["guards"] = self.log.guards.state_dict()
+        host |= {"guards": self.log.guards.state_dict(), "control": self.control.state_dict()}
 
         def write_models(folder: Path) -> dict[Path, Entry]:
             written: dict[Path, Entry] = {}
@@ -123,6 +125,7 @@ class Keeping:
             self.loader.load_state_dict(host["loader"])
             self.controller.load_state_dict(host["controller"])
             self.log.guards.load_state_dict(host.get("guards", {}))
+            self.control.load_state_dict(host.get("control", {}))
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "

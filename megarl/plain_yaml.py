@@ -58,6 +58,11 @@ def read(path: str | Path) -> Any:
             data = file.read(LARGEST + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return of_bytes(data, str(path))
+
+
+def of_bytes(data: bytes, path: str) -> Any:
+    """What a file says that has this in it. Raises ConfigError, naming file and line."""
     if len(data) > LARGEST:
         raise ConfigError(f"{path} is larger than {LARGEST >> 20} MiB, which is no configuration")
     try:
@@ -67,7 +72,7 @@ def read(path: str | Path) -> Any:
         raise ConfigError(
             f"{path} is not UTF-8 text (byte {data[error.start]:#04x} in line {line}): save it as UTF-8"
         ) from None
-    return parse(text, str(path))
+    return parse(text, path)
 
 
 def parse(text: str, where: str) -> Any:

@@ -342,8 +342,31 @@ def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path,
     done = start(folder, tmp_path / "run", "reward.functions=[sum_reward:broken]", f"rollout.replay={ppo_run}")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
-    assert line.startswith("error: reward function broken on the sample") and "ZeroDivisionError" in line
+    said = (
+        "error: 16 of 16 rollouts have no reward, more than reward.max_failed=0.1 allows: 16 x broken: it raised Zero"
+    )
+    assert line.startswith(said) and "sum_reward.py:" in line
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
+
+
+def test_weights_of_the_control_file_hold_from_the_next_step_on_and_in_a_resume(
+    ppo_run: Path, folder: Path, tmp_path: Path
+) -> None:
+    run, replay = tmp_path / "run", f"rollout.replay={ppo_run}"
+    run.mkdir()
+    (run / "control.yaml").write_text("reward: {weights: {even: 0.25}}\n")
+    functions = "reward.functions=[sum_reward:even,sum_reward:same]"
+    train(folder, run, "algorithm=grpo", functions, replay, "run.num_rollout=1")
+    (run / "control.yaml").write_text("reward: {weights: {evn: 0.5}}\n")
+    train(folder, run, "algorithm=grpo", functions, replay, "run.num_rollout=2", "run.resume=auto")
+    first, second = (row for row in metrics_of(run) if "rollout/reward_mean" in row)
+    for row in (first, second):
+        assert row["rollout/reward_mean"] == pytest.approx(0.25 * row["reward/even"] + 1.0)
+        assert (row["reward/even_weight"], row["reward/same_weight"], row["reward/same"]) == (0.25, 1.0, 1.0)
+    log = (run / "log.txt").read_text()
+    assert "control.yaml, from step 1 on: reward.weights={'even': 0.25}" in log
+    assert "as control.yaml has set it: reward.weights={'even': 0.25}" in log
+    assert "no part of the reward is called 'evn'; did you mean even" in log and "nothing is changed by it" in log
 
 
 def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_two_nodes(

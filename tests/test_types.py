@@ -273,6 +273,41 @@ def test_figures_of_all_and_rollouts_where_they_are():
         assert rest.length.tolist() == [2, 8, 8] and len(rest.here) == len(rest.own)
 
 
+def test_rewards_of_turns_are_a_column_where_any_rank_has_one():
+    """An action turn's on its last token; of one without tokens it is left to the sequence's."""
+    turns = [Turn((1, 2)), Turn((7, 8), (0.0, 0.0), True, reward=0.5), Turn((4,)), Turn((9,), (0.0,), True)]
+    turns += [Turn((), (), True, reward=0.25)]
+    one = Rollout(Prompt("p", ()), tuple(turns), reward=2.0)
+    assert TrainBatch.from_rollouts(IN_ORDER).turn_rewards is None
+    batch = TrainBatch.from_rollouts([SHORT, one])
+    assert batch.turn_rewards.tolist() == [0, 0] + [0, 0, 0, 0.5, 0, 0] and batch.sequence_reward[1] == 2.0
+    assert batch.select([1]).turn_rewards.tolist() == [0, 0, 0, 0.5, 0, 0]
+    with pytest.raises(ValueError, match="only an action turn has a reward"):
+        Turn((1,), reward=1.0)
+
+    def work(rank: Thread) -> list[float]:
+        mine = [] if rank.rank == 1 else [one if rank.rank else SHORT]
+        rollouts = Rollouts.of(mine, None, rank)
+        assert rollouts.rewarded_turns.tolist() == [0, 2]
+        return TrainBatch.from_rollouts(rollouts).turn_rewards.tolist()
+
+    assert as_ranks(3, work) == [[0.0, 0.0], [], [0, 0, 0, 0.5, 0, 0]]
+
+
+def test_why_there_is_no_reward_is_known_to_all():
+    def scored(rank: Thread) -> Rollouts:
+        rollouts = dealt(rank)
+        why = {} if rank.rank == 0 else {"a": "late", "b": "raised"}
+        return rollouts.with_([dataclasses.replace(r, unscored=why) for r in rollouts.here])
+
+    for rollouts in as_ranks(3, scored):
+        assert rollouts.unscored.tolist() == [0, 2, 2, 0, 0]
+        samples = [OTHER.prompt.id, EXAMPLE.prompt.id]
+        assert rollouts.unscored_for == tuple(
+            (part, why, sample) for sample in samples for part, why in (("a", "late"), ("b", "raised"))
+        )
+
+
 def test_new_rewards_are_known_to_all():
     def scored(rank: Thread) -> Rollouts:
         rollouts = dealt(rank)

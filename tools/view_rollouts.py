@@ -83,7 +83,8 @@ def find_tokenizer(run_dir: Path) -> Decode:
 def head_line(record: Record) -> str:
     """One line of figures: prompt, reward and its parts, advantage, how it ended, length."""
     rollout = record.rollout
-    parts = [f"prompt {rollout.prompt.id}", f"group {rollout.group}", f"reward {rollout.reward:g}"]
+    reward = f"no reward: {', '.join(rollout.unscored)}" if rollout.unscored else f"reward {rollout.reward:g}"
+    parts = [f"prompt {rollout.prompt.id}", f"group {rollout.group}", reward]
     if len(rollout.reward_parts) > 1:
         parts.append("(" + ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items()) + ")")
     if record.advantage is not None:
@@ -105,6 +106,8 @@ def turn_label(index: int, turn: Turn) -> str:
     label = f"turn {index}: policy, {count} tokens, weights {turn.weight_version}"
     if count:
         label += f", mean log-prob {np.mean(turn.logprobs, dtype=np.float64):.3f}"
+    if turn.reward:
+        label += f", reward {turn.reward:g}"
     return label
 
 

@@ -11,16 +11,23 @@ def token_rewards(
     loss_mask: torch.Tensor,
     kl: torch.Tensor | None = None,
     kl_coef: float = 0.0,
+    turn_rewards: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T] rewards: the outcome on the last action token of each sequence, minus `kl_coef * kl` on each action token.
 
     `sequence_reward` [N], `cu_seqlens` [N + 1], `loss_mask` [T] bool, `kl` [T] nats (only its action tokens are read).
-    A sequence without an action token gets no reward anywhere.
+    `turn_rewards` [T]: the part of `sequence_reward` that belongs to single turns, where each is to be (only action
+    tokens are read); the outcome is the rest of it. So a sequence's rewards without the KL add up to its
+    `sequence_reward` in any case. A sequence without an action token gets no reward anywhere.
     """
     if kl is None:
         rewards = sequence_reward.new_zeros(len(loss_mask))
     else:
         rewards = (-kl_coef * kl.to(sequence_reward.dtype)).masked_fill_(~loss_mask, 0.0)
+    if turn_rewards is not None:
+        placed = turn_rewards.to(rewards.dtype).masked_fill(~loss_mask, 0.0)
+        rewards = rewards + placed
+        sequence_reward = sequence_reward - sequence_sums(placed, cu_seqlens)
     last = last_action(cu_seqlens, loss_mask)
     has_action = last >= 0
     rewards[last[has_action]] += sequence_reward[has_action]  # no index twice: one last action per sequence

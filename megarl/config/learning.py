@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from megarl.config.job import Weight
-from megarl.strict import Count, Positive, Range, Seconds, Share
+from megarl.strict import Count, CountOrNone, Positive, Range, Seconds, Share
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,23 @@ _OF_KIND: dict[str, tuple[Literal["token", "sequence", "geometric"], float, floa
 @dataclass(frozen=True)
 class RewardConfig:
     functions: tuple[str, ...] = ()
-    """Reward functions as `module:name`; each takes a Rollout and returns a number, at most 1e6. The reward is their
+    """Reward functions as `module:name`; each takes a Rollout and returns a number, at most 1e6, or a `Reward`. They
+    run in processes beside the ranks while generation goes on, coroutine functions many at once. The reward is their
     sum."""
+    weights: dict[str, Any] = field(default_factory=dict)
+    """What each part of the reward counts for in that sum: functions by name, `model`, `service`; others count as they
+    are. Changes while the run goes on where `control.yaml` in the run folder says so, see `rewards/README.md`."""
     model: str = ""
     """HF folder of a reward model, as `algorithm: reward_model` exports it, with the policy's tokenizer: its score of
     the whole conversation is added to the reward. It is computed in fp32 on the job's ranks, laid out as the policy, or
     by `roles.reward.parallel`; with `roles.reward.backend=transformers` it may be any sequence classifier."""
     timeout: Seconds = 60.0
-    """Seconds that one call of a reward function may take; the run stops then and names it."""
+    """Seconds that one call of a reward function may take; the rollout has no reward then."""
+    processes: CountOrNone = 0
+    """Processes of a machine in which reward functions run; 0 is half of its cores, at most 64."""
+    max_failed: Share = 0.1
+    """Of a step's rollouts, the share that may be without a reward, because a part of it failed: they are not trained
+    on and count in no mean. Where there are more the run stops and says why."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megarl.config import Config
 from megarl.controllers.base import Controller
 from megarl.controllers.losses import chosen_loss
 from megarl.observe.metrics import rollout_metrics
+from megarl.rewards.unscored import unscored_reasons
 from megarl.types import ModelOutput, Prompt, Rollouts, Status, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
@@ -43,18 +44,21 @@ class PolicyController(Controller):
         metrics = {}
         for name, greedy in (("greedy", True), ("sampled", False)):
             rollouts = flow.reward.score(flow.rollout.generate(items, 1, greedy=greedy))
+            if reasons := unscored_reasons(rollouts):
+                flow.log.say(f"evaluation, {name}: answers without a reward, which count in no mean: {reasons}")
             for metric, value in rollout_metrics(rollouts).items():
                 figure, _, source = metric.removeprefix("rollout/").partition("/")
                 short = figure.replace("reward_mean", "reward")
-                if short in ("reward", "turns_mean", "response_length_mean", "aborted_frac"):
+                if short in ("reward", "turns_mean", "response_length_mean", "aborted_frac", "reward_failed_frac"):
                     metrics[f"eval/{short}_{name}" + (f"/{source}" if source else "")] = value
         return metrics
 
 
 def trained(rollouts: Rollouts, config: Config) -> Rollouts:
-    """Those that losses and statistics of groups are about: no aborted one, and none that was cut off where
-    `loss.truncated` says `drop`."""
-    return rollouts.select(~rollouts.are("aborted", *(CUT_OFF if config.loss.truncated == "drop" else ())))
+    """Those that losses and statistics of groups are about: no aborted one, none whose reward failed, and none that was
+    cut off where `loss.truncated` says `drop`."""
+    gone = rollouts.are("aborted", *(CUT_OFF if config.loss.truncated == "drop" else ()))
+    return rollouts.select(~gone & (rollouts.unscored == 0))
 
 
 def masked(batch: TrainBatch, rollouts: Rollouts, config: Config) -> TrainBatch:

@@ -81,7 +81,8 @@ class PPOController(PolicyController):
             kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, mask)
             kl_mean = token_mean(kl, mask, batch.total)
             penalty = kl if config.kl.place == "reward" else None
-        rewards = token_rewards(batch.sequence_reward[batch.own], batch.cu_seqlens, mask, penalty, self.kl.coef)
+        outcome, turns = batch.sequence_reward[batch.own], batch.turn_rewards
+        rewards = token_rewards(outcome, batch.cu_seqlens, mask, penalty, self.kl.coef, turns)
         discount, lam = config.advantage.gamma, self.lam(batch, taken)
         critic_lam = self.options.critic_lam
         if critic_lam is None and isinstance(lam, float):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 
 import torch
 
@@ -29,12 +30,20 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     `response_length_mean/<source>` and `count/<source>`, the number of rollouts.
 
     `aborted_frac` is the share of aborted ones, which nothing else here contains: it stands alone where all are.
+    `reward_failed_frac` is the share of the others that have no reward, because a part of it failed, and
+    `reward/NAME_failed_frac` says of which part that failed how often; what is said of rewards is of the rest.
     """
     if not len(rollouts):
         return {}
     whole = rollouts.select(~rollouts.are("aborted"))
-    aborted = {"rollout/aborted_frac": 1 - len(whole) / len(rollouts)}
-    return aborted | (_of_whole(whole) if len(whole) else {})
+    metrics = {"rollout/aborted_frac": 1 - len(whole) / len(rollouts)}
+    if not len(whole):
+        return metrics
+    scored = whole.select(whole.unscored == 0)
+    metrics["rollout/reward_failed_frac"] = 1 - len(scored) / len(whole)
+    for name, count in Counter(part for part, _, _ in rollouts.unscored_for).items():
+        metrics[f"reward/{name}_failed_frac"] = count / len(whole)
+    return metrics | (_of_rewards(scored) if len(scored) else {}) | _of_whole(whole)
 
 
 def batch_metrics(batch: TrainBatch, seconds: float, world: int) -> dict[str, float]:
@@ -52,8 +61,7 @@ def batch_metrics(batch: TrainBatch, seconds: float, world: int) -> dict[str, fl
     return found | {"actor/advantage_mean": mean, "actor/advantage_variance": variance}
 
 
-def _of_whole(rollouts: Rollouts) -> dict[str, float]:
-    count = len(rollouts)
+def _of_rewards(rollouts: Rollouts) -> dict[str, float]:
     rewards = rollouts.reward.tolist()
     metrics = {
         "rollout/reward_mean": statistics.fmean(rewards),
@@ -61,6 +69,26 @@ def _of_whole(rollouts: Rollouts) -> dict[str, float]:
         "rollout/reward_variance": statistics.pvariance(rewards),
         "rollout/reward_min": min(rewards),
         "rollout/reward_max": max(rewards),
+    }
+    _, row = torch.unique(rollouts.group, return_inverse=True)
+    if (groups := int(row.max()) + 1) < len(rollouts):
+        ends = rollouts.reward.new_zeros(2, groups)
+        lowest, highest = (
+            ends[i].scatter_reduce(0, row, rollouts.reward, reduce=way, include_self=False)
+            for i, way in enumerate(("amin", "amax"))
+        )
+        metrics["rollout/zero_spread_frac"] = _mean(lowest == highest)
+    parts = rollouts.reward_parts
+    if len(parts) > 1 or any(not torch.equal(part, rollouts.reward) for part in parts.values()):
+        for name, part in parts.items():  # a single one is the reward itself, unless it is weighed
+            metrics[f"reward/{name}"] = statistics.fmean(part.tolist())
+    for source, among in of_sources(rollouts.source, rollouts.sources).items():
+        metrics[f"rollout/reward_mean/{source}"] = statistics.fmean(rollouts.reward[among].tolist())
+    return metrics
+
+
+def _of_whole(rollouts: Rollouts) -> dict[str, float]:
+    metrics = {
         "rollout/response_length_mean": _mean(rollouts.actions),
         "rollout/response_length_max": float(rollouts.actions.max()),
         "rollout/prompt_length_mean": _mean(rollouts.prompt_length),
@@ -72,28 +100,11 @@ def _of_whole(rollouts: Rollouts) -> dict[str, float]:
         "rollout/truncated_frac": _mean(rollouts.are("length")),
         "rollout/max_turns_frac": _mean(rollouts.are("max_turns")),
     }
-    _, row = torch.unique(rollouts.group, return_inverse=True)
-    if (groups := int(row.max()) + 1) < count:
-        ends = rollouts.reward.new_zeros(2, groups)
-        lowest, highest = (
-            ends[i].scatter_reduce(0, row, rollouts.reward, reduce=way, include_self=False)
-            for i, way in enumerate(("amin", "amax"))
-        )
-        metrics["rollout/zero_spread_frac"] = _mean(lowest == highest)
     if drafted := int(rollouts.drafted.sum()):
         metrics["rollout/draft_accepted"] = int(rollouts.accepted.sum()) / drafted
     if supported := int(rollouts.supported.sum()):
         metrics["rollout/support_mean"] = supported / int(rollouts.actions.sum())
-    if len(rollouts.reward_parts) > 1:  # a single part is the reward itself
-        for name, part in rollouts.reward_parts.items():
-            metrics[f"reward/{name}"] = statistics.fmean(part.tolist())
-    return metrics | _by_source(rollouts)
-
-
-def _by_source(rollouts: Rollouts) -> dict[str, float]:
-    metrics: dict[str, float] = {}
     for source, among in of_sources(rollouts.source, rollouts.sources).items():
-        metrics[f"rollout/reward_mean/{source}"] = statistics.fmean(rollouts.reward[among].tolist())
         metrics[f"rollout/response_length_mean/{source}"] = _mean(rollouts.actions[among])
         metrics[f"rollout/count/{source}"] = float(among.sum())
     return metrics

@@ -6,8 +6,9 @@ tokens of all turns of a rollout end to end; `turn_lengths` says where one turn 
     number               int32    which rollout of its step, from 0
     group                int64    which prompt of its step: samples of one prompt share it
     status, failure      string   how it ended; of an aborted one, what cut it off
-    reward               float64
-    reward_parts         JSON     {name: value}
+    reward               float64  that of its turns included
+    reward_parts         JSON     {name: value}, before their weights
+    unscored             JSON     {part: why} where it has no reward
     advantage, logprob   float64  means over the policy's tokens; null where there are none
     tool_calls, tool_errors, drafted, accepted   int32
     seed                 int64
@@ -15,6 +16,7 @@ tokens of all turns of a rollout end to end; `turn_lengths` says where one turn 
     turn_is_action       [bool]   whether the policy wrote the turn
     turn_weight_version  [int32]  -1 for what no policy wrote
     turn_versions        JSON     {turn: [[version, tokens], ...]} of turns whose weights changed within; else null
+    turn_rewards         [double] what each turn itself was found to be worth
     token_ids            [int32]
     logprobs             [float]  as the engine reported them, 0 for what the policy did not write
     advantages           [float]  null where the rollout was not trained on
@@ -39,7 +41,7 @@ import pyarrow as pa
 from megarl.observe import exact_json
 from megarl.types import Prompt, Rollout, Status, Turn, no_logprobs
 
-FORMAT = 1
+FORMAT = 2
 """Another number for other columns."""
 
 
@@ -51,17 +53,29 @@ _KINDS: dict[pa.DataType, tuple[str, ...]] = {
     pa.int32(): ("number", "tool_calls", "tool_errors", "drafted", "accepted"),
     pa.int64(): ("group", "seed"),
     pa.float64(): ("reward", "advantage", "logprob"),
-    pa.string(): ("status", "failure", "reward_parts", "messages", "id", "data_source", "ground_truth", "tools")
+    pa.string(): (
+        "status",
+        "failure",
+        "reward_parts",
+        "unscored",
+        "messages",
+        "id",
+        "data_source",
+        "ground_truth",
+        "tools",
+    )
     + ("extra", "prompt_messages", "turn_versions"),
     _list(pa.int32()): ("turn_lengths", "turn_weight_version", "token_ids", "prompt_token_ids"),
     _list(pa.bool_()): ("turn_is_action",),
     _list(pa.float32()): ("logprobs", "advantages"),
+    _list(pa.float64()): ("turn_rewards",),
 }
 _TYPES = {name: kind for kind, names in _KINDS.items() for name in names}
 _ORDER = (
-    *("number", "group", "status", "failure", "reward", "reward_parts", "advantage", "logprob", "tool_calls"),
+    *("number", "group", "status", "failure", "reward", "reward_parts", "unscored", "advantage", "logprob"),
+    "tool_calls",
     *("tool_errors", "drafted", "accepted", "seed", "turn_lengths", "turn_is_action", "turn_weight_version"),
-    "turn_versions",
+    *("turn_versions", "turn_rewards"),
     *("token_ids", "logprobs", "advantages", "messages", "id", "data_source", "ground_truth", "tools", "extra"),
     *("prompt_messages", "prompt_token_ids"),
 )
@@ -121,6 +135,7 @@ def to_batch(
         "failure": [_plain(rollout.failure) for rollout in rollouts],
         "reward": [float(rollout.reward) for rollout in rollouts],
         "reward_parts": [exact_json.dumps(rollout.reward_parts) for rollout in rollouts],
+        "unscored": [exact_json.dumps(rollout.unscored) for rollout in rollouts],
         "advantage": [
             None if values is None else _mean(values[mask[a:b]])
             for values, (a, b) in zip(advantages, spans, strict=True)
@@ -134,6 +149,7 @@ def to_batch(
         "turn_is_action": (turn_ends, written),
         "turn_weight_version": (turn_ends, np.array([turn.weight_version for turn in turns], np.int32)),
         "turn_versions": [_several(rollout) for rollout in rollouts],
+        "turn_rewards": (turn_ends, np.array([turn.reward for turn in turns], np.float64)),
         "token_ids": (ends, tokens),
         "logprobs": (ends, logprobs),
         "advantages": (_ends(map(len, own)), _joined(own, np.float32), [values is None for values in advantages]),
@@ -210,16 +226,20 @@ def to_record(row: dict[str, Any]) -> Record:
         raise ValueError(f"turns of {ends[-1]} tokens with {len(tokens)} token ids and {len(logprobs)} logprobs")
     if len(tokens) and tokens.min() < 0:
         raise ValueError("a token id is negative")
-    spans = zip(ends, ends[1:], row["turn_is_action"].tolist(), row["turn_weight_version"].tolist(), strict=False)
+    columns = (row[name].tolist() for name in ("turn_is_action", "turn_weight_version", "turn_rewards"))
+    spans = zip(ends, ends[1:], *columns, strict=False)
     several = {} if row["turn_versions"] is None else _json(row, "turn_versions", dict)
     own = [_spans(several.get(str(number), ())) for number in range(len(ends) - 1)]
     turns = tuple(
-        Turn(tokens[a:b], logprobs[a:b] if written else no_logprobs(), written, version, versions)
-        for (a, b, written, version), versions in zip(spans, own, strict=True)
+        Turn(tokens[a:b], logprobs[a:b] if written else no_logprobs(), written, version, versions, reward)
+        for (a, b, written, version, reward), versions in zip(spans, own, strict=True)
     )
     first, parts = row["prompt_token_ids"], _json(row, "reward_parts", dict)
     if wrong := [name for name, value in parts.items() if type(value) not in (int, float)]:
         raise ValueError(f"its reward part {wrong[0]} is {parts[wrong[0]]!r}, not a number")
+    unscored = _json(row, "unscored", dict)
+    if wrong := [part for part, why in unscored.items() if not isinstance(why, str)]:
+        raise ValueError(f"why it has no {wrong[0]} is {unscored[wrong[0]]!r}, not text")
     prompt = Prompt(
         id=row["id"],
         messages=tuple(_json(row, "prompt_messages", list)),
@@ -235,6 +255,7 @@ def to_record(row: dict[str, Any]) -> Record:
         turns=turns,
         messages=tuple(_json(row, "messages", list)),
         reward_parts=parts,
+        unscored=unscored,
         **{name: row[name] for name in names},
     )
     if row["advantages"] is not None and len(row["advantages"]) != len(tokens):
@@ -247,7 +268,8 @@ def check_turns(row: dict[str, Any]) -> None:
     lengths, written = row["turn_lengths"], row["turn_is_action"]
     if row["status"] not in get_args(Status):
         raise ValueError(f"a rollout does not end as {row['status']!r}")
-    if not len(lengths) == len(written) == len(row["turn_weight_version"]):
+    others = [row[name] for name in ("turn_weight_version", "turn_rewards") if name in row]
+    if any(len(other) != len(lengths) for other in (written, *others)):
         raise ValueError("its turns are not as many in every column")
     if not len(lengths) or written[0]:
         raise ValueError("its first turn is not a prompt")

@@ -50,6 +50,8 @@ changes.jsonl    keys that were changed when the run was resumed, each with the 
                  ({"step": 21, "key": "actor_optimizer.lr", "old": 1e-06, "new": 5e-07, "time": ...}); config.yaml has
                  the last values. What a run is cannot change: algorithm, run.seed, model.path, model.dtype, data.train
                  and how it is dealt out, lora, critic.path, and whether train.mtp is 0
+control.yaml     yours, if you like: what may change while it runs, from the next step on, such as
+                 reward: {weights: {gsm8k: 0.5, model: 0.5}}
 log.txt          what the run said, with the time
 logs/            what each SGLang engine said; the traceback of a rank that failed
 metrics.jsonl    one line of metrics per step and per evaluation: {"step": 12, "time": ..., "rollout/reward_mean": ...}

@@ -20,6 +20,7 @@ from megarl.observe.run_folder import Change, RunFolder, claim
 from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
 from megarl.parallel import ranks
+from megarl.rewards.unscored import unscored_reasons
 from megarl.rollout.aborted import abort_reasons
 from megarl.types import Rollouts, TrainBatch
 
@@ -142,6 +143,8 @@ class RunLog:
         self._tracker.log(step, metrics)
         if rollouts is not None and (reasons := abort_reasons(rollouts)):
             self.say(f"step {step}: aborted rollouts, which nothing is trained on: {reasons}")
+        if rollouts is not None and (reasons := unscored_reasons(rollouts)):
+            self.say(f"step {step}: rollouts without a reward, which nothing is trained on: {reasons}")
         self._progress.step(step, metrics)
         self._note(self._progress.line(step, metrics))
 

@@ -25,7 +25,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from megarl import forks, strict
 from megarl.config import Config, ConfigError, Range
-from megarl.rewards.failed import Failed
+from megarl.rewards.result import Failed
 from megarl.strict import Count, Seconds
 
 WHERE = "roles.reward.options."
@@ -119,7 +119,7 @@ class Asker:
             for url in self.options.url:
                 found = await self._answer(session, [url], path, None)
                 if isinstance(found, Failed):
-                    raise ConfigError(found.reason)
+                    raise ConfigError(found.why)
 
     async def _all(self, bodies: Sequence[bytes], path: str) -> list[Answer | Failed]:
         at_once = asyncio.Semaphore(self.options.concurrency)

@@ -6,8 +6,10 @@ from typing import Any
 
 from megarl.config import Config, ConfigError
 from megarl.parallel.roles import MEGATRON, role_settings
+from megarl.rewards import judge, service
 from megarl.rewards.classifier import ClassifierOptions
 from megarl.rewards.functions import load_functions
+from megarl.rewards.fusion import checked_weights
 from megarl.rewards.judge import JudgeOptions
 from megarl.rewards.service import ServiceOptions
 from megarl.types.declared import Declared
@@ -18,7 +20,7 @@ def check_reward(config: Config, declared: Declared, options: dict[str, Any]) ->
 
     options: of the role's worker, one of ours; `reward_fn` may be among them.
     """
-    functions, model = load_functions(config.reward.functions), config.reward.model
+    functions, model = list(load_functions(config.reward.functions)), config.reward.model
     backend = role_settings(config, "reward").backend or MEGATRON
     rest = {name: value for name, value in options.items() if name != "reward_fn"}
     if backend in (MEGATRON, "pool") and rest:
@@ -40,3 +42,7 @@ def check_reward(config: Config, declared: Declared, options: dict[str, Any]) ->
             f"reward.functions is empty; {declared.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or "
             "reward.model, or what answers elsewhere, roles.reward.backend=http or judge"
         )
+    given = options.get("reward_fn")
+    parts = functions if given is None else [getattr(given, "__name__", "reward_fn")]
+    parts += {"http": [service.PART], "judge": [judge.PART]}.get(backend, ["model"] if model else [])
+    checked_weights(config.reward.weights, parts)

@@ -1,36 +1,31 @@
-"""Reward functions: found by name, called on finished rollouts, their sum written into the rollout."""
+"""Reward functions: found by name, and what they return made sense of."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from megarl import forks
 from megarl.config import ConfigError
-from megarl.rewards.deadline import Deadline, TookTooLong
+from megarl.rewards.result import Failed, Reward, Verdict
 from megarl.types import Rollout
 
-RewardFunction = Callable[[Rollout], float]
-"""Looks at a finished rollout and returns a number of at most `LARGEST`; a bool counts as 0 or 1. It is given a copy of
-what could be changed, without the engine's records of routing and of what could have been sampled."""
+RewardFunction = Callable[[Rollout], Any]
+"""Looks at a finished rollout and returns a number of at most `LARGEST`, where a bool counts as 0 or 1, or a `Reward`;
+a coroutine function is awaited. It is given a copy of what could be changed, without the engine's records of routing
+and of what could have been sampled."""
 
 Parts = tuple[float, dict[str, float]]
-"""What is added to a rollout's reward, and the parts of it by name."""
+"""What a service adds to a rollout's reward, and the parts of it by name."""
 
 LARGEST = 1e6
 """Beyond it fp32 can no longer tell advantages apart: squares that are summed have 24 bits."""
-_OURS = Path(__file__).parents[1]
 
 
 class RewardError(ConfigError):
-    """A reward function that raised, took too long, or returned something else than a number."""
+    """A reward that raised, took too long, or is something else than a number."""
 
 
 def load_functions(names: Sequence[str]) -> dict[str, RewardFunction]:
@@ -54,10 +49,10 @@ def checked(function: Any, what: str) -> RewardFunction:
         raise ConfigError(f"{what} is a {type(function).__name__}, not a function of a Rollout")
     if isinstance(function, type):
         raise ConfigError(f"{what} is a class, and calling it gives an object, not a number; name a function")
-    called = (function, getattr(function, "func", None), type(function).__call__)  # a partial's, an object's
-    for kind in called:
-        if inspect.iscoroutinefunction(kind) or inspect.isasyncgenfunction(kind) or inspect.isgeneratorfunction(kind):
-            raise ConfigError(f"{what} is a coroutine or a generator; it must return a number when it is called")
+    if any(map(inspect.isasyncgenfunction, _called(function))) or any(
+        map(inspect.isgeneratorfunction, _called(function))
+    ):
+        raise ConfigError(f"{what} is a generator; it must return a number when it is called")
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
@@ -67,52 +62,58 @@ def checked(function: Any, what: str) -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
-def score(
-    rollouts: Sequence[Rollout], functions: Mapping[str, RewardFunction], timeout: float = math.inf
-) -> list[Rollout]:
-    """New rollouts, in the same order: `reward_parts` holds each function's number by name, `reward` is their sum.
+def is_async(function: RewardFunction) -> bool:
+    """Whether what it returns is to be awaited."""
+    return any(map(inspect.iscoroutinefunction, _called(function)))
 
-    timeout: seconds of one call. A rollout that was aborted is shown to no function, its reward is 0 without parts.
-    Raises RewardError, naming the function and the sample, when a function raises, takes too long or returns something
-    else than a number of at most `LARGEST`.
+
+def _called(function: Any) -> tuple[Any, ...]:
+    """What a call of it comes down to, where that is a partial or an object."""
+    return function, getattr(function, "func", None), type(function).__call__
+
+
+def reward_of(value: Any, turns: int, about: str = "it") -> Reward:
+    """What a function has returned for a rollout with so many turns of the policy's, made sense of.
+
+    Raises RewardError, which begins with `about`, for anything but finite numbers of at most `LARGEST` where they
+    belong.
     """
-    deadline = Deadline(timeout) if functions and math.isfinite(timeout) else None
-    scored = []
-    with deadline or nullcontext():
-        for rollout in rollouts:
-            if rollout.status == "aborted":
-                scored.append(replace(rollout, reward=0.0, reward_parts={}))
-                continue
-            parts = {name: _call(name, function, rollout, deadline) for name, function in functions.items()}
-            scored.append(replace(rollout, reward=math.fsum(parts.values()), reward_parts=parts))
-    return scored
+    if isinstance(value, Mapping):
+        if unknown := [name for name in value if name not in ("reward", "parts", "turns")]:
+            raise RewardError(f"{about} returned {unknown[0]!r}, which is none of reward, parts, turns")
+        if "reward" not in value and value.get("turns") is None:
+            raise RewardError(f"{about} returned neither `reward` nor `turns`")
+        given = {name: item for name, item in value.items() if item is not None or name == "reward"}
+        value = Reward(**given)
+    if not isinstance(value, Reward):
+        return Reward(number_of(value, about))
+    if not isinstance(value.parts, Mapping) or not all(isinstance(name, str) and name for name in value.parts):
+        raise RewardError(f"{about} returned `parts` that are no mapping of names to numbers")
+    of_turns = value.turns.tolist() if hasattr(value.turns, "tolist") else value.turns
+    if not isinstance(of_turns, list | tuple):
+        raise RewardError(f"{about} returned `turns` that are a {type(of_turns).__name__}, not a list of numbers")
+    if of_turns and len(of_turns) != turns:
+        raise RewardError(f"{about} returned {len(of_turns)} `turns` for {turns} turns of the policy's")
+    found = Reward(
+        number_of(value.reward, about),
+        {name: number_of(part, f"{about}, part {name},") for name, part in value.parts.items()},
+        tuple(number_of(turn, f"{about}, turn {number},") for number, turn in enumerate(of_turns)),
+    )
+    number_of(worth(found), f"{about}, with its turns,")
+    return found
 
 
-def _call(name: str, function: RewardFunction, rollout: Rollout, deadline: Deadline | None) -> float:
-    about = f"reward function {name} on the sample {rollout.prompt.id!r}"
-    shown = _unharmed(rollout)
+def of_model(score: float) -> Verdict:
+    """What a model's score of a conversation comes to."""
     try:
-        try:
-            if deadline is not None:
-                deadline.begin(about)
-            value: Any = function(shown)
-            number = number_of(value, about)
-        finally:
-            if deadline is not None:
-                deadline.end()
-    except (RewardError, KeyboardInterrupt):
-        raise
-    except TookTooLong:
-        limit = 0.0 if deadline is None else deadline.seconds
-        late = f"{about} took longer than reward.timeout={limit:g} s; make it faster or raise that"
-        raise RewardError(late) from None
-    except BaseException as error:  # noqa: B036  whatever the user's function raises, sys.exit too
-        frames = traceback.extract_tb(error.__traceback__)
-        place = Path(frames[-1].filename)
-        if isinstance(error, SystemExit) and place.is_relative_to(_OURS) and place.parent != Path(__file__).parent:
-            raise  # of a handler of signals, which came in the middle
-        raise RewardError(f"{about} raised {forks.worded(error)} ({place}:{frames[-1].lineno})") from error
-    return number
+        return Reward(number_of(score, "the model"))
+    except RewardError as error:
+        return Failed(f"{error} (reward.model)")
+
+
+def worth(reward: Reward) -> float:
+    """Of the conversation as a whole and of its turns."""
+    return math.fsum((reward.reward, *reward.turns))
 
 
 def number_of(value: Any, about: str) -> float:
@@ -124,6 +125,8 @@ def number_of(value: Any, about: str) -> float:
             shown = repr(str(value)[:80])
         except Exception:  # its __str__ is a user's, too
             shown = "which cannot be shown"
+        if isinstance(value, Awaitable):
+            shown = "which nobody awaits: make it a function by `async def`"
         raise RewardError(f"{about} returned a {type(value).__name__}, {shown}; it must return a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise RewardError(f"{about} returned {value}; it must return a finite number")
@@ -133,27 +136,3 @@ def number_of(value: Any, about: str) -> float:
             f"{about} returned {size}; beyond {LARGEST:g} the advantages of all others drown in fp32: scale it"
         )
     return float(value)
-
-
-def _unharmed(rollout: Rollout) -> Rollout:
-    """The rollout with copies of all that a function could change in place."""
-    prompt = rollout.prompt
-    own = replace(
-        prompt,
-        messages=_copied(prompt.messages),
-        ground_truth=_copied(prompt.ground_truth),
-        extra=_copied(prompt.extra),
-    )
-    turns = tuple(map(replace, rollout.turns))  # a turn makes its arrays read-only, which pickling undoes
-    told = replace(rollout, prompt=own, turns=turns, messages=_copied(rollout.messages), reward_parts={})
-    return replace(told, routing=None, support=None)
-
-
-def _copied(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([_copied(item) for item in value])
-    return copy.deepcopy(value)

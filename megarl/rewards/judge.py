@@ -23,8 +23,8 @@ import regex
 from megarl import forks, strict
 from megarl.config import ConfigError
 from megarl.rewards.asking import WHERE, Answer, Asker, AskingOptions, shown
-from megarl.rewards.failed import Failed
 from megarl.rewards.functions import LARGEST, Parts
+from megarl.rewards.result import Failed
 from megarl.types import Message, Rollout
 
 PART = "judge"

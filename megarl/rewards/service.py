@@ -25,8 +25,8 @@ import orjson
 
 from megarl import strict
 from megarl.rewards.asking import Answer, Asker, AskingOptions, shown
-from megarl.rewards.failed import Failed
 from megarl.rewards.functions import Parts, RewardError, number_of
+from megarl.rewards.result import Failed
 from megarl.strict import Count
 from megarl.types import Rollout
 

@@ -20,7 +20,7 @@ from megarl.rollout.room import AHEAD
 from megarl.rollout.stream import AtWork, Stream
 from megarl.rollout.tool_calls import parser
 from megarl.rollout.tools import ToolPool
-from megarl.types import Prompt
+from megarl.types import Prompt, Rollout
 
 T = TypeVar("T")
 _LOOK_S = 1.0
@@ -44,11 +44,19 @@ class Conversations:
     """Rollouts by one engine, in a thread of their own; its tools' processes are kept from one call to the next, until
     `close`.
 
-    routing: of the engine's record of it, where the rollouts are to carry one.
+    routing: of the engine's record of it, where the rollouts are to carry one. ended: as of `Surroundings`.
     """
 
-    def __init__(self, engine: Engine, chat: Chat, config: RolloutConfig, routing: RoutingShape | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        config: RolloutConfig,
+        routing: RoutingShape | None = None,
+        ended: Callable[[Rollout], None] = lambda rollout: None,
+    ) -> None:
         self._engine, self._chat, self._config, self._routing = engine, chat, config, routing
+        self._ended = ended
         self._loop = asyncio.new_event_loop()  # the processes belong to one
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
         self._tools: ToolPool | None = None
@@ -186,7 +194,7 @@ class Conversations:
             log = engine.log.with_name(f"tools_{engine.index}.log")
             self._tools = ToolPool(chat.tools, config.tool_timeout, AHEAD * config.concurrency, log)
         parse = parser(client, engine.tool_call_parser, engine.tool_call_marker)
-        return Surroundings(chat, self._tools, parse, config)
+        return Surroundings(chat, self._tools, parse, config, ended=self._ended)
 
     async def _let_go(self, gathered: Gathered) -> Gathered:
         """See to it that the engine does not work on what was aborted. It lets go of everything: a stream goes on

@@ -143,9 +143,12 @@ async def carry_on(
     async def converse(one: Partial, seat: Seat) -> Partial:
         params = sampling_params(around.config, around.chat, greedy, one.seed)
         try:
-            return await run_conversation(one, seat, around, params, deadline)
+            done = await run_conversation(one, seat, around, params, deadline)
         finally:
             seat.leave()
+        if done.status not in (None, "aborted"):
+            around.ended(done.rollout(0))
+        return done
 
     async with asyncio.TaskGroup() as own:
         tasks = {sample: own.create_task(converse(begun[sample], seat)) for sample, seat in seats.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from megarl.rollout.client import Policy, RequestFailed
 from megarl.rollout.partial import Partial, joined
 from megarl.rollout.tool_calls import Parse, Reply
 from megarl.rollout.tools import ToolPool, ToolResult
-from megarl.types import Message, Status, Turn, ids_of
+from megarl.types import Message, Rollout, Status, Turn, ids_of
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class Surroundings:
     """What a conversation needs besides the policy.
 
     halt: set where all are to stop as they are, and go on in a later step. Whoever sets it sees to it that the policy
-    answers what it was asked.
+    answers what it was asked. ended: is told of each conversation that has ended, but for aborted ones; of no group.
     """
 
     chat: Chat
@@ -32,6 +32,7 @@ class Surroundings:
     parse: Parse
     config: RolloutConfig
     halt: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: Callable[[Rollout], None] = lambda rollout: None
 
 
 class Halted(Exception):

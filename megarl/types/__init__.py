@@ -34,6 +34,7 @@ A worked example, one tool call in two turns (ids made up; A = action):
     loss_mask         .  .  .  A    A    .  .  A
     rollout_logprobs  0  0  0  -.1  -.2  0  0  -.3
     rewards           0  0  0  0    0    0  0  r        (an outcome reward sits on the last action)
+    turn_rewards      0  0  0  0    a    0  0  b        (a turn's own reward on the last token of it)
 
 One thing is about what becomes of a token, not of its choice: `routing[t]` names the experts that token t went through
 as an input, on the way to what predicts token t + 1. The engine never runs the last token; a

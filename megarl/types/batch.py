@@ -47,7 +47,7 @@ class TrainBatch:
     cu_seqlens: torch.Tensor  # [n + 1] int64, cu_seqlens[i] is where the i-th of those here starts, cu_seqlens[n] == T
     loss_mask: torch.Tensor  # [T] bool, True where the policy chose the token
     group: torch.Tensor  # [N] int64, samples of one prompt share a number
-    sequence_reward: torch.Tensor  # [N] outcome reward of each sequence
+    sequence_reward: torch.Tensor  # [N] reward of each sequence, that of its turns included
     rollout_logprobs: torch.Tensor  # [T] as the engine reported them
     old_logprobs: torch.Tensor | None = None  # [T] of the policy before the first update on this batch
     ref_logprobs: torch.Tensor | None = None  # [T]
@@ -57,6 +57,7 @@ class TrainBatch:
     returns: torch.Tensor | None = None  # [T]
     lag: torch.Tensor | None = None  # [T] int32 versions by which the weights that chose it are older; None: all are 0
     importance: torch.Tensor | None = None  # [T] weight of the policy's loss: what sampled is not what learns; None: 1
+    turn_rewards: torch.Tensor | None = None  # [T] each turn's own reward on its last token; None: no turn has any
     loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
     routing: tuple[torch.Tensor, ...] | None = None  # n records as of `Rollout`; the policy's model replays them
     support: tuple[Support, ...] | None = None  # n records, of each of a sequence's tokens; of policies' models
@@ -81,6 +82,14 @@ class TrainBatch:
         if bool((rollouts.lag > 0).any()):
             versions = joined([turn.token_versions for turn in turns], np.int32)
             lag = torch.from_numpy(np.where(mask, np.maximum(rollouts.version - versions, 0), 0).astype(np.int32))
+        turn_rewards = None
+        if bool((rollouts.rewarded_turns > 0).any()):
+            placed = np.zeros(len(mask), dtype=np.float32)
+            ends = np.cumsum(lengths, dtype=np.int64)
+            for turn, length, end in zip(turns, lengths, ends.tolist(), strict=True):
+                if length and turn.reward:
+                    placed[end - 1] = turn.reward
+            turn_rewards = torch.from_numpy(placed)
         shares = Shares(
             rollouts.length, rollouts.routed, rollouts.home, rollouts.own, rollouts.everyone, rollouts.supported
         )
@@ -92,6 +101,7 @@ class TrainBatch:
             sequence_reward=rollouts.reward.float(),
             rollout_logprobs=torch.from_numpy(logprobs),
             lag=lag,
+            turn_rewards=turn_rewards,
             routing=_records(rollouts),
             support=_supports(rollouts),
             shares=None if isinstance(rollouts.everyone, Alone) else shares,

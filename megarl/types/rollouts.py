@@ -64,6 +64,8 @@ class Turn:
     weight_version: int = -1
     versions: tuple[tuple[int, int], ...] = ()
     """(version, tokens) of one run of tokens after the other, where the weights changed meanwhile; else empty."""
+    reward: float = 0.0
+    """What an action turn itself was found to be worth; it is a part of the rollout's reward."""
 
     def __post_init__(self) -> None:
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
@@ -73,6 +75,8 @@ class Turn:
             raise ValueError(f"an action turn has {len(self.token_ids)} tokens but {logprobs.size} logprobs")
         if not self.is_action and logprobs.size:
             raise ValueError("only an action turn carries logprobs")
+        if self.reward and not self.is_action:
+            raise ValueError("only an action turn has a reward")
         if self.versions and sum(tokens for _, tokens in self.versions) != len(self.token_ids):
             raise ValueError(f"a turn of {len(self.token_ids)} tokens with versions of others: {self.versions}")
         if self.versions and self.versions[-1][0] != self.weight_version:
@@ -104,6 +108,7 @@ class Rollout:
     turns: tuple[Turn, ...]
     status: Status = "stop"
     reward: float = 0.0
+    """What all of it is worth, that of its turns included."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     seed: int = 0
     group: int = 0
@@ -122,6 +127,8 @@ class Rollout:
     """Those of them that it accepted."""
     failure: str = ""
     """Of an aborted rollout, what cut it off."""
+    unscored: dict[str, str] = field(default_factory=dict)
+    """Where it has no reward, by the parts of it that failed: why. Its `reward` is 0 then, and means nothing."""
 
     @property
     def token_ids(self) -> Ids:
@@ -165,6 +172,8 @@ FIGURES: dict[str, Callable[[Rollout], float]] = {
     "routed": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
     "supported": lambda rollout: 0 if rollout.support is None else len(rollout.support.ids),
     "oldest": lambda rollout: min((version for version, _ in rollout.runs), default=-1),
+    "rewarded_turns": lambda rollout: sum(turn.reward != 0 for turn in rollout.turns),
+    "unscored": lambda rollout: len(rollout.unscored),
 }
 """What every rank knows of every rollout, beside its reward: whole numbers."""
 
@@ -189,11 +198,14 @@ class Rollouts:
     routed: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
     supported: torch.Tensor  # [N] int64 ids in the record of what could have been sampled; 0 where nothing was cut off
     oldest: torch.Tensor  # [N] int64, first version of the weights that chose a token of it; -1 where none did
-    reward: torch.Tensor  # [N] float64
+    rewarded_turns: torch.Tensor  # [N] int64 turns with a reward of their own
+    unscored: torch.Tensor  # [N] int64 parts of its reward that failed; where there is one it has no reward
+    reward: torch.Tensor  # [N] float64; 0 where it has none
     reward_parts: dict[str, torch.Tensor]  # [N] float64 each; 0 where a rollout has no such part
     source: torch.Tensor  # [N] int64, place in `sources`
     sources: tuple[str, ...] = ()  # the prompts' data_source, each once, in the order of the alphabet
     failures: tuple[str, ...] = ()  # of the aborted ones, in no order
+    unscored_for: tuple[tuple[str, str, str], ...] = ()  # (part, why, id of the sample) of each that failed, likewise
     version: int = -1  # of the policy's weights as they are now; -1 where nobody said
     everyone: Everyone = field(default=ALONE, compare=False, repr=False)
 
@@ -211,10 +223,11 @@ class Rollouts:
             sorted({name for rollout in here for name in rollout.reward_parts}),
             [rollout.failure or "no reason on record" for rollout in here if rollout.status == "aborted"],
             sorted({rollout.prompt.data_source for rollout in here}),
+            [(part, why, rollout.prompt.id) for rollout in here for part, why in rollout.unscored.items()],
         )
         said = everyone.objects(mine)
-        parts = sorted({name for names, _, _ in said for name in names})
-        sources = sorted({name for _, _, names in said for name in names})
+        parts = sorted({name for names, *_ in said for name in names})
+        sources = sorted({name for _, _, names, _ in said for name in names})
         at_source = {name: number for number, name in enumerate(sources)}
         whole = [
             [*(get(rollout) for get in FIGURES.values()), at_source[rollout.prompt.data_source]] for rollout in here
@@ -238,7 +251,8 @@ class Rollouts:
             reward_parts={name: rated[:, column].contiguous() for column, name in enumerate(parts, 1)},
             source=table[:, 2 + len(FIGURES)].contiguous(),
             sources=tuple(sources),
-            failures=tuple(reason for _, reasons, _ in said for reason in reasons),
+            failures=tuple(reason for _, reasons, *_ in said for reason in reasons),
+            unscored_for=tuple(one for *_, failed in said for one in failed),
             version=version,
             everyone=everyone,
         )
@@ -268,6 +282,7 @@ class Rollouts:
                 for name in names
             },
             failures=tuple(reason for part in parts for reason in part.failures),
+            unscored_for=tuple(one for part in parts for one in part.unscored_for),
         )
 
     def __len__(self) -> int:

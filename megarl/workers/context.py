@@ -12,7 +12,7 @@ from megarl.config import Config
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Job, Ranks
 from megarl.rollout.chat import Chat
-from megarl.types import Prompt
+from megarl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from megarl.data.prompts import PromptLoader
@@ -41,6 +41,21 @@ class OnDevice:
             model.park(weights=model is not pushed)
 
 
+class Ended:
+    """Who is told of each conversation as soon as it has ended, on the rank where it did."""
+
+    def __init__(self) -> None:
+        self._told: list[Callable[[Rollout], None]] = []
+
+    def tell(self, who: Callable[[Rollout], None]) -> None:
+        """who: is called in the thread of generation, which it must not keep."""
+        self._told.append(who)
+
+    def __call__(self, rollout: Rollout) -> None:
+        for who in self._told:
+            who(rollout)
+
+
 @dataclass(frozen=True)
 class Context:
     config: Config
@@ -58,6 +73,7 @@ class Context:
     upcoming: Callable[[int], Sequence[Sequence[Prompt]]] = lambda steps: ()
     """The prompts of so many steps after this one, as far as there are any."""
     models: OnDevice = field(default_factory=OnDevice)
+    ended: Ended = field(default_factory=Ended)
     source: PromptLoader[Any] | None = None
     """Of the prompts that steps are given."""
 
@@ -80,6 +96,15 @@ class Worker:
         return None
 
     def ready(self) -> None:
+        return None
+
+    def controls(self) -> Mapping[str, Callable[[Any], Any]]:
+        """What of it may change while the run goes on, by key: what makes a value of what a user writes, or raises
+        ConfigError; see `observe.control`."""
+        return {}
+
+    def control(self, key: str, value: Any) -> None:
+        """One of these is to be so from here on; on all ranks at the same step."""
         return None
 
     def figures(self) -> dict[str, float]:

@@ -80,10 +80,10 @@ class ModelWorker(Worker):
         what: str,
         temperature: float = 1.0,
         within: AbstractContextManager[None] | None = None,
-        every: bool = False,
+        every: bool | None = False,
     ) -> ModelOutput:
         """what: the numbers' name. within: entered on the role's ranks meanwhile. every: whether all numbers must be
-        finite, not only those of action tokens."""
+        finite, not only those of action tokens; None where none must."""
         names = NAMES[self.role]
         if self.model is None:
             read = self.distribution.forward_elsewhere(batch, names)
@@ -94,7 +94,8 @@ class ModelWorker(Worker):
 
         def checked() -> dict[str, torch.Tensor]:
             values = read()
-            self.require_finite({what: values[names[0]]}, batch, every)
+            if every is not None:
+                self.require_finite({what: values[names[0]]}, batch, every)
             return values
 
         return Awaited(checked) if self.apart else ModelOutput(**checked())

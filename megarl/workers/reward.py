@@ -1,44 +1,59 @@
-"""Rewards by functions, in a pool of processes: those of the ranks that have the rollouts, and of the idle ones beside.
+"""Rewards by functions, in processes beside the ranks, while generation goes on; and what all backends have in common.
 
-The numbers go everywhere, the texts at most to another rank of the machine. What else judges rollouts, a model or a
-service, is a backend of its own, which adds to what the functions say.
+The numbers go everywhere, the texts nowhere. What else judges rollouts, a model or a service, is a backend of its own,
+which adds a part to those of the functions.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from itertools import islice
+from typing import Any
+
+import torch
 
 from megarl.config import ConfigError
 from megarl.parallel import everyone
-from megarl.parallel.ranks import all_gather_objects, patient
+from megarl.parallel.placement import engine_ranks
+from megarl.parallel.ranks import patient, together
+from megarl.rewards.ahead import Ahead
 from megarl.rewards.deadline import GRACE_S
-from megarl.rewards.functions import Parts, checked, load_functions, score
+from megarl.rewards.functions import checked, load_functions
+from megarl.rewards.fusion import checked_weights, fused, unfused
+from megarl.rewards.in_process import score
+from megarl.rewards.pool import Pool, Verdicts
+from megarl.rewards.result import Verdict
+from megarl.rewards.unscored import check_unscored
 from megarl.types import Rollout, Rollouts
 from megarl.workers.context import Context, Worker
 
 _A_DAY_S = 86400.0
+_MOST = 64
+"""Processes of a machine, where `reward.processes` does not say how many."""
 
 
 class RewardWorker(Worker):
     """The backend `pool` of the role: functions alone.
 
-    A machine's ranks share its rollouts evenly, each calls the functions in its own process, one rollout after another,
-    under `reward.timeout`. What a function does to its process, ending it included, is that rank's.
+    Those of `reward.functions` are called in a pool of processes by each rank that generates, for each conversation as
+    soon as it has ended. One that a script hands over is called in the ranks' own processes when all have ended: a
+    machine's ranks share its rollouts evenly, and what it does to its process, ending it included, is that rank's.
     """
 
     judges = ""
     """Name of the part that a backend adds to those of the functions; empty where it adds none."""
 
-    def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None) -> None:
+    def __init__(self, context: Context, reward_fn: Callable[[Rollout], Any] | None = None) -> None:
         super().__init__(context)
+        config = self.config.reward
         if reward_fn is not None:
             self.functions = {getattr(reward_fn, "__name__", "reward_fn"): checked(reward_fn, "reward_fn")}
         else:
-            self.functions = load_functions(self.config.reward.functions)
+            self.functions = load_functions(config.functions)
         self._post = everyone.post()
         self._here = min(self.job.world, self.config.parallel.ranks_per_node)
         if not self.functions and not self.judges:
@@ -47,63 +62,127 @@ class RewardWorker(Worker):
             )
         if self.judges in self.functions:
             raise ConfigError(f"a reward function may not be called {self.judges!r}, which is another part; rename it")
+        self.weights = checked_weights(config.weights, self.parts)
+        self._in_time = 1.0
+        self._pool: Pool | None = None
+        if self.functions and reward_fn is None:
+            log = context.run_dir / "logs" / f"rewards_{self.job.rank}.log"
+            homes = self._homes()
+            size = max(1, self._processes() // max(1, sum(home // self._here == self._machine for home in homes)))
+            self._pool = Pool(self.functions, config.functions, config.timeout, size, log)
+            self._ahead = Ahead(self._pool.begin)
+            if self.job.rank in homes:
+                self._pool.start()
+                context.ended.tell(self._ahead.ended)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts of a reward, each of which may have a weight."""
+        return (*self.functions, *((self.judges,) if self.judges else ()))
+
+    def ready(self) -> None:
+        """Raises ConfigError where the functions cannot be had in the pool's processes."""
+        together(lambda: None if self._pool is None else self._pool.ready())
 
     def score(self, rollouts: Rollouts) -> Rollouts:
-        """The rollouts with `reward` and `reward_parts`; an error of a function on one rank is raised on all.
+        """The rollouts with `reward`, `reward_parts` and their turns' rewards.
 
-        Aborted ones are shown to nobody and stay without. What they had before, as those that another run recorded,
-        is not counted.
+        Aborted ones are shown to nobody and stay without. What they had before, as those that another run recorded, is
+        not counted. Where a part of it fails, a rollout has no reward: it is `unscored`. Raises ConfigError on all
+        ranks where these are more than `reward.max_failed`.
         """
-        with self.clock.phase("reward", "reward"):
-            if self.functions:
-                here = self._by_functions(rollouts)
-            else:
-                here = [dataclasses.replace(rollout, reward=0.0, reward_parts={}) for rollout in rollouts.here]
-            scored = rollouts.with_(here)
-            whole = scored.select(~scored.are("aborted"))
-            if not self.judges or not len(whole):
-                return scored
-            return scored.with_(_added(scored.here, self.judged(whole)))
+        whole = rollouts.select(~rollouts.are("aborted"))
+        with self.clock.phase("reward", "reward"), patient(self._longest(whole)):
+            found: list[dict[str, Verdict]] = [{} for _ in whole.here]
+            if self._pool is not None:
+                found = [dict(verdicts) for verdicts in self._by_pool(whole)]
+            elif self.functions:
+                found = self._in_process(whole)
+            if self.judges and len(whole):
+                together(lambda: None)  # who judges has a patience of its own, which begins when all are there
+                for verdicts, verdict in zip(found, self.judged(whole), strict=True):
+                    verdicts[self.judges] = verdict
+            said = iter(found)
+            scored = rollouts.with_(
+                [
+                    unfused(rollout) if rollout.status == "aborted" else fused(rollout, next(said), self.weights)
+                    for rollout in rollouts.here
+                ]
+            )
+        check_unscored(scored, self.config.reward)
+        return scored
 
-    def judged(self, whole: Rollouts) -> Sequence[Parts]:
+    def judged(self, whole: Rollouts) -> Sequence[Verdict]:
         """What the backend says of each of those that are here, of rollouts none of which was aborted; collective."""
         raise NotImplementedError
 
-    def _by_functions(self, rollouts: Rollouts) -> list[Rollout]:
-        """Those that are here, scored here or by a rank beside."""
-        shares = spread_out(rollouts.home[~rollouts.are("aborted")].tolist(), self._here)
-        whole = [index for index, rollout in enumerate(rollouts.here) if rollout.status != "aborted"]
-        mine = iter(whole)
+    def controls(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {"reward.weights": lambda given: checked_weights(given, self.parts)}
+
+    def control(self, key: str, value: Any) -> None:
+        self.weights = value
+
+    def figures(self) -> dict[str, float]:
+        """Weights, where there are any; the share of rollouts whose functions had been called when they were asked
+        for."""
+        weights = {f"reward/{name}_weight": self.weights.get(name, 1.0) for name in self.parts if self.weights}
+        return weights | ({} if self._pool is None else {"perf/rewards_ahead_frac": self._in_time})
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    # --- the pool
+
+    def _homes(self) -> set[int]:
+        """Ranks that will have rollouts, which share their machine's processes."""
+        if self.config.rollout.replay:
+            return set(range(self.job.world))
+        return {members[0] for members in engine_ranks(self.config)}
+
+    @property
+    def _machine(self) -> int:
+        return self.job.rank // self._here
+
+    def _processes(self) -> int:
+        """Of a machine."""
+        return self.config.reward.processes or min(_MOST, max(1, len(os.sched_getaffinity(0)) // 2))
+
+    def _by_pool(self, whole: Rollouts) -> list[Verdicts]:
+        begun: list[Future[Verdicts]] = [self._ahead.take(rollout) for rollout in whole.here]
+        done = torch.tensor([sum(one.done() for one in begun), len(begun)])
+        in_time, count = whole.everyone.total(done).tolist()
+        self._in_time = in_time / max(1, count)
+        return [one.result() for one in begun]
+
+    # --- in this process
+
+    def _longest(self, whole: Rollouts) -> float:
+        """The longest that the slowest rank may take, if each of its calls takes as long as one may."""
+        shares = spread_out(whole.home.tolist(), self._here)
+        if self._pool is not None:
+            most = max(Counter(whole.home.tolist()).values(), default=0)
+        else:
+            most = max((sum(by.get(rank, 0) for by in shares.values()) for rank in range(self.job.world)), default=0)
+        limit = min(self.config.reward.timeout, _A_DAY_S) + GRACE_S
+        return max(self.config.run.timeout_s, limit * most * len(self.functions))
+
+    def _in_process(self, whole: Rollouts) -> list[dict[str, Verdict]]:
+        """Of those that are here, called here or by a rank beside."""
+        shares = spread_out(whole.home.tolist(), self._here)
+        mine = iter(enumerate(whole.here))
         parcels: dict[int, list[tuple[int, Rollout]]] = {}
         for rank, count in shares.get(self.job.rank, {}).items():
             parcels[rank] = [
-                (index, dataclasses.replace(rollouts.here[index], routing=None, support=None))
-                for index in islice(mine, count)
+                (index, replace(rollout, routing=None, support=None)) for index, rollout in islice(mine, count)
             ]
-        # The longest that the slowest rank may take, if each of its calls takes as long as one may.
-        limit = self.config.reward.timeout
-        most = max((sum(by.get(rank, 0) for by in shares.values()) for rank in range(self.job.world)), default=0)
-        longest = max(self.config.run.timeout_s, (min(limit, _A_DAY_S) + GRACE_S) * most * len(self.functions))
-        with patient(longest):
-            arrived = self._post.exchange_objects(parcels)
-            error = None
-            answers: dict[int, list[tuple[int, float, dict[str, float]]]] = {}
-            try:
-                for rank, parcel in arrived.items():
-                    found = score([rollout for _, rollout in parcel], self.functions, limit)
-                    answers[rank] = [
-                        (index, rollout.reward, rollout.reward_parts)
-                        for (index, _), rollout in zip(parcel, found, strict=True)
-                    ]
-            except ValueError as failure:
-                error = str(failure)
-            if errors := [text for text in all_gather_objects(error) if text]:
-                raise ConfigError(errors[0])
-            back = self._post.exchange_objects(answers)
-        scored = list(rollouts.here)
-        for index, reward, parts in (answer for answers_of in back.values() for answer in answers_of):
-            scored[index] = dataclasses.replace(scored[index], reward=reward, reward_parts=parts)
-        return scored
+        answers: dict[int, list[tuple[int, dict[str, Verdict]]]] = {}
+        for rank, parcel in self._post.exchange_objects(parcels).items():
+            found = score([rollout for _, rollout in parcel], self.functions, self.config.reward.timeout)
+            answers[rank] = [(index, verdicts) for (index, _), verdicts in zip(parcel, found, strict=True)]
+        back = self._post.exchange_objects(answers)
+        by_index = dict(one for some in back.values() for one in some)
+        return [by_index[index] for index in range(len(whole.here))]
 
 
 def spread_out(homes: Sequence[int], here: int) -> dict[int, dict[int, int]]:
@@ -131,16 +210,3 @@ def spread_out(homes: Sequence[int], here: int) -> dict[int, dict[int, int]]:
                     room[rank] -= moved
                     left -= moved
     return shares
-
-
-def _added(here: Sequence[Rollout], judged: Sequence[Parts]) -> list[Rollout]:
-    """Those that are here, with what was said of those of them that were not aborted."""
-    said = iter(judged)
-    found = []
-    for rollout in here:
-        if rollout.status != "aborted":
-            reward, parts = next(said)
-            whole = math.fsum((rollout.reward, reward))
-            rollout = dataclasses.replace(rollout, reward=whole, reward_parts={**rollout.reward_parts, **parts})
-        found.append(rollout)
-    return found

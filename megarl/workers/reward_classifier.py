@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.config import ConfigError
 from megarl.data.partition import partition
 from megarl.models.registry import load_hf_config
 from megarl.parallel.placement import placement_of
 from megarl.parallel.ranks import together
 from megarl.rewards.classifier import Classifier, ClassifierOptions, Reader, label_of
-from megarl.rewards.functions import LARGEST, Parts
+from megarl.rewards.functions import of_model
+from megarl.rewards.result import Verdict
 from megarl.types import Rollout, Rollouts
 from megarl.workers.context import Context
-from megarl.workers.model import not_finite
 from megarl.workers.reward import RewardWorker
 
 
@@ -45,7 +44,7 @@ class ClassifierRewardWorker(RewardWorker):
                 self.classifier = Classifier(path, label, self.options)
                 self.context.models.add(self.classifier)
 
-    def judged(self, whole: Rollouts) -> Sequence[Parts]:
+    def judged(self, whole: Rollouts) -> Sequence[Verdict]:
         texts: list[torch.Tensor] = []
         cut = []
 
@@ -63,13 +62,7 @@ class ClassifierRewardWorker(RewardWorker):
         lengths[table[:, 0]] = table[:, 1]
         self._cut = float(table[:, 2].sum()) / count
         scores = self._scores(texts, lengths, whole)
-        odd = ~torch.isfinite(scores)
-        if bool(odd.any()):
-            remedy = f"look at the model of reward.model={self.config.reward.model}"
-            raise not_finite(self.step, "scores of the reward", float(scores[odd][0]), int(odd.sum()), count, remedy)
-        if (largest := float(scores.abs().max())) > LARGEST:
-            raise ConfigError(f"reward.model={self.config.reward.model} gave a score of {largest:g}, above {LARGEST:g}")
-        return [(score, {self.judges: score}) for score in scores[whole.own].tolist()]
+        return [of_model(score) for score in scores[whole.own].tolist()]
 
     def _scores(self, texts: Sequence[torch.Tensor], lengths: torch.Tensor, whole: Rollouts) -> torch.Tensor:
         """[N] float64, on all ranks. texts: of the rollouts that are here. lengths: [N] tokens of all texts."""
@@ -92,4 +85,4 @@ class ClassifierRewardWorker(RewardWorker):
 
     def figures(self) -> dict[str, float]:
         """Of the step's conversations, the share that lost its beginning."""
-        return {"reward/cut_frac": self._cut} if self.options.longer == "cut" else {}
+        return super().figures() | ({"reward/cut_frac": self._cut} if self.options.longer == "cut" else {})

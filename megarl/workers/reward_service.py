@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from megarl.config import ConfigError
 from megarl.parallel.ranks import patient, together
 from megarl.rewards import judge, service
-from megarl.rewards.failed import Failed
-from megarl.rewards.functions import Parts
+from megarl.rewards.result import Failed, Reward, Verdict
 from megarl.types import Rollout, Rollouts
 from megarl.workers.context import Context
 from megarl.workers.reward import RewardWorker
@@ -34,20 +32,13 @@ class ServiceRewardWorker(RewardWorker):
         together(self.service.asker.check_here)
         together(self.service.look, lead=True)
 
-    def judged(self, whole: Rollouts) -> Sequence[Parts]:
+    def judged(self, whole: Rollouts) -> Sequence[Verdict]:
         fullest = int(torch.bincount(whole.home).max())
-        found: list[Parts] = []
+        found: list[Verdict] = []
 
         def ask() -> None:
             for said in self.service.scores(whole.here):
-                if isinstance(said, Failed):
-                    raise ConfigError(said.reason)
-                reward, parts = said
-                if taken := parts.keys() & (self.functions.keys() | {self.judges}):
-                    raise ConfigError(
-                        f"the reward service has a part {min(taken)!r}, as another reward has; rename one"
-                    )
-                found.append((reward, {self.judges: reward, **parts}))
+                found.append(said if isinstance(said, Failed) else Reward(*said))
 
         with patient(max(self.config.run.timeout_s, self.service.longest(fullest))):
             together(ask)

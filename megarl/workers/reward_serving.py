@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from megarl.config import ConfigError, LoraConfig
+from megarl.config import LoraConfig
 from megarl.models.registry import load_hf_config
 from megarl.parallel.placement import role_config
-from megarl.rewards.functions import LARGEST, Parts
+from megarl.rewards.functions import of_model
+from megarl.rewards.result import Verdict
 from megarl.types import Rollout, Rollouts, TrainBatch
 from megarl.workers.context import Context
 from megarl.workers.model import ModelWorker
@@ -36,20 +37,12 @@ class MegatronRewardWorker(RewardWorker, ModelWorker):
 
     def ready(self) -> None:
         if self.config.reward.model:
-            super().ready()
+            ModelWorker.ready(self)
+        RewardWorker.ready(self)
 
-    def judged(self, whole: Rollouts) -> Sequence[Parts]:
+    def judged(self, whole: Rollouts) -> Sequence[Verdict]:
         batch = TrainBatch.from_rollouts(whole).with_(routing=None)
-        found = self._forward(batch, "scores", every=True).scores
+        found = self._forward(batch, "scores", every=None).scores
         assert found is not None
         scores = found[batch.cu_seqlens[1:] - 1].tolist()
-        return [self._part(rollout, value) for rollout, value in zip(whole.here, scores, strict=True)]
-
-    def _part(self, rollout: Rollout, value: float) -> Parts:
-        if not abs(value) <= LARGEST:
-            raise ConfigError(f"reward.model gave the sample {rollout.prompt.id!r} the score {value}")
-        return value, {self.judges: value}
-
-    @property
-    def _remedy(self) -> str:
-        return f"look at the model of reward.model={self.config.reward.model}"
+        return [of_model(value) for value in scores]

@@ -73,7 +73,7 @@ class RolloutWorker(Worker):
         if lead is not None:
             replays = self.config.train.replay_routing
             routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
-            self._talks = Conversations(lead, context.chat, self.config.rollout, routing)
+            self._talks = Conversations(lead, context.chat, self.config.rollout, routing, context.ended)
         number = None if lead is None else self.index
         self._surplus = Oversampling(
             self.config.rollout, context.source, everyone.AllRanks(), number, len(self.engines)

@@ -27,6 +27,16 @@ def test_kl_is_taken_off_every_action():
     assert rewards.tolist() == [0, -1, 3, 0, 0, 0, 0, -6, 0]  # -0.5 * 2; 1 + 0.5 * 4; -2 - 0.5 * 8
 
 
+def test_a_turns_reward_sits_where_it_is_and_the_rest_at_the_end():
+    """Each sequence's add up to its reward, whatever is said of tokens that are no actions."""
+    turns = torch.tensor([9.0, 0.5, 0.0, 9.0, 9.0, 9.0, 0.0, 0.25, 9.0])
+    outcome = torch.tensor([1.0, 7.0, -2.0])
+    assert token_rewards(outcome, CU, MASK, turn_rewards=turns).tolist() == [0, 0.5, 0.5, 0, 0, 0, 0, -2, 0]
+    kl = torch.ones(9)
+    assert token_rewards(outcome, CU, MASK, kl, 0.5, turns).tolist() == [0, 0, 0, 0, 0, 0, 0, -2.5, 0]
+    assert outcome.tolist() == [1, 7, -2] and turns[0] == 9
+
+
 def test_inputs_are_left_alone():
     reward, kl = torch.tensor([1.0, 7.0, -2.0]), torch.ones(9)
     token_rewards(reward, CU, MASK, kl, 0.5)

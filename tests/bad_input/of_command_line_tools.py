@@ -149,6 +149,8 @@ VIEW = [
             ("an unknown end", "'done'", {"status": "done"}),
             ("a reward part that is text", "not a number", {"reward_parts": '{"a": "high"}'}),
             ("reward parts that are a number", "not a dict", {"reward_parts": "3"}),
+            ("a missing reward for no reason", "not text", {"unscored": '{"a": 3}'}),
+            ("a turn without its reward", "not as many", {"turn_rewards": []}),
             ("messages cut off", "messages: ", {"messages": '[{"role": "us'}),
             ("messages nested", "messages: ", {"messages": "[" * 100000}),
             ("a prompt that is text", "prompt_messages is", {"prompt_messages": '"x"'}),

@@ -71,11 +71,14 @@ RANGES: dict[str, tuple[str, ...]] = {
     "guards.ppo_kl": ("0", ".nan"),
     "guards.kl": ("-1",),
     "guards.memory": ("yes",),
+    "reward.processes": ("-1", "1.5", "many"),
+    "reward.max_failed": ("1.5", ".nan", "-0.1"),
     "algorithm": ("ppoo", "null", "[ppo]"),
 }
 PLAIN = {
     "rollout.sglang": ("{mem_fraction_static: .nan}", "3", "[1]", "null"),
     "model.megatron": ("{moe_aux_loss_coeff: .inf}", "x"),
+    "reward.weights": ("{even: .nan}", "{even: .inf}", "{even: high}", "{even: true}", "{even: 1e9}", "[1]", "3"),
     "train.ddp": ("{bucket_size: 100000000000000000000}",),
     "critic.parallel": ("{tp: .nan}", "2"),
     "guards.bands": ("[0.4, 0.6]",),
@@ -108,6 +111,11 @@ CASES = [
         "a group of one",
         ("rollout.samples_per_prompt=1", "2 or more"),
         ("algorithm=grpo", "rollout.samples_per_prompt=1"),
+    ),
+    Case(
+        "a weight of no part",
+        ("reward.weights", "no part of the reward is called 'evn'", "did you mean even?"),
+        ("reward.weights={evn: 0.5}",),
     ),
     Case("evaluation without data", ("run.eval_every=1", "data.eval"), ("run.eval_every=1",)),
     Case("no room for a prompt", ("rollout.max_new_tokens=192", "lower"), ("rollout.max_new_tokens=192",)),

@@ -114,6 +114,43 @@ def test_ppo_by_hand(truncated: str, rewards: list[float]) -> None:
     assert all(math.isfinite(value) for value in result.metrics.values())
 
 
+def unscored(one: Rollout) -> Rollout:
+    return dataclasses.replace(one, reward=0.0, unscored={"gsm8k": "it raised"})
+
+
+def test_a_reward_that_failed_is_no_reward_of_0() -> None:
+    """Of group 0 the third is left out, so the others are as if they were alone; of group 1 nothing is left."""
+    given = [*ROLLOUTS[:3], unscored(rollout(0, 0.0, "stop")), *map(unscored, ROLLOUTS[3:6])]
+    flow, result = step("grpo", given)
+    assert learned(flow.actor_saw) == pytest.approx([FIRST] * 2 + [-FIRST] * 2, abs=1e-5)
+    assert result.trained is not None and len(result.trained) == 2
+    flow, result = step("ppo", given)
+    assert learned(flow.actor_saw) == learned(flow.critic_saw) == pytest.approx([1, 1, 0, 0])
+
+
+def of_turns(group: int, outcome: float, *rewards: float) -> Rollout:
+    """Each turn of the policy's is two tokens, a tool's answer follows it; `reward` is of all."""
+    turns = [Turn((9,))]
+    for reward in rewards:
+        turns += [Turn((1, 4), (-1.8, -1.8), True, 0, reward=reward), Turn((3,))]
+    return Rollout(Prompt(str(group), ()), tuple(turns), "stop", outcome + sum(rewards), group=group)
+
+
+def test_ppo_is_given_each_turns_reward_where_it_is() -> None:
+    """The critic says 0 everywhere, gamma and lambda are 1: an action has what comes from there on."""
+    flow, result = step("ppo", [of_turns(0, 1.0, 0.5, -0.25), of_turns(0, 2.0, 0.0)])
+    assert result.batch is not None and result.batch.rewards is not None
+    assert result.batch.rewards.tolist() == [0, 0, 0.5, 0, 0, 0.75, 0, 0, 0, 2.0, 0]
+    expected = [1.25, 1.25, 0.75, 0.75, 2.0, 2.0]
+    assert learned(flow.actor_saw) == learned(flow.critic_saw) == pytest.approx(expected)
+
+
+def test_groups_compare_outcomes_with_turns() -> None:
+    """1 + 0.5 - 0.25 against 0.25: half of the difference of 1 to each side, over its deviation."""
+    flow, _ = step("grpo", [of_turns(0, 1.0, 0.5, -0.25), of_turns(0, 0.25, 0.0)])
+    assert learned(flow.actor_saw) == pytest.approx([FIRST] * 4 + [-FIRST] * 2, abs=1e-5)
+
+
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 @pytest.mark.parametrize(
     ("rollouts", "truncated", "updates"),
@@ -123,9 +160,10 @@ def test_ppo_by_hand(truncated: str, rewards: list[float]) -> None:
         (ROLLOUTS[4:], "drop", 0),
         (ROLLOUTS[4:6], "mask", 0),
         ([rollout(0, 1.0, "length", tokens=0)], "train", 0),  # no room for an answer
+        ([unscored(rollout(0, 1.0, "stop"))] * 2, "train", 0),
         (ROLLOUTS[:3], "train", 2),  # fewer sequences than mini-batches
     ],
-    ids=["nothing", "all aborted", "all dropped", "all masked", "no action", "two for three updates"],
+    ids=["nothing", "all aborted", "all dropped", "all masked", "no action", "none scored", "two for three updates"],
 )
 def test_what_is_left_is_little(algorithm: str, rollouts: list[Rollout], truncated: str, updates: int) -> None:
     flow, result = step(algorithm, rollouts, truncated, updates=3)

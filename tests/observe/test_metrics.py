@@ -47,6 +47,7 @@ def test_by_hand() -> None:
         "rollout/truncated_frac": 0.25,
         "rollout/max_turns_frac": 0.25,
         "rollout/aborted_frac": 0.0,
+        "rollout/reward_failed_frac": 0.0,
         "rollout/zero_spread_frac": 0.5,
         "reward/a": 0.5,
         "reward/b": 0.0,
@@ -66,6 +67,32 @@ def test_aborted_ones_count_as_that_and_nothing_else() -> None:
     assert found == rollout_metrics(Rollouts.of(whole)) | {"rollout/aborted_frac": 0.25}
     assert found["rollout/reward_mean"] == pytest.approx(2 / 3) and found["rollout/zero_spread_frac"] == 0.5
     assert rollout_metrics(Rollouts.of([aborted])) == {"rollout/aborted_frac": 1.0}
+
+
+def test_those_without_a_reward_count_in_nothing_that_is_said_of_rewards() -> None:
+    """Of four that were not aborted two have none, one of them for two reasons; their group has no spread then."""
+    good = [rollout(0, 1.0, (2,), 0, 0, "stop"), rollout(1, 0.5, (4,), 1, 0, "stop")]
+    failed = [
+        replace(rollout(0, 0.0, (6,), 0, 0, "stop"), reward_parts={"a": 5.0}, unscored={"b": "it raised"}),
+        replace(rollout(1, 0.0, (4,), 0, 0, "stop"), reward_parts={}, unscored={"a": "it raised", "b": "late"}),
+    ]
+    aborted = rollout(0, 0.0, (100,), 9, 9, "aborted")
+    found = rollout_metrics(Rollouts.of([*good, *failed, aborted]))
+    whole = rollout_metrics(Rollouts.of(good))
+    assert found["rollout/reward_failed_frac"] == 0.5 and found["rollout/aborted_frac"] == pytest.approx(0.2)
+    assert found["reward/a_failed_frac"] == 0.25 and found["reward/b_failed_frac"] == 0.5
+    for name in ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "reward/a", "reward/b"):
+        assert found[name] == whole[name]
+    assert "rollout/zero_spread_frac" not in found and found["rollout/response_length_mean"] == 4.0
+    nothing = rollout_metrics(Rollouts.of(failed))
+    assert nothing["rollout/reward_failed_frac"] == 1.0 and "rollout/reward_mean" not in nothing
+
+
+def test_a_part_that_is_weighed_is_said_beside_the_reward() -> None:
+    plain = replace(rollout(0, 1.0, (1,), 0, 0, "stop"), reward_parts={"a": 1.0})
+    assert "reward/a" not in rollout_metrics(Rollouts.of([plain]))
+    weighed = replace(plain, reward=0.5)
+    assert rollout_metrics(Rollouts.of([weighed, plain]))["reward/a"] == 1.0
 
 
 def test_share_of_drafts_that_were_accepted() -> None:

@@ -56,13 +56,14 @@ def example(group: int = 0, **changes: Any) -> Rollout:
         prompt=prompt,
         turns=(
             Turn((1, 2, 3)),
-            Turn((7, 8), (single(-1 / 3), single(-1e-40)), is_action=True, weight_version=4),
+            Turn((7, 8), (single(-1 / 3), single(-1e-40)), is_action=True, weight_version=4, reward=-0.1),
             Turn((4, 5)),
             Turn((9,), (single(-0.1),), is_action=True, weight_version=5),
         ),
         status="length",
         reward=0.1 + 0.2,
         reward_parts={"exact": 0.1, "format": 0.2},
+        unscored={"judge": "it said\nnothing"},
         seed=2**63 - 1,
         group=group,
         messages=({"role": "user", "content": "x"}, {"role": "assistant", "content": "7", "tool_calls": []}),
@@ -337,7 +338,7 @@ def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
         last = column.data_page_offset + column.total_compressed_size - 1  # of its only page
         says(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :], damaged)
     says(lambda table: table.replace_schema_metadata(None), "no megarl.format")
-    says(lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}), "format 7", "format 1 only")
+    says(lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}), "format 7", "format 2 only")
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.step": b"3"}), "is of step 3")
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.total": b"-1"}), "no megarl.total")
     says(lambda table: table.drop_columns("seed"), "has no column 'seed'")

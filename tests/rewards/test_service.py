@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards.failed import Failed
+from megarl.rewards.result import Failed
 from megarl.rewards.service import Service, ServiceOptions
 from megarl.types import Prompt, Rollout, Turn
 
@@ -124,15 +124,15 @@ LARGE = b"[" + b"1" * 300 + b"]"
 def test_what_comes_back_is_named_with_its_address(server: Judging, answer: Any, complaint: str) -> None:
     server.answers = [answer, answer]
     (failed,) = service(server, timeout=0.5, tries=2, answer_mb=0.001).scores(ROLLOUTS[:1])
-    assert isinstance(failed, Failed) and failed.reason.isprintable()
-    assert failed.reason.startswith(f"the reward service {server.url}: ") and complaint in failed.reason
+    assert isinstance(failed, Failed) and failed.why.isprintable()
+    assert failed.why.startswith(f"the reward service {server.url}: ") and complaint in failed.why
 
 
 def test_one_that_failed_leaves_the_others(server: Judging) -> None:
     server.answers = [(200, b'[1, null, {"reward": 3, "parts": {"a": 1}}]')]
     first, second, third = service(server, batch=3).scores(ROLLOUTS[:3])
     assert (first, third) == ((1.0, {}), (3.0, {"a": 1.0}))
-    assert isinstance(second, Failed) and "on the sample '1' it returned a NoneType" in second.reason
+    assert isinstance(second, Failed) and "on the sample '1' it returned a NoneType" in second.why
 
 
 def test_a_request_that_failed_leaves_the_others(server: Judging) -> None:
@@ -147,7 +147,7 @@ def test_what_cannot_be_sent_is_not(server: Judging) -> None:
     assert second == (2.0, {"style": 0.5})
     for number, failed in ((1, first), (2, third)):
         assert isinstance(failed, Failed)
-        assert failed.reason.startswith(f"the sample '{number}' cannot be sent to a reward service as JSON: ")
+        assert failed.why.startswith(f"the sample '{number}' cannot be sent to a reward service as JSON: ")
     assert [len(batch) for batch in server.batches()] == [1]
 
 

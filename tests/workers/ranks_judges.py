@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 from megarl.config import Config, ConfigError, from_dict  # noqa: E402
@@ -27,10 +28,6 @@ from megarl.workers.registry import Registered, find_worker  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
 JOBS = json.loads((FOLDER / "jobs.json").read_text())
-
-
-def length(rollout: Rollout) -> float:
-    return float(len(rollout.token_ids))
 
 
 def rollouts() -> Rollouts:
@@ -73,10 +70,10 @@ def made(tree: dict[str, Any], role: str) -> Any:
 
 
 def score(tree: dict[str, Any]) -> Any:
-    sys.modules["lab_judges"] = sys.modules["__main__"]
     try:
         worker = made(tree, "reward")
         scored = worker.score(rollouts())
+        worker.close()
     except ConfigError as error:
         return str(error)
     parts = {name: values.tolist() for name, values in scored.reward_parts.items()}

@@ -1,21 +1,30 @@
-"""Reward functions that take their time, on two ranks whose collectives wait two seconds for a peer."""
+"""Rewards on two ranks whose collectives wait two seconds for a peer: by functions of a script, that take their time or
+fail, and by functions in the pool's processes.
+
+Argument: a folder. Prints what each rank has of it.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megarl.config import Config, ConfigError, ParallelConfig, RewardConfig, RunConfig
-from megarl.observe.clock import Clock
-from megarl.parallel import everyone, ranks
-from megarl.types import Prompt, Rollout, Rollouts, Turn
-from megarl.workers.reward import RewardWorker
+sys.path.insert(0, str(Path(__file__).parent))
 
-ROLLOUTS = [Rollout(Prompt(f"p{i}", ()), (Turn((1, 2)),)) for i in range(4)]
-ROLLOUTS[2] = replace(ROLLOUTS[2], status="aborted")
+from megarl.config import Config, ConfigError, ParallelConfig, RewardConfig, RunConfig  # noqa: E402
+from megarl.observe.clock import Clock  # noqa: E402
+from megarl.parallel import everyone, ranks  # noqa: E402
+from megarl.types import Prompt, Rollout, Rollouts, Turn  # noqa: E402
+from megarl.workers.context import Ended  # noqa: E402
+from megarl.workers.reward import RewardWorker  # noqa: E402
+
+ROLLOUTS = [Rollout(Prompt(f"p{i}", ()), (Turn((1, 2)), Turn((3,), (0.0,), True)), group=i // 2) for i in range(4)]
+ROLLOUTS[2] = replace(ROLLOUTS[2], status="aborted", reward=7.0, reward_parts={"old": 7.0}, unscored={"old": "x"})
 
 
 def slow(rollout: Rollout) -> float:
@@ -33,23 +42,71 @@ def leaves(rollout: Rollout) -> float:
     raise SystemExit(0)
 
 
+def context(reward: RewardConfig) -> Any:
+    config = Config(run=RunConfig(timeout_s=2.0), parallel=ParallelConfig(world_size=2), reward=reward)
+    known = {"run_dir": Path(sys.argv[1]), "ended": Ended(), "role": "", "layouts": {}}
+    return SimpleNamespace(config=config, job=JOB, clock=Clock(), **known)
+
+
+def facts(scored: Rollouts) -> dict[str, Any]:
+    parts = {name: values.tolist() for name, values in scored.reward_parts.items()}
+    of_turns = [[int(i), [turn.reward for turn in one.turns]] for i, one in zip(scored.own, scored.here, strict=True)]
+    every = sorted(one for here in ranks.all_gather_objects(of_turns) for one in here)
+    why = list(scored.unscored_for)
+    return {"reward": scored.reward.tolist(), "parts": parts, "unscored": scored.unscored.tolist(), "why": why} | {
+        "turns": [rewards for _, rewards in every]
+    }
+
+
+def tried(reward: RewardConfig, function: Any = None, told: int = 0, weights: Any = None) -> Any:
+    """told: of how many of those that are here the worker has been told before."""
+    about = context(reward)
+    worker = RewardWorker(about, reward_fn=function)
+    try:
+        worker.ready()
+        for rollout in MINE.here[:told]:
+            about.ended(rollout)
+        if told and worker._pool is not None:  # all that was begun is done
+            list(map(lambda known: known[1].result(), worker._ahead._begun.values()))
+        if weights is not None:
+            worker.control("reward.weights", worker.controls()["reward.weights"](weights))
+        found = facts(worker.score(MINE))
+        return found | {"figures": worker.figures()}
+    except ConfigError as error:
+        return str(error)
+    finally:
+        worker.close()
+
+
 def main() -> None:
-    parallel = ParallelConfig(world_size=2)
-    job = ranks.initialize(parallel, timeout_s=2.0).job
-    run, found = RunConfig(timeout_s=2.0), {}
-    own = range(job.rank, 4, 2)
-    mine = Rollouts.of([ROLLOUTS[i] for i in own], own, everyone.AllRanks())
-    for function, limit in ((slow, 30.0), (hangs, 0.3), (leaves, 30.0)):
-        config = Config(run=run, parallel=parallel, reward=RewardConfig(timeout=limit))
-        context: Any = SimpleNamespace(config=config, job=job, clock=Clock(), role="", layouts={})
-        try:
-            scored = RewardWorker(context, reward_fn=function).score(mine)
-            found[function.__name__] = scored.reward.tolist()
-        except ConfigError as error:
-            found[function.__name__] = str(error)
+    half = {"max_failed": 0.5}
+    lab, dies = ("lab_rewards:length", "lab_rewards:later"), ("lab_rewards:dies",)
+    found = {
+        "slow": tried(RewardConfig(timeout=30.0), slow),
+        "hangs": tried(RewardConfig(timeout=0.3), hangs),
+        "one hangs": tried(RewardConfig(timeout=0.3, **half), hangs),
+        "leaves": tried(RewardConfig(timeout=30.0, max_failed=0.99), leaves),
+        "pool": tried(RewardConfig(lab, weights={"length": 0.5}), told=1),
+        "changed": tried(RewardConfig(lab, processes=4), weights={"later": 2}),
+        "dies": tried(RewardConfig(dies)),
+        "one dies": tried(RewardConfig(dies, **half)),
+        "no such part": tried_weights({"lenght": 1.0}),
+    }
     print("RESULT", json.dumps(found), flush=True)
+    everyone.close_post()
     ranks.shutdown()
 
 
+def tried_weights(weights: dict[str, float]) -> str:
+    try:
+        RewardWorker(context(RewardConfig(("lab_rewards:length",), weights=weights)))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 if __name__ == "__main__":
+    JOB = ranks.initialize(ParallelConfig(world_size=2), timeout_s=2.0).job
+    OWN = range(JOB.rank, 4, 2)
+    MINE = Rollouts.of([ROLLOUTS[i] for i in OWN], OWN, everyone.AllRanks())
     main()

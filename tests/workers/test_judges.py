@@ -115,7 +115,7 @@ def found(
 
     def judge(name: str, functions: bool = False, **options: Any) -> dict[str, Any]:
         chosen = {"reward": {"backend": "transformers", "options": options}}
-        functions_of = ["lab_judges:length"] if functions else []
+        functions_of = ["lab_rewards:length"] if functions else []
         reward = {"model": str(folder / name), "functions": functions_of}
         return {"what": "score", "config": {**JUDGED, "roles": chosen, "reward": reward}}
 
@@ -126,7 +126,7 @@ def found(
 
     service = {"reward": {"backend": "http", "options": {"url": server.url, "batch": 2, "private": True}}}
     gone = {"reward": {"backend": "http", "options": {"url": server.gone, "tries": 2, "pause": 0, "private": True}}}
-    beside = {"functions": ["lab_judges:length"]}
+    beside = {"functions": ["lab_rewards:length"]}
     asked = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
     judging = {"reward": {"backend": "judge", "options": asked}}
     narrow = {"reward": {"backend": "judge", "options": {**asked, "most": 5}}}
@@ -186,7 +186,8 @@ def of_all(found: dict[str, Any], job: str) -> Any:
 def test_the_policys_own_ids_are_scored_beside_a_function(found: dict[str, Any]) -> None:
     expected = scores(found, "own")
     result = of_all(found, "own")
-    assert result["parts"]["model"] == pytest.approx(expected, abs=1e-5) and result["figures"] == {}
+    assert result["parts"]["model"] == pytest.approx(expected, abs=1e-5)
+    assert result["figures"] == {"perf/rewards_ahead_frac": 0.0}
     lengths = [len(about["ids"]) for about in found["conversations"]]
     lengths[4] = 0
     assert result["parts"]["length"] == lengths
@@ -219,7 +220,10 @@ def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
         ("labels", "has 3 labels, and a score is one number: set roles.reward.options.label to the one whose logit"),
         ("policy", "is no sequence classifier: config.json has LlamaForCausalLM for its architecture"),
         ("headless", "headless: score.weight is missing; it is not a whole classifier"),
-        ("nan", "step 3: not finite: scores of the reward, nan in 6 of 6 places; look at the model of reward.model="),
+        (
+            "nan",
+            "6 of 6 rollouts have no reward, more than reward.max_failed=0.1 allows: 6 x model: the model returned",
+        ),
         ("too good", "/v1: its score 7 is not from 0 to 5"),
         ("gone", "(2 tries); see that it runs, or set roles.reward.options.url"),
     ],
@@ -233,7 +237,7 @@ def test_a_service_is_asked_by_the_ranks_that_have_rollouts(found: dict[str, Any
     result = of_all(found, "service")
     words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(SAID)]
     lengths = of_all(found, "pool")["reward"]
-    assert result["parts"] == {"length": lengths, "service": words, "style": [0.5 if n else 0.0 for n in words]}
+    assert result["parts"] == {"length": lengths, "service": words, "service/style": [0.5 * bool(n) for n in words]}
     assert result["reward"] == [a + b for a, b in zip(lengths, words, strict=True)]
     assert sorted(len(batch) for batch in server.batches()) == [2, 2, 2]
 

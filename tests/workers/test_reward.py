@@ -1,14 +1,71 @@
-"""Rewards on several ranks: slow ones are waited for, and what one rank finds wrong is said by all."""
+"""Rewards on several ranks: slow ones are waited for, those that fail are known to all, and too many end the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 
-def test_ranks_wait_for_the_slowest_and_fail_together(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
-    first, second = run_ranks(2, "tests/workers/ranks_reward.py", timeout=120.0)
+LATE = "it took longer than reward.timeout=0.3 s; make it faster or raise that"
+
+
+@pytest.fixture(scope="module")
+def found(
+    run_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What both ranks found, which is the same; the third rollout was aborted."""
+    folder = tmp_path_factory.mktemp("rewards")
+    first, second = run_ranks(2, "tests/workers/ranks_reward.py", str(folder), timeout=300.0)
     assert first == second
-    assert first["slow"] == [1.0, 1.0, 0.0, 1.0]  # the third was aborted
-    assert "function hangs on the sample 'p3' took longer than reward.timeout=0.3 s" in first["hangs"]
-    assert "function leaves on the sample 'p0' raised SystemExit: 0" in first["leaves"]
+    assert {path.name for path in Path(folder, "logs").iterdir()} == {"rewards_0.log", "rewards_1.log"}
+    return first
+
+
+def test_slow_ones_are_waited_for(found: dict[str, dict[str, Any]]) -> None:
+    assert found["slow"]["reward"] == [1.0, 1.0, 0.0, 1.0] and found["slow"]["unscored"] == [0] * 4
+    assert found["slow"]["parts"] == {"slow": [1.0, 1.0, 0.0, 1.0]} and found["slow"]["figures"] == {}
+
+
+@pytest.mark.parametrize(
+    ("job", "part", "why"), [("hangs", "hangs", LATE), ("dies", "dies", "its process ended with exit status 9")]
+)
+def test_one_that_fails_is_no_zero_and_too_many_end_the_run(
+    found: dict[str, dict[str, Any]], job: str, part: str, why: str
+) -> None:
+    said = f"1 of 3 rollouts have no reward, more than reward.max_failed=0.1 allows: 1 x {part}: {why} (on the sample "
+    assert found[job] == f"{said}'p3')"
+    goes_on = found[f"one {job}"]
+    assert goes_on["unscored"] == [0, 0, 0, 1] and goes_on["reward"] == [1.0, 1.0, 0.0, 0.0]
+    assert goes_on["why"] == [[part, why, "p3"]]
+
+
+def test_a_function_that_leaves(found: dict[str, dict[str, Any]]) -> None:
+    assert found["leaves"].startswith("3 of 3 rollouts have no reward")  # type: ignore[attr-defined]
+    assert "3 x leaves: it raised SystemExit: 0 (" in found["leaves"]
+
+
+def test_functions_of_the_pool_by_weights_and_turns(found: dict[str, dict[str, Any]]) -> None:
+    """Of a length of 3: 0.5 * 3 + 0.5 + 0.25. Of each rank's first rollout it was told before, and one was aborted."""
+    pool = found["pool"]
+    assert pool["reward"] == [2.25, 2.25, 0.0, 2.25] and pool["unscored"] == [0] * 4
+    assert pool["parts"] == {"later": [0.75, 0.75, 0, 0.75], "later/turns": [1, 1, 0, 1], "length": [3, 3, 0, 3]}
+    assert pool["turns"] == [[0.0, 0.25], [0.0, 0.25], [0.0, 0.0], [0.0, 0.25]]
+    assert pool["figures"] == pytest.approx(
+        {"reward/length_weight": 0.5, "reward/later_weight": 1.0, "perf/rewards_ahead_frac": 2 / 3}
+    )
+
+
+def test_weights_that_change(found: dict[str, dict[str, Any]]) -> None:
+    changed = found["changed"]
+    assert changed["reward"] == [4.5, 4.5, 0.0, 4.5] and changed["turns"][0] == [0.0, 0.5]
+    assert changed["figures"] == {
+        "reward/length_weight": 1.0,
+        "reward/later_weight": 2.0,
+        "perf/rewards_ahead_frac": 0.0,
+    }
+
+
+def test_a_weight_of_no_part(found: dict[str, dict[str, Any]]) -> None:
+    assert "no part of the reward is called 'lenght'; did you mean length" in found["no such part"]

@@ -1,0 +1,36 @@
+"""Rewards that are begun as soon as a conversation has ended, and found again when they are asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from megarl.types import Rollout, Turn
+
+Said = TypeVar("Said")
+
+
+class Ahead(Generic[Said]):
+    """begin: what is to be begun, from the thread in which conversations end.
+
+    A conversation is known again by its last turn, which nobody else has: later it may be of another group, or step.
+    """
+
+    def __init__(self, begin: Callable[[Rollout], Future[Said]]) -> None:
+        self._begin = begin
+        self._begun: dict[int, tuple[weakref.ref[Turn], Future[Said]]] = {}
+
+    def ended(self, rollout: Rollout) -> None:
+        """Is told of a conversation that has ended."""
+        turn, begun = rollout.turns[-1], self._begun
+        number = id(turn)
+        # Nobody asks for one that is dropped.
+        begun[number] = weakref.ref(turn, lambda _: begun.pop(number, None)), self._begin(rollout)
+
+    def take(self, rollout: Rollout) -> Future[Said]:
+        """What is said of a rollout; begun now where it was not."""
+        turn = rollout.turns[-1]
+        known = self._begun.pop(id(turn), None)
+        return self._begin(rollout) if known is None or known[0]() is not turn else known[1]

@@ -1,0 +1,150 @@
+"""One call of a reward function, whatever it does; and what is served to a process that has them.
+
+    python -m megarl.rewards.nursery ...  forks processes that run `serve`
+
+A frame is four bytes of length and as many of content. An order is the number of the call and that of the function, and
+the rollout, pickled; its answer is JSON, {"number", "reward", "parts", "turns"} or {"number", "failed": why}. The first
+frame says that the functions are there, {"ready": true}, or {"error"}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import socket
+import struct
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl import forks
+from megarl.config import ConfigError
+from megarl.rewards.functions import RewardError, RewardFunction, load_functions, number_of, reward_of
+from megarl.rewards.result import Failed, Reward, Verdict
+from megarl.types import Rollout
+
+Kind = Literal["sync", "async"]
+"""Of functions: those that a process calls one after the other, and those that it awaits, many at once."""
+
+ORDER = struct.Struct(">qi")
+LENGTH = struct.Struct(">I")
+
+
+def late(limit: float) -> str:
+    """Why there is no reward where a call takes longer than `limit` seconds."""
+    return f"it took longer than reward.timeout={limit:g} s; make it faster or raise that"
+
+
+def call(function: RewardFunction, rollout: Rollout) -> Verdict:
+    """What comes of it, `SystemExit` and the like included, but for Ctrl-C."""
+    try:
+        return reward_of(function(rollout), actions_of(rollout))
+    except BaseException as error:  # noqa: B036  whatever the user's function raises
+        return raised(error)
+
+
+async def call_async(function: RewardFunction, rollout: Rollout, limit: float) -> Verdict:
+    """The same of a coroutine function, which is cancelled where it takes longer than `limit` seconds."""
+    until = asyncio.timeout(limit)
+    try:
+        async with until:
+            value = await function(rollout)
+        verdict: Verdict = reward_of(value, actions_of(rollout))
+    except BaseException as error:  # noqa: B036
+        verdict = raised(error)
+    return Failed(late(limit)) if until.expired() else verdict  # whatever it has made of being cancelled
+
+
+def actions_of(rollout: Rollout) -> int:
+    """Turns of the policy's."""
+    return sum(turn.is_action for turn in rollout.turns)
+
+
+def raised(error: BaseException) -> Failed:
+    """What an error says, in one line; raises it on where it is Ctrl-C."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, RewardError):
+        return Failed(str(error))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return Failed(f"it raised {forks.worded(error)}{place}")
+
+
+# --- in a process of its own ----------------------------------------------------------------------------------
+
+
+def serve(wire: socket.socket, kind: Kind, specs: Sequence[str], limit: float) -> None:
+    """Load the functions, and call them until nobody wants that any more."""
+    try:
+        functions = list(load_functions(specs).values())
+    except ConfigError as error:
+        wire.sendall(_frame({"error": str(error)}))
+        return
+    wire.sendall(_frame({"ready": True}))
+    if kind == "async":
+        asyncio.run(_serve_async(wire, functions, limit))
+        return
+    stream = wire.makefile("rb")
+    while header := stream.read(LENGTH.size):
+        number, function, rollout = _order(stream.read(*LENGTH.unpack(header)))
+        wire.sendall(_frame({"number": number, **_said(call(functions[function], rollout))}))
+
+
+async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction], limit: float) -> None:
+    wire.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=wire)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def one(number: int, function: int, rollout: Rollout) -> None:
+        verdict = await call_async(functions[function], rollout, limit)
+        writer.write(_frame({"number": number, **_said(verdict)}))
+
+    while True:
+        try:
+            order = _order(await read_frame(reader))
+        except asyncio.IncompleteReadError:
+            return
+        task = asyncio.create_task(one(*order))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Raises IncompleteReadError where there is no whole one any more."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return await reader.readexactly(length)
+
+
+def order_frame(number: int, function: int, rollout: Rollout) -> bytes:
+    """Raises whatever pickling does."""
+    content = ORDER.pack(number, function) + pickle.dumps(rollout, 5)
+    return LENGTH.pack(len(content)) + content
+
+
+def _order(content: bytes) -> tuple[int, int, Rollout]:
+    number, function = ORDER.unpack_from(content)
+    return number, function, pickle.loads(memoryview(content)[ORDER.size :])
+
+
+def _frame(said: Mapping[str, Any]) -> bytes:
+    content = json.dumps(said).encode()
+    return LENGTH.pack(len(content)) + content
+
+
+def _said(verdict: Verdict) -> dict[str, Any]:
+    if isinstance(verdict, Failed):
+        return {"failed": verdict.why}
+    return {"reward": verdict.reward, "parts": dict(verdict.parts), "turns": list(verdict.turns)}
+
+
+def verdict_of(said: Mapping[str, Any], turns: int) -> Verdict:
+    """Of an answer. Raises RewardError or KeyError where it is none."""
+    if "failed" in said:
+        return Failed(str(said["failed"]))
+    number_of(said["reward"], "it")
+    found = reward_of({name: said[name] for name in ("reward", "parts", "turns")}, turns)
+    assert isinstance(found, Reward)
+    return found

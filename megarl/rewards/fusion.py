@@ -1,0 +1,72 @@
+"""One reward out of several parts: each function's, a model's, a service's, by weights; nothing where a part failed."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.rewards.functions import LARGEST, RewardError, number_of, worth
+from megarl.rewards.result import Failed, Verdict
+from megarl.strict import shown
+from megarl.types import Rollout
+
+Weights = Mapping[str, float]
+"""By part; one that is not named weighs 1."""
+
+
+def checked_weights(given: Any, parts: Collection[str], key: str = "reward.weights") -> dict[str, float]:
+    """The weights, if they are finite numbers of at most `LARGEST` for parts that there are. Raises ConfigError."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{key} must be a mapping of parts to numbers, such as {{gsm8k: 0.5}}, not {shown(given)}")
+    for name, weight in given.items():
+        if name not in parts:
+            near = difflib.get_close_matches(str(name), parts, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{key}: no part of the reward is called {shown(name)}{hint} (it has {', '.join(parts)})")
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not number or not abs(weight) <= LARGEST:
+            raise ConfigError(f"{key}.{name} must be a number from -{LARGEST:g} to {LARGEST:g}, not {shown(weight)}")
+    return {name: float(weight) for name, weight in given.items()}
+
+
+def fused(rollout: Rollout, verdicts: Mapping[str, Verdict], weights: Weights) -> Rollout:
+    """The rollout with its reward, the parts of it before their weights, and the rewards of its turns.
+
+    What a part says besides is recorded as `part/name`. Where a part failed, or all of it is beyond `LARGEST`, there is
+    no reward: `unscored` says why, and no turn has one either.
+    """
+    good = {name: said for name, said in verdicts.items() if not isinstance(said, Failed)}
+    parts: dict[str, float] = {}
+    for name, said in good.items():
+        parts |= {name: worth(said)} | {f"{name}/{part}": value for part, value in said.parts.items()}
+    unscored = {name: said.why for name, said in verdicts.items() if isinstance(said, Failed)}
+    weighed = {name: weights.get(name, 1.0) for name in good}
+    whole = math.fsum(weighed[name] * parts[name] for name in good)
+    try:
+        number_of(whole, "the sum of all parts")
+    except RewardError as error:
+        unscored["sum"] = str(error)
+    turns = rollout.turns
+    if any(turn.reward for turn in turns) or any(said.turns for said in good.values()):
+        of_turns = iter(range(sum(turn.is_action for turn in turns)))
+        turns = tuple(
+            replace(turn, reward=0.0 if unscored else _of_turn(next(of_turns), good, weighed))
+            if turn.is_action
+            else turn
+            for turn in turns
+        )
+    reward = 0.0 if unscored else whole
+    return replace(rollout, turns=turns, reward=reward, reward_parts=parts, unscored=unscored)
+
+
+def unfused(rollout: Rollout) -> Rollout:
+    """Without any reward, as one that was aborted."""
+    return replace(fused(rollout, {}, {}), reward_parts={})
+
+
+def _of_turn(number: int, good: Mapping[str, Any], weighed: Weights) -> float:
+    return math.fsum(weighed[name] * said.turns[number] for name, said in good.items() if said.turns)

@@ -1,0 +1,104 @@
+"""Reward functions that a script hands over, such as a closure, which no other process could have: called here."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl.rewards.calls import actions_of, call_async, late, raised
+from megarl.rewards.deadline import Deadline, TookTooLong
+from megarl.rewards.functions import RewardFunction, is_async, reward_of
+from megarl.rewards.result import Failed, Verdict
+from megarl.types import Rollout
+
+AT_ONCE = 64
+"""Calls of a coroutine function at the same time."""
+_OURS = Path(__file__).parents[1]
+
+
+def score(
+    rollouts: Sequence[Rollout], functions: Mapping[str, RewardFunction], timeout: float = math.inf
+) -> list[dict[str, Verdict]]:
+    """What each function says of each rollout, by name. timeout: seconds of one call.
+
+    A coroutine function is awaited for all of them, many at once; another is called for one after the other, in the
+    main thread, so that it may use signals.
+    """
+    found: list[dict[str, Verdict]] = [{} for _ in rollouts]
+    deadline = Deadline(timeout) if functions and math.isfinite(timeout) else None
+    with deadline or nullcontext():
+        for name, function in functions.items():
+            if is_async(function):
+                verdicts = asyncio.run(_all(function, rollouts, timeout))
+            else:
+                verdicts = [_call(name, function, rollout, deadline) for rollout in rollouts]
+            for of_rollout, verdict in zip(found, verdicts, strict=True):
+                of_rollout[name] = verdict
+    return found
+
+
+async def _all(function: RewardFunction, rollouts: Sequence[Rollout], timeout: float) -> list[Verdict]:
+    at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def one(rollout: Rollout) -> Verdict:
+        async with at_once:
+            return await call_async(function, _unharmed(rollout), timeout)
+
+    return await asyncio.gather(*map(one, rollouts))
+
+
+def _call(name: str, function: RewardFunction, rollout: Rollout, deadline: Deadline | None) -> Verdict:
+    shown = _unharmed(rollout)
+    try:
+        try:
+            if deadline is not None:
+                deadline.begin(f"reward function {name} on the sample {rollout.prompt.id!r}")
+            return reward_of(function(shown), actions_of(rollout))
+        finally:
+            if deadline is not None:
+                deadline.end()
+    except TookTooLong:
+        return Failed(late(0.0 if deadline is None else deadline.seconds))
+    except BaseException as error:  # noqa: B036  whatever the user's function raises, sys.exit too
+        place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if isinstance(error, SystemExit) and place.is_relative_to(_OURS) and place.parent != Path(__file__).parent:
+            raise  # of a handler of signals, which came in the middle
+        return raised(error)
+
+
+def _unharmed(rollout: Rollout) -> Rollout:
+    """The rollout with copies of all that a function could change in place."""
+    prompt = rollout.prompt
+    own = replace(
+        prompt,
+        messages=_copied(prompt.messages),
+        ground_truth=_copied(prompt.ground_truth),
+        extra=_copied(prompt.extra),
+    )
+    turns = tuple(map(replace, rollout.turns))  # a turn makes its arrays read-only, which pickling undoes
+    return replace(
+        rollout,
+        prompt=own,
+        turns=turns,
+        messages=_copied(rollout.messages),
+        reward_parts={},
+        routing=None,
+        support=None,
+    )
+
+
+def _copied(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_copied(item) for item in value])
+    return copy.deepcopy(value)

@@ -1,0 +1,116 @@
+"""Reward functions that do what functions should not, each only where the sample's id says so."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megarl.rewards.result import Reward
+from megarl.types import Rollout
+
+HERE = f"calls of the process {os.getpid()}"
+
+
+def one(rollout: Rollout) -> float:
+    return 1.0
+
+
+def odd(rollout: Rollout) -> Any:
+    """As the sample's id says: `how` or `how/argument`."""
+    how, _, argument = rollout.prompt.id.partition("/")
+    actions: dict[str, Any] = {
+        "fine": lambda: 1.0,
+        "pid": os.getpid,
+        "nan": lambda: math.nan,
+        "large": lambda: 1e7,
+        "text": lambda: "1.0",
+        "raise": lambda: 1 / 0,
+        "exit": lambda: sys.exit(3),
+        "die": lambda: os._exit(7),
+        "fault": lambda: ctypes.string_at(0),
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "hang": lambda: time.sleep(600),
+        "spin": spin,
+        "print": lambda: print("said by a function") or 0.5,
+        "close": lambda: os.closerange(3, 100) or 1.0,
+        "leave": lambda: leave(argument),
+        "touch": lambda: Path(argument).touch() or 1.0,
+        "alarm": alarm,
+        "turns": lambda: {"turns": [0.25, 0.5], "parts": {"style": 2}},
+        "whole": lambda: Reward(1, {"style": 2.0}, [0.5, 0.25]),
+        "too many": lambda: {"reward": 1.0, "turns": [0.1, 0.2, 0.3]},
+        "routing": lambda: float(rollout.routing is None and rollout.group == 0 and rollout.reward == 0),
+    }
+    return actions[how]()
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def leave(mark: str) -> None:
+    """Hang, with a child, and one in a session of its own."""
+    for session in (False, True):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=session)
+        with open(mark, "a") as file:
+            file.write(f"{child.pid}\n")
+    time.sleep(600)
+
+
+def alarm() -> float:
+    """By a signal, as some libraries limit what they do; it works in the main thread only."""
+
+    def ring(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        time.sleep(60)
+    except InterruptedError:
+        return 0.75
+    return 0.0
+
+
+ARRIVED: list[asyncio.Event] = []
+
+
+async def meets(rollout: Rollout) -> float:
+    """Comes back when as many are at it in this process as the id says."""
+    ARRIVED.append(asyncio.Event())
+    if len(ARRIVED) == int(rollout.prompt.id.partition("/")[0]):
+        for event in ARRIVED:
+            event.set()
+    await ARRIVED[-1].wait()
+    return 1.0
+
+
+async def aodd(rollout: Rollout) -> Any:
+    """As `odd`; or waits, or swallows that it is late."""
+    how = rollout.prompt.id.partition("/")[0]
+    if how == "wait":
+        await asyncio.sleep(600)
+    if how == "swallow":
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            return 1.0
+    await asyncio.sleep(0)
+    return odd(rollout)
+
+
+def breaks_elsewhere(rollout: Rollout) -> float:
+    return 1.0
+
+
+if os.environ.get("REWARDS_BREAK") and "megarl.rewards.nursery" in " ".join(sys.orig_argv):
+    raise RuntimeError("no licence in another process")

@@ -1,0 +1,35 @@
+"""A reward that was begun is found again, and is dropped with the conversation."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import Future
+from dataclasses import replace
+
+from megarl.rewards.ahead import Ahead
+from megarl.types import Prompt, Rollout, Turn
+
+
+def test_found_by_the_conversation_whatever_became_of_it() -> None:
+    begun: list[Rollout] = []
+
+    def begin(rollout: Rollout) -> Future[int]:
+        begun.append(rollout)
+        result = Future[int]()
+        result.set_result(len(begun))
+        return result
+
+    ahead = Ahead(begin)
+    first, second, third = (Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (0.0,), True)), seed=5) for _ in range(3))
+    ahead.ended(first)
+    ahead.ended(second)
+    assert ahead.take(replace(second, group=7, routing=None)).result() == 2
+    assert ahead.take(first).result() == 1 and len(begun) == 2
+    assert ahead.take(third).result() == 3, "nobody had begun it"
+    assert ahead.take(first).result() == 4, "it is asked for again"
+    ahead.ended(third)
+    begun.clear()
+    assert len(ahead._begun) == 1
+    del third
+    gc.collect()
+    assert not ahead._begun

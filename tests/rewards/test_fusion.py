@@ -1,0 +1,84 @@
+"""Rewards out of parts, by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.rewards.fusion import checked_weights, fused, unfused
+from megarl.rewards.result import Failed, Reward, Verdict
+from megarl.types import Prompt, Rollout, Turn
+
+ROLLOUT = Rollout(
+    Prompt("p", ()),
+    (Turn((1,)), Turn((2,), (0.0,), True, 3), Turn((4,)), Turn((5, 6), (0.0, -1.0), True, 3)),
+    reward=9.0,
+    reward_parts={"old": 9.0},
+    unscored={"old": "as it was"},
+)
+
+
+def test_the_sum_by_weights_and_what_is_not_named_counts_as_it_is() -> None:
+    said = {"gsm8k": Reward(1.0), "model": Reward(-2.0, {"margin": 0.5}), "service": Reward(3.0)}
+    found = fused(ROLLOUT, said, {"gsm8k": 0.4, "model": 0.5})
+    assert found.reward == pytest.approx(0.4 - 1.0 + 3.0)
+    assert found.reward_parts == {"gsm8k": 1.0, "model": -2.0, "model/margin": 0.5, "service": 3.0}
+    assert found.unscored == {} and found.turns is ROLLOUT.turns
+    assert fused(ROLLOUT, said, {}).reward == 2.0
+    assert fused(ROLLOUT, {}, {}).reward == 0.0
+
+
+def test_turns_have_their_share_in_it() -> None:
+    """0.5 * (1 + 0.25 + 0.5) + 2 * (0 - 0.25 + 0)."""
+    said = {"a": Reward(1.0, turns=(0.25, 0.5)), "b": Reward(0.0, turns=(-0.25, 0.0)), "c": Reward(1.0)}
+    found = fused(ROLLOUT, said, {"a": 0.5, "b": 2.0, "c": 0.0})
+    assert [turn.reward for turn in found.turns] == [0.0, 0.125 - 0.5, 0.0, 0.25]
+    assert found.reward == 0.875 - 0.5 and found.reward_parts == {"a": 1.75, "b": -0.25, "c": 1.0}
+    assert tuple(replace(turn, reward=0.0) for turn in found.turns) == ROLLOUT.turns
+    again = fused(found, {"c": Reward(1.0)}, {})
+    assert again.turns == ROLLOUT.turns and again.reward == 1.0
+    assert unfused(found) == replace(ROLLOUT, reward=0.0, reward_parts={}, unscored={})
+
+
+@pytest.mark.parametrize("other", [Failed("it raised"), Reward(8e5, turns=(1e5, 0.0))])
+def test_where_a_part_fails_there_is_no_reward(other: Verdict) -> None:
+    said: dict[str, Verdict] = {"good": Reward(2e5, turns=(1.0, 1.0)), "other": other}
+    found = fused(ROLLOUT, said, {})
+    assert found.reward == 0.0 and not any(turn.reward for turn in found.turns)
+    assert found.reward_parts["good"] == 200002.0
+    if isinstance(other, Failed):
+        assert found.unscored == {"other": "it raised"}
+    else:
+        assert list(found.unscored) == ["sum"] and "returned 1.1e+06; beyond 1e+06" in found.unscored["sum"]
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (
+            {"gsm": 1.0},
+            "reward.weights: no part of the reward is called 'gsm'; did you mean gsm8k.*it has gsm8k, model",
+        ),
+        ({"gsm8k": math.nan}, "reward.weights.gsm8k must be a number from -1e[+]06 to 1e[+]06, not nan"),
+        ({"gsm8k": -math.inf}, "not -inf"),
+        ({"gsm8k": True}, "not True"),
+        ({"gsm8k": "1"}, "not '1'"),
+        ({"gsm8k": None}, "not None"),
+        ({"model": 10**7}, "not 10000000"),
+        ([1.0], r"must be a mapping of parts to numbers, such as \{gsm8k: 0.5\}, not \[1.0\]"),
+        (None, "must be a mapping"),
+    ],
+)
+def test_weights_that_are_none(given: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as error:
+        checked_weights(given, ("gsm8k", "model"))
+    assert "\n" not in str(error.value)
+
+
+def test_weights() -> None:
+    assert checked_weights({"model": 2, "gsm8k": -0.5}, ("gsm8k", "model")) == {"model": 2.0, "gsm8k": -0.5}
+    assert checked_weights({}, ()) == {}

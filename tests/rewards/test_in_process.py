@@ -1,0 +1,220 @@
+"""Functions that a script hands over are called right here, and fail without ending the run."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.rewards import deadline
+from megarl.rewards.in_process import score
+from megarl.rewards.result import Failed, Reward
+from megarl.types import Prompt, Rollout, Turn
+
+ROOT = Path(__file__).parents[2]
+ROLLOUTS = [
+    Rollout(Prompt(id=f"sample-{i}", messages=()), (Turn((1,)),), messages=({"role": "assistant", "content": "a" * i},))
+    for i in range(3)
+]
+
+
+def failed(function, timeout=float("inf"), rollouts=ROLLOUTS[:1]):
+    """Why each of them has no reward."""
+    found = [verdicts["f"] for verdicts in score(rollouts, {"f": function}, timeout)]
+    assert all(isinstance(one, Failed) and "\n" not in one.why for one in found)
+    return [one.why for one in found]
+
+
+def length(rollout):
+    return len(rollout.answer)
+
+
+def empty(rollout):
+    return rollout.answer == ""
+
+
+async def later(rollout):
+    await asyncio.sleep(0)
+    return {"reward": len(rollout.answer), "parts": {"a": 1}}
+
+
+def test_what_each_function_says_of_each_rollout():
+    found = score(ROLLOUTS, {"length": length, "empty": empty, "later": later})
+    assert [list(one) for one in found] == [["length", "empty", "later"]] * 3
+    assert [one["length"] for one in found] == [Reward(0.0), Reward(1.0), Reward(2.0)]
+    assert [one["empty"] for one in found] == [Reward(1.0), Reward(0.0), Reward(0.0)]
+    assert [one["later"] for one in found] == [Reward(float(i), {"a": 1.0}) for i in range(3)]
+    assert score([], {"length": length, "later": later}) == []
+
+
+def test_one_that_fails_is_one_of_them():
+    found = score(ROLLOUTS, {"inverse": lambda rollout: 1 / len(rollout.answer)})
+    assert [one["inverse"] for one in found][1:] == [Reward(1.0), Reward(0.5)]
+    assert isinstance(found[0]["inverse"], Failed)
+
+
+def test_a_function_that_raises_is_named_in_one_line():
+    def broken(rollout):
+        raise KeyError("no such\nkey")
+
+    (why,) = failed(broken)
+    assert why.startswith("it raised KeyError: ") and "test_in_process.py:" in why
+
+
+def test_coroutine_functions_are_awaited_at_the_same_time():
+    arrived = []
+
+    async def meets(rollout):
+        arrived.append(asyncio.Event())
+        if len(arrived) == 3:
+            for event in arrived:
+                event.set()
+        await arrived[len(arrived) - 1].wait()
+        return 1.0
+
+    assert [one["f"] for one in score(ROLLOUTS, {"f": meets})] == [Reward(1.0)] * 3
+
+
+async def waits(rollout):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit(), RecursionError("deep")])
+def test_a_function_cannot_end_the_run_without_a_word(error):
+    def leaves(rollout):
+        raise error
+
+    async def leaves_later(rollout):
+        raise error
+
+    for function in (leaves, leaves_later):
+        (why,) = failed(function)
+        assert why.startswith(f"it raised {type(error).__name__}")
+
+
+def test_ctrl_c_and_a_handler_of_signals_are_not_the_functions():
+    def interrupted(rollout):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(ROLLOUTS, {"mine": interrupted})
+    handler = {}  # as flow.py's, where the signal comes while a function runs
+    exec(compile("def ask():\n    raise SystemExit(143)", str(ROOT / "megarl/flow.py"), "exec"), handler)
+    with pytest.raises(SystemExit) as leaving:
+        score(ROLLOUTS, {"mine": lambda rollout: handler["ask"]()})
+    assert leaving.value.code == 143
+
+
+def test_a_function_cannot_change_what_others_see():
+    extra, message = {"tests": [[1], [2]]}, {"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}
+    prompt = Prompt("p", ({"role": "user", "content": "q"},), ground_truth=["1"], extra=extra)
+    rollout = Rollout(prompt, (Turn((1,)),), messages=(message,), routing=torch.ones(1, 1, 1, dtype=torch.int16))
+
+    def greedy(shown):
+        assert shown.routing is None
+        shown.messages[0]["tool_calls"][0]["id"] = "changed"
+        shown.messages[0]["content"] = "changed"
+        shown.prompt.messages[0]["content"] = "changed"
+        shown.prompt.extra["tests"][0].append(9)
+        shown.prompt.ground_truth.append("2")
+        shown.reward_parts["honest"] = 9.0
+        object.__setattr__(shown, "reward", 9.0)
+        object.__setattr__(shown.prompt, "id", "changed")
+        return 1.0
+
+    def honest(shown):
+        assert shown.prompt == prompt and shown.messages == (message,) and shown.reward == 0.0
+        return 1.0
+
+    before = replace(rollout)
+    (said,) = score([rollout], {"greedy": greedy, "honest": honest})
+    assert said == {"greedy": Reward(1.0), "honest": Reward(1.0)} and rollout == before
+    assert extra == {"tests": [[1], [2]]} and message["tool_calls"] == [{"id": "x"}] and message["content"] == "a"
+
+
+def sleeps(rollout):
+    time.sleep(60)
+
+
+def spins(rollout):
+    while True:
+        pass
+
+
+def swallows(rollout):
+    try:
+        time.sleep(60)
+    except BaseException:  # noqa: B036
+        return 1.0
+
+
+def renames(rollout):
+    try:
+        time.sleep(60)
+    except BaseException as error:  # noqa: B036
+        raise ValueError("something else") from error
+
+
+@pytest.mark.parametrize("function", [sleeps, spins, swallows, renames, waits])
+def test_a_function_that_hangs_is_interrupted(function):
+    before = signal.getsignal(deadline.LATE)
+    (why,) = failed(function, timeout=0.2)
+    assert why == "it took longer than reward.timeout=0.2 s; make it faster or raise that"
+    assert signal.getsignal(deadline.LATE) == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "reward deadline"]
+
+
+def test_functions_may_use_an_alarm_of_their_own():
+    def own(rollout):
+        def handler(number, frame):
+            raise TimeoutError
+
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        try:
+            time.sleep(60)
+        except TimeoutError:
+            return 0.25
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+    assert score(ROLLOUTS, {"own": own}, timeout=30.0)[0]["own"] == Reward(0.25)
+
+
+def test_the_limit_is_that_of_a_call_not_of_all():
+    def slow(rollout):
+        time.sleep(0.15)
+        return 1.0
+
+    assert score(ROLLOUTS, {"a": slow, "b": slow}, timeout=0.6) == [{"a": Reward(1.0), "b": Reward(1.0)}] * 3
+
+
+def stubborn(rollout):
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:  # noqa: B036
+            pass
+
+
+def test_a_function_that_cannot_be_interrupted_ends_the_process_with_a_line(monkeypatch):
+    monkeypatch.setattr(deadline, "GRACE_S", 0.3)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writing, 2)
+        try:
+            score(ROLLOUTS, {"stubborn": stubborn}, timeout=0.2)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        line = said.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    about = "reward function stubborn on the sample 'sample-0' took longer than reward.timeout=0.2 s"
+    assert line == f"error: {about}, and does not stop\n"

@@ -1,0 +1,88 @@
+"""A conversation is scored when it has ended, while others go on; nothing here depends on how fast anything is."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+
+from scripted import CHAT, CONFIG, PROMPT, Script, parse  # noqa: E402
+
+from megarl.rewards.ahead import Ahead  # noqa: E402
+from megarl.rewards.functions import load_functions  # noqa: E402
+from megarl.rewards.pool import Pool  # noqa: E402
+from megarl.rewards.result import Reward  # noqa: E402
+from megarl.rollout.client import Generation  # noqa: E402
+from megarl.rollout.gathering import Gathered, gather_rollouts  # noqa: E402
+from megarl.rollout.multi_turn import Surroundings  # noqa: E402
+from megarl.rollout.queue import Tickets  # noqa: E402
+from megarl.types import Prompt  # noqa: E402
+
+
+class AfterTheReward(Script):
+    """Ends its second answer only when the first has been scored, which leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__("3")
+        self.mark, self.waited = mark, 0
+
+    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        first = not self.asked
+        answer = await super().generate(context, params, routed)
+        while not first and not self.mark.exists():
+            self.waited += 1
+            await asyncio.sleep(0.01)
+        return answer
+
+
+def test_an_answer_is_scored_before_the_next_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    mark, specs = tmp_path / "scored", ["odd_rewards:odd"]
+    pool = Pool(load_functions(specs), specs, 60.0, 1, tmp_path / "rewards.log")
+    ahead = Ahead(pool.begin)
+    prompts = [Prompt(f"touch/{mark}", PROMPT.messages), Prompt("routing", PROMPT.messages)]
+    policy, tools = AfterTheReward(mark), None
+
+    async def run() -> Gathered:
+        around = Surroundings(CHAT, tools, parse, CONFIG, ended=ahead.ended)  # type: ignore[arg-type]
+        ends = asyncio.get_running_loop().time() + 300
+        tickets = Tickets(len(prompts))
+        return await gather_rollouts(
+            prompts, tickets, policy, around, samples=1, greedy=False, seed=1, first_group=4, deadline=ends
+        )
+
+    try:
+        rollouts = asyncio.run(run()).rollouts
+        assert [rollout.status for rollout in rollouts] == ["stop", "stop"], "the second has waited in vain"
+        found = [ahead.take(rollout) for rollout in rollouts]
+        assert [one.result(60) for one in found] == [{"odd": Reward(1.0)}] * 2
+        assert not ahead._begun
+    finally:
+        pool.close()
+
+
+def test_what_failed_is_not_shown_to_anybody() -> None:
+    """One answer is cut off by the deadline: only the other is told of."""
+    told: list[str] = []
+
+    class Late(Script):
+        async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+            if self.asked:
+                await asyncio.sleep(600)
+            return await super().generate(context, params, routed)
+
+    async def run() -> Gathered:
+        around = Surroundings(CHAT, None, parse, CONFIG, ended=lambda rollout: told.append(rollout.status))  # type: ignore[arg-type]
+        ends = asyncio.get_running_loop().time() + 0.3
+        return await gather_rollouts(
+            [PROMPT], Tickets(1), Late("3"), around, samples=2, greedy=False, seed=1, deadline=ends
+        )
+
+    rollouts = asyncio.run(run()).rollouts
+    assert sorted(rollout.status for rollout in rollouts) == ["aborted", "stop"] and told == ["stop"]

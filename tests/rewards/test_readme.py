@@ -1,0 +1,108 @@
+"""The examples of megarl/rewards/README.md do what it says, and are short."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import replace
+from http.server import HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.config import Config, from_dict
+from megarl.observe.control import Control
+from megarl.rewards.backends import check_reward
+from megarl.rewards.functions import load_functions
+from megarl.rewards.fusion import checked_weights, fused
+from megarl.rewards.pool import Pool
+from megarl.rewards.result import Reward
+from megarl.types import Prompt, Rollout, Turn
+from megarl.types.declared import Declared
+
+README = Path(__file__).parents[2] / "megarl/rewards/README.md"
+EXAMPLES = re.findall(r"^```(\w+) ([\w.]+)\n(.*?)^```$", README.read_text(), re.M | re.S)
+ROLLOUT = Rollout(
+    Prompt("p", ({"role": "user", "content": "2+2?"},), ground_truth="4"),
+    (Turn((1,)), Turn((2,), (0.0,), True), Turn((3,)), Turn((4,), (0.0,), True)),
+    messages=(
+        {"role": "assistant", "content": "Tell me, please."},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is 4"},
+    ),
+)
+
+
+def example(name: str, number: int = 0) -> str:
+    return [text for _, found, text in EXAMPLES if found == name][number]
+
+
+def config(number: int) -> Config:
+    return from_dict(yaml.safe_load(example("config", number)))
+
+
+def test_there_are_some_and_they_are_short() -> None:
+    assert [name for _, name, _ in EXAMPLES] == ["my_rewards.py", *["config"] * 3, "server.py", "config", "control"]
+    assert all(len(text.splitlines()) < 15 for _, _, text in EXAMPLES)
+
+
+def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(example("my_rewards.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = config(0).reward
+    pool = Pool(load_functions(reward.functions), reward.functions, reward.timeout, 2, tmp_path / "rewards.log")
+    try:
+        said = pool.begin(ROLLOUT).result(60)
+    finally:
+        pool.close()
+    assert said == {"brief": Reward(1.0), "polite": Reward(0.0, {"words": 3.0}, (1.0, 0.0))}
+    scored = fused(ROLLOUT, said, {})
+    assert scored.reward == 2.0 and [turn.reward for turn in scored.turns] == [0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_configurations_are_accepted(number: int) -> None:
+    found = config(number)
+    options = dict(found.roles.get("reward", {}).get("options", {}))
+    check_reward(found, Declared("grpo", "prompts", ("rollout", "actor", "reward"), ("actor",)), options)
+
+
+def test_a_service() -> None:
+    known: dict[str, Any] = {}
+    exec(example("server.py"), known)
+    known["Judge"].log_message = lambda *_: None
+    with HTTPServer(("127.0.0.1", 0), known["Judge"]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        body = {"conversations": [{"answer": "4", "ground_truth": "4"}, {"answer": "5", "ground_truth": "4"}]}
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", json.dumps(body).encode()) as answer:
+            assert json.load(answer) == [{"reward": 1.0}, {"reward": 0.0}]
+        server.shutdown()
+
+
+class Parts:
+    """A reward of the parts that the example has."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.weights = weights
+
+    def controls(self) -> Any:
+        return {"reward.weights": lambda given: checked_weights(given, ("gsm8k", "model"))}
+
+    def control(self, key: str, value: Any) -> None:
+        self.weights = value
+
+
+def test_weights_and_the_control_file(tmp_path: Path) -> None:
+    reward = Parts(checked_weights(config(3).reward.weights, ("gsm8k", "model")))
+    said = {"gsm8k": Reward(1.0), "model": Reward(-0.5)}
+    assert fused(ROLLOUT, said, reward.weights).reward == pytest.approx(0.4 - 0.3)
+    control = Control(tmp_path, [reward], lambda line: None)
+    (tmp_path / "control.yaml").write_text(example("control"))
+    control.take(2, control.read())
+    assert fused(ROLLOUT, said, reward.weights).reward == pytest.approx(0.8 - 0.1)
+    assert replace(fused(ROLLOUT, said, reward.weights), reward=0.0, reward_parts={}) == ROLLOUT
