@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards.by_source import SOURCES, BySource, by_source
-from megarl.rewards.functions import RewardError, load_functions, score
+from megarl.rewards.functions import load_functions
+from megarl.rewards.in_process import score
+from megarl.rewards.result import Failed, Reward
 
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
@@ -45,9 +47,9 @@ def test_an_unknown_one_is_named(source):
 def test_as_a_reward_function():
     (name,) = functions = load_functions(["megarl.rewards.by_source:by_source"])
     assert name == "by_source"
-    assert score([said("#### 72", "72", "openai/gsm8k")], functions)[0].reward_parts == {"by_source": 1.0}
-    with pytest.raises(RewardError, match="by_source on the sample 'x' raised ValueError: no reward for"):
-        score([said("1", "1", "riddles")], functions)
+    found, missing = score([said("#### 72", "72", "openai/gsm8k"), said("1", "1", "riddles")], functions)
+    assert found == {"by_source": Reward(1.0)}
+    assert isinstance(missing["by_source"], Failed) and "riddles" in missing["by_source"].why
 
 
 def test_sources_of_ones_own():
