@@ -93,25 +93,28 @@ def test_a_models_score():
 
 
 def test_load(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text("def gsm8k(rollout): return 0.5\nNUMBER = 3\n")
+    (tmp_path / "some_rewards.py").write_text("def gsm8k(rollout): return 0.5\nNUMBER = 3\n")
     (tmp_path / "my_broken_rewards.py").write_text("import nothing_of_that_name\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert load_functions(["megarl.rewards.gsm8k:gsm8k"]) == {"gsm8k": gsm8k}
-    both = load_functions(["megarl.rewards.gsm8k:gsm8k", "my_rewards:gsm8k"])
-    assert list(both) == ["gsm8k", "my_rewards:gsm8k"]
+    both = load_functions(["megarl.rewards.gsm8k:gsm8k", "some_rewards:gsm8k"])
+    assert list(both) == ["gsm8k", "some_rewards:gsm8k"]
     assert load_functions([]) == {}
     for name, message in {
-        "my_rewards": "'my_rewards' is not of the form module:name",
-        "my_rewards:": "not of the form",
+        "some_rewards": "'some_rewards' is not of the form module:name",
+        "some_rewards:": "not of the form",
         "my_reward:gsm8k": "cannot import my_reward of 'my_reward:gsm8k': ModuleNotFoundError",
         "my_broken_rewards:f": "ModuleNotFoundError: No module named 'nothing_of_that_name'",
-        "my_rewards:gsm8": "my_rewards has no 'gsm8'; it has gsm8k",
-        "my_rewards:NUMBER": "my_rewards:NUMBER is a int, not a function",
+        "some_rewards:gsm8": "some_rewards has no 'gsm8'; it has gsm8k",
+        "some_rewards:NUMBER": "some_rewards:NUMBER is a int, not a function",
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_functions([name])
-    for twice in (["my_rewards:gsm8k"] * 2, ["my_rewards:gsm8k", "megarl.rewards.gsm8k:gsm8k", "my_rewards:gsm8k"]):
-        with pytest.raises(ConfigError, match="my_rewards:gsm8k is listed twice"):
+    for twice in (
+        ["some_rewards:gsm8k"] * 2,
+        ["some_rewards:gsm8k", "megarl.rewards.gsm8k:gsm8k", "some_rewards:gsm8k"],
+    ):
+        with pytest.raises(ConfigError, match="some_rewards:gsm8k is listed twice"):
             load_functions(twice)
 
 

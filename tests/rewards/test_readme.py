@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import urllib.request
 from collections.abc import Mapping
@@ -54,6 +55,7 @@ def test_there_are_some_and_they_are_short() -> None:
 def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(example("my_rewards.py"))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # another test's
     reward = config(0).reward
     pool = Pool(load_functions(reward.functions), reward.functions, reward.timeout, 2, tmp_path / "rewards.log")
     try:
