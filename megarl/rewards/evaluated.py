@@ -55,6 +55,31 @@ def tame(expression: Any) -> bool:
         return False
 
 
+def differ(one: Any, other: Any) -> bool:
+    """Whether two expressions have clearly different values where their variables are some numbers. Then they are not
+    equal, and need not be simplified to know that, which may take minutes. False also where this says nothing: of sets,
+    equations, texts, products of variables that may be words, and percentages, which count as their numbers, too."""
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+        return False
+    if any(
+        isinstance(part, sympy.MatrixExpr) or _a_word(part) or part.has(sympy.UnevaluatedExpr) for part in (one, other)
+    ):
+        return False
+    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    values = {symbol: sympy.Float(0.37 + 0.59 * number) for number, symbol in enumerate(symbols)}
+    try:
+        first, second = (part.evalf(15, subs=values)._to_mpmath(53) for part in (one, other))  # beyond any exponent
+    except Exception:  # sympy has many for what is no number
+        return False
+    return bool(abs(first - second) > 1e-4 * max(1.0, abs(first), abs(second)))
+
+
+def _a_word(expression: Any) -> bool:
+    """Whether it may be letters that math-verify compares as such: AB is read as A times B."""
+    parts = expression.args if isinstance(expression, sympy.Mul) else (expression,)
+    return all(isinstance(part, sympy.Symbol) for part in parts)
+
+
 def _bits(node: Any) -> float:
     """So many bits has the largest number in it at most, before or behind the point; infinite for what is endless."""
     if isinstance(node, sympy.Rational):

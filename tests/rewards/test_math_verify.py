@@ -17,7 +17,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards.evaluated import LONGEST, MOST_BITS, small, tame
+from megarl.rewards.evaluated import LONGEST, MOST_BITS, differ, small, tame
 from megarl.rewards.math_verify import math_verify, math_verify_strict
 from megarl.rewards.stated import boxed
 
@@ -211,6 +211,42 @@ def test_what_may_be_evaluated(expression, may_be):
 def test_the_bound_is_one():
     """A power as large as is allowed has no more bits than are allowed."""
     assert (3 ** (2**19)).bit_length() <= MOST_BITS and tame(power(sympy.Integer(3), sympy.Integer(2**19)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "may"),
+    [
+        (x + 1, 1 + x, False),
+        (x + 1, x + 2, True),
+        (sympy.sin(x) ** 2 + sympy.cos(x) ** 2, sympy.Integer(1), False),
+        (sympy.sqrt(50), 5 * sympy.sqrt(2), False),
+        (sympy.Rational(1, 3), sympy.Float("0.333"), True),
+        (sympy.Integer(42), x, False),  # it may be a word
+        (x * y, sympy.Symbol("xy"), False),
+        (sympy.Integer(42), sympy.sin(x), True),
+        (sympy.I, -sympy.I, True),
+        (sympy.zoo, sympy.Integer(1), False),
+        (sympy.Eq(x, 5, evaluate=False), sympy.Integer(6), False),
+        (sympy.FiniteSet(1), sympy.FiniteSet(2), False),
+        (sympy.Integer(1), "2", False),
+    ],
+)
+def test_what_needs_no_thought(one, other, may):
+    assert differ(one, other) is may and differ(other, one) is may
+
+
+SLOW = [
+    r"\tan(\sin(\frac{12345}{10^{a}+\frac{1}{12345}}-17))",
+    r"|2+\cos(i\cdot \pi)-0.5\cdot 12345+e^{12345}|",
+    r"\sin(10^{17-x+\log(2)})",
+]
+
+
+@pytest.mark.parametrize("text", SLOW)
+@pytest.mark.parametrize("truth", ["42", r"\frac{1}{2}", "x+1", "x^2+2x+1"])
+def test_what_would_be_simplified_for_minutes_is_not(monkeypatch, text, truth):
+    monkeypatch.setattr(library, "verify", lambda *given, **options: pytest.fail("asked to simplify"))
+    assert math_verify(said(f"\\boxed{{{text}}}", truth)) == 0.0
 
 
 def rewarded(number):
