@@ -56,9 +56,13 @@ def tame(expression: Any) -> bool:
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Whether two expressions have clearly different values where their variables are some numbers. Then they are not
-    equal, and need not be simplified to know that, which may take minutes. False also where this says nothing: of sets,
-    equations, texts, products of variables that may be words, and percentages, which count as their numbers, too."""
+    """Whether two expressions have clearly different values where their variables are some numbers, or one is a set or
+    tuple of several and the other is none. Then they are not equal, and need not be simplified to know that, which may
+    take minutes. False also where this says nothing: of two sets, equations, texts, products of variables that may be
+    words, and percentages, which count as their numbers, too."""
+    several = [isinstance(part, sympy.Set | sympy.Tuple) and len(part.args) > 1 for part in (one, other)]
+    if any(several) and any(isinstance(part, sympy.Expr) for part in (one, other)):
+        return True
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
         return False
     if any(

@@ -228,6 +228,10 @@ def test_the_bound_is_one():
         (sympy.zoo, sympy.Integer(1), False),
         (sympy.Eq(x, 5, evaluate=False), sympy.Integer(6), False),
         (sympy.FiniteSet(1), sympy.FiniteSet(2), False),
+        (sympy.FiniteSet(1), sympy.Integer(1), False),
+        (sympy.FiniteSet(1, 2), sympy.exp(x), True),
+        (sympy.Interval(1, 2), sympy.Integer(1), True),
+        (sympy.Tuple(1, 2), sympy.Eq(x, 5, evaluate=False), False),
         (sympy.Integer(1), "2", False),
     ],
 )
