@@ -15,7 +15,7 @@ from typing import Any
 
 import math_verify as library
 
-from megarl.rewards.evaluated import LONGEST, small, tame
+from megarl.rewards.evaluated import LONGEST, differ, small, tame
 from megarl.rewards.stated import boxed
 from megarl.types import Rollout
 
@@ -57,7 +57,9 @@ def _compared(rollout: Rollout, strict: bool) -> float:
     if found is not None and found == truth:
         return 1.0
     said = _read(rollout.answer[-LONGEST:], _ANY) if found is None else _read(_in_a_box(found), (_LATEX,))
-    return float(bool(said) and library.verify(gold, said, timeout_seconds=_NO_LIMIT))
+    if not said or differ(gold[0], said[0]):
+        return 0.0
+    return float(library.verify(gold, said, timeout_seconds=_NO_LIMIT))
 
 
 @lru_cache(maxsize=4096)

@@ -253,7 +253,7 @@ with ending.one_line():
     raise ending.Stopped("saved step 3")
 """
 
-IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core"}
+IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core", "math_verify": "math-verify"}
 
 
 def test_whatever_is_imported_is_in_both_lists() -> None:

@@ -17,7 +17,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards.evaluated import LONGEST, MOST_BITS, small, tame
+from megarl.rewards.evaluated import LONGEST, MOST_BITS, differ, small, tame
 from megarl.rewards.math_verify import math_verify, math_verify_strict
 from megarl.rewards.stated import boxed
 
@@ -100,6 +100,7 @@ def test_different(answer, truth):
         ("The answer is 42.", 1.0, 0.0),
         ("so $x = 42$", 1.0, 0.0),
         ("40, 41 and then 42", 1.0, 0.0),
+        ("I choose it! So the answer is 42!", 1.0, 0.0),
         ("the answer is $\\frac{84}{2}$.", 1.0, 0.0),
         (r"\boxed 42", 1.0, 1.0),
         (r"\fbox{42}", 1.0, 1.0),
@@ -148,16 +149,9 @@ def test_the_parser_sees_so_many_characters_and_no_more(monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["1+" * 150 + "1", "(" * 7 + "1" + ")" * 7, r"\sum_i i", r"\int x", r"\lim_{x\to 0}x", r"\binom{10000}{2}", "(9!)!"]
-    + [
-        "10000!",
-        "9!!",
-        r"\begin{pmatrix}1\end{pmatrix}^{2}",
-        r"\frac{d}{dx}x",
-        r"\det A",
-        r"\iint x",
-        r"{5 \choose 2}",
-    ],
+    ["1+" * 150 + "1", "(" * 7 + "1" + ")" * 7, r"\sum_i i", r"\int x", r"\lim_{x\to 0}x", r"\binom{10000}{2}"]
+    + [r"\begin{pmatrix}1\end{pmatrix}^{2}", r"\frac{d}{dx}x", r"\det A", r"\iint x", r"{5 \choose 2}"]
+    + [r"\binom{\binom{9}{4}}{2}", r"\operatorname{rank} A", r"\begin{vmatrix}1\end{vmatrix}"],
 )
 def test_what_is_not_parsed(text):
     assert not small(text)
@@ -165,7 +159,10 @@ def test_what_is_not_parsed(text):
     assert math_verify(said(f"\\boxed{{{text}}}", text)) == 1.0 or len(text) > LONGEST or "(" * 7 in text
 
 
-@pytest.mark.parametrize("text", ["x \\in (0,\\infty)", "x \\ne 3", "100!", "n!", r"\binom{n}{2}", "((((((1))))))"])
+@pytest.mark.parametrize(
+    "text",
+    ["x \\in (0,\\infty)", "x \\ne 3", "100!", "n!", r"\binom{n}{2}", "((((((1))))))", "I choose 5!", "by binomials"],
+)
 def test_what_is(text):
     assert small(text)
 
@@ -186,6 +183,7 @@ def power(base, exponent):
         (power(sympy.Integer(9), power(sympy.Integer(9), sympy.Integer(9))), False),
         (power(sympy.Rational(1, 9), power(sympy.Integer(9), sympy.Integer(9))), False),
         (sympy.factorial(1000, evaluate=False), True),
+        (sympy.factorial(10**6, evaluate=False), False),
         (sympy.factorial(sympy.factorial(9, evaluate=False), evaluate=False), False),
         (power(x, sympy.Integer(2019)), True),
         (power(x + y, sympy.Integer(999)), True),  # 1000 terms
@@ -211,6 +209,46 @@ def test_what_may_be_evaluated(expression, may_be):
 def test_the_bound_is_one():
     """A power as large as is allowed has no more bits than are allowed."""
     assert (3 ** (2**19)).bit_length() <= MOST_BITS and tame(power(sympy.Integer(3), sympy.Integer(2**19)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "may"),
+    [
+        (x + 1, 1 + x, False),
+        (x + 1, x + 2, True),
+        (sympy.sin(x) ** 2 + sympy.cos(x) ** 2, sympy.Integer(1), False),
+        (sympy.sqrt(50), 5 * sympy.sqrt(2), False),
+        (sympy.Rational(1, 3), sympy.Float("0.333"), True),
+        (sympy.Integer(42), x, False),  # it may be a word
+        (x * y, sympy.Symbol("xy"), False),
+        (sympy.Integer(42), sympy.sin(x), True),
+        (sympy.I, -sympy.I, True),
+        (sympy.zoo, sympy.Integer(1), False),
+        (sympy.Eq(x, 5, evaluate=False), sympy.Integer(6), False),
+        (sympy.FiniteSet(1), sympy.FiniteSet(2), False),
+        (sympy.FiniteSet(1), sympy.Integer(1), False),
+        (sympy.FiniteSet(1, 2), sympy.exp(x), True),
+        (sympy.Interval(1, 2), sympy.Integer(1), True),
+        (sympy.Tuple(1, 2), sympy.Eq(x, 5, evaluate=False), False),
+        (sympy.Integer(1), "2", False),
+    ],
+)
+def test_what_needs_no_thought(one, other, may):
+    assert differ(one, other) is may and differ(other, one) is may
+
+
+SLOW = [
+    r"\tan(\sin(\frac{12345}{10^{a}+\frac{1}{12345}}-17))",
+    r"|2+\cos(i\cdot \pi)-0.5\cdot 12345+e^{12345}|",
+    r"\sin(10^{17-x+\log(2)})",
+]
+
+
+@pytest.mark.parametrize("text", SLOW)
+@pytest.mark.parametrize("truth", ["42", r"\frac{1}{2}", "x+1", "x^2+2x+1"])
+def test_what_would_be_simplified_for_minutes_is_not(monkeypatch, text, truth):
+    monkeypatch.setattr(library, "verify", lambda *given, **options: pytest.fail("asked to simplify"))
+    assert math_verify(said(f"\\boxed{{{text}}}", truth)) == 0.0
 
 
 def rewarded(number):
