@@ -87,11 +87,11 @@ class Fitting:
     def run(self, batch: TrainBatch, plan: Plan, work: Callable[[Plan], T], trains: bool) -> tuple[T, Plan]:
         """What `work` returns of a plan, and the plan: the given one, or as it had to be cut. All ranks of the model
         call it. Raises ConfigError on all of them where the smallest micro-batches are too large."""
+        if not self._on:
+            return work(plan), plan
         units = batch.group if trains and self._distribution.together else torch.arange(batch.num_sequences)
         while True:
             cut = self.cut(plan, batch, trains)
-            if not self._on:
-                return work(cut), cut
             found = self._try(batch, cut, units, work, trains)
             if not self._said:
                 return found[0], cut

@@ -128,8 +128,8 @@ def error(call: Callable[[], Any]) -> str:
 
 
 def alone() -> dict[str, Any]:
-    """Each rank has a whole model."""
-    batch, result = tiny.batch(), {}
+    """Each rank has a whole model; all sequences are at home on the first."""
+    batch, result = tiny.in_shares(tiny.batch()), {}
     undisturbed = taken(build(False), batch)
     result["guarded"] = gap(taken(build(True), batch), undisturbed)
     for how in ("device", "host", "backward"):
@@ -137,7 +137,7 @@ def alone() -> dict[str, Any]:
         with short(model, lambda micro: len(micro.indices) > 1, how) as seen:
             found = taken(model, batch)
         result[how] = {"gap": gap(found, undisturbed), "state": state(model), "seen": len(seen)}
-    many = tiny.batch((4, 3, 5, 2, 4, 3, 5, 4, 3, 4, 2, 5))
+    many = tiny.in_shares(tiny.batch((4, 3, 5, 2, 4, 3, 5, 4, 3, 4, 2, 5)))
     model = build(True)
     with short(model, lambda micro: len(micro.indices) > 1):
         found = taken(model, many)
@@ -161,9 +161,9 @@ def alone() -> dict[str, Any]:
         result["after all"] = gap(taken(model, batch), undisturbed)
     model = build(False)
     with short(model, lambda micro: True):
-        # Not guarded: a rank's own error, which ends it. The others would wait; both ranks fail here.
-        result["unguarded"] = unguarded(model, batch)
-    pairs, role = tiny.pairs(), "reward_model"
+        # A rank's own error, which ends it, and then those that wait for it.
+        result["unguarded"] = unguarded(model, tiny.batch())
+    pairs, role = tiny.in_shares(tiny.pairs()), "reward_model"
     undisturbed = taken(build(False, role, token_budget=80), pairs, preference)
     model = build(True, role, token_budget=80)
     with short(model, lambda micro: len(micro.indices) > 2):
@@ -203,7 +203,7 @@ def together() -> dict[str, Any]:
     for name, longest in (("short", 14), ("long", 26)):
         given = batch.select([i for i in range(batch.num_sequences) if batch.lengths[i] <= longest])
         assert given.loss_weights is not None
-        given = given.with_(loss_weights=given.loss_weights / given.loss_weights.sum())
+        given = tiny.in_shares(given.with_(loss_weights=given.loss_weights / given.loss_weights.sum()))
         undisturbed, model = taken(build(False), given), build(True)
         if LAYOUT == "pp" and name == "long":
             result["in vain"] = error(lambda: model.train_step(given, loss))  # noqa: B023

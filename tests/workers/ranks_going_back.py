@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ CONFIG = from_dict(
         "placement": {"actor": 1, "rollout": 0} if APART else {},
         "actor_optimizer": {"lr": 1e-4, "schedule": "linear", "warmup_fraction": 0.25, "eps": 1e-6},
         "train": {"token_budget": 48},
-        "guards": {"ppo_kl": 0.05},
+        "guards": {"ppo_kl": 0.05, "memory": True},
         "kl": {"place": "none"},
     }
 )
@@ -120,7 +121,22 @@ def main() -> dict[str, Any]:
     # A number that is none is too much, and nothing of the update is left.
     result["not a number"] = not_a_number(actor)
     result["as before thrice"] = same(held(actor), kept)
+    result["memory"] = [actor.figures(), short(actor), actor.figures()]
     return result
+
+
+def short(actor: ActorWorker) -> int:
+    """How many updates are reported of a step in which memory runs out wherever two sequences are joined."""
+    if actor.model is not None:
+        reader = actor.model._reader
+
+        def read(micro: Any, *rest: Any) -> Any:
+            if len(micro.indices) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return reader.read(micro, *rest)
+
+        actor.model._reader = SimpleNamespace(read=read)  # type: ignore[assignment]
+    return len([row for row in step(actor, 8, 2) if "guards/ppo_kl" not in row and row])
 
 
 def not_a_number(actor: ActorWorker) -> bool:

@@ -71,3 +71,17 @@ def test_what_the_copy_takes(ranks: list[dict[str, Any]]) -> None:
     assert copies
     for kept, planned in copies:
         assert planned <= kept < 1.01 * planned
+
+
+def test_memory_that_runs_out_is_known_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    """Also where the model is not: rows go where they went, whatever the model makes of them."""
+    for found in ranks:
+        before, updates, after = found["memory"]
+        assert before == {
+            "guards/actor_token_budget": 48,
+            "guards/actor_recomputes": 0,
+            "guards/actor_out_of_memory": 0,
+        }
+        assert updates == 2
+        assert after["guards/actor_token_budget"] < 48 and after["guards/actor_out_of_memory"] >= 1
+    assert ranks[0]["memory"] == ranks[1]["memory"]
