@@ -35,10 +35,10 @@ RECIPES: dict[str, Recipe] = {
     "ppo": Recipe(PPO),
     # arXiv:2402.03300.
     "grpo": Recipe(GRPO),
-    # Reverse KL to the role `teacher`, which is what holds the policy.
-    "distill": Recipe("megarl.controllers.distill:DistillController", {"kl.place": "none"}),
     "sft": Recipe("megarl.controllers.sft:SFTController"),
     "reward_model": Recipe("megarl.controllers.reward_model:RewardModelController"),
+    # Reverse KL to the role `teacher`, which is what holds the policy.
+    "distill": Recipe("megarl.controllers.distill:DistillController", {"kl.place": "none"}),
 }
 
 
