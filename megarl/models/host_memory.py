@@ -32,10 +32,14 @@ RECORDED = 3 * (TOKEN + 2 * NUMBER)
 """Bytes a token of such a part, with log-prob and advantage: as columns, as they are encoded, and compressed."""
 
 
-def column_bytes(declared: Declared) -> int:
+def column_bytes(config: Config, declared: Declared) -> int:
     """Of a batch's columns when it is trained on, a token: ids and mask, log-probs of the engine and of the policy, of
-    the reference where there is one, advantages, and with a critic values, rewards and returns."""
+    the reference where there is one, advantages, and with a critic values, rewards and returns; lags where tokens may
+    be of older weights, and the weights of a correction."""
     numbers = 3 + ("reference" in declared.roles) + (3 if "critic" in declared.roles else 0)
+    rollout = config.rollout
+    numbers += rollout.max_lag > 0 and (rollout.asynchronous or rollout.oversample > 1)
+    numbers += config.correction.kind != "none"
     return TOKEN + FLAG + NUMBER * numbers
 
 
@@ -79,7 +83,7 @@ def moments(
     own, record = _share(config) * batch.tokens, _record_bytes(routing)
     parallel, here, leads = config.parallel, _here(config), _leads(config)
     machines = parallel.world_size // here
-    columns = column_bytes(declared)
+    columns = column_bytes(config, declared)
     passes = max(1, config.run.num_update // config.run.epochs)
     mini, kind = own / passes, routing.dtype.itemsize if routing is not None else 1
 

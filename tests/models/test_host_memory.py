@@ -19,9 +19,13 @@ def of(batch: Batch, routing: RoutingShape | None = None, **sections: Any) -> di
 
 
 def test_columns_of_each_algorithm() -> None:
-    """Ids, mask, two log-probs and advantages; the reference's; values, rewards and returns."""
-    kinds = ({"algorithm": "grpo", "kl": {"place": "none"}}, {"algorithm": "grpo"}, {"algorithm": "ppo"})
-    assert [column_bytes(declare(from_dict(kind))) for kind in kinds] == [17, 21, 33]
+    """Ids, mask, two log-probs and advantages; the reference's; values, rewards and returns; lags and weights."""
+    alone = {"algorithm": "grpo", "kl": {"place": "none"}}
+    corrected = {"correction": {"kind": "tis"}}
+    kinds = [alone, {"algorithm": "grpo"}, {"algorithm": "ppo"}, alone | corrected]
+    kinds.append(alone | corrected | {"rollout": {"oversample": 1.5}})
+    configs = [from_dict(kind) for kind in kinds]
+    assert [column_bytes(config, declare(config)) for config in configs] == [17, 21, 33, 21, 25]
 
 
 def test_a_step_by_hand() -> None:

@@ -51,7 +51,7 @@ def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
     declared, routing, sizes = declare(config), routing_of(shape), lengths_of(shape)
     tokens = int(sizes.sum())
     columns, record = (
-        column_bytes(declared),
+        column_bytes(config, declared),
         0 if routing is None else shape.layers * shape.topk * routing.dtype.itemsize,
     )
     whole = tokens * ((columns + NUMBER) * (1 + ("critic" in declared.roles)) + record) * config.run.epochs
