@@ -10,7 +10,7 @@ import numpy as np
 
 from megarl.config import Config, ConfigError
 from megarl.data.first_rows import answer_key
-from megarl.data.mixture import Joined, names_of
+from megarl.data.mixture import Joined, Stream, names_of
 from megarl.data.order import check_known, key_of
 from megarl.data.preferences import Pair, Preferences, read_preferences
 from megarl.data.prompts import read_prompts, render_prompts
@@ -105,7 +105,23 @@ class Items:
         numbers = [keys for _, keys in found if keys is not None]
         keys = np.concatenate(numbers) if numbers else None
         check_known(keys, order, paths)
-        return Joined(tuple(items for items, _ in found), names, keys)
+        joined = Joined(tuple(items for items, _ in found), names, keys)
+        if paths == data.train:
+            self._notes.append(self._passes(joined))
+        return joined
+
+    def _passes(self, joined: Joined[Any]) -> str:
+        """How far the run goes over its data, in a line."""
+        data, steps = self.config.data, self.config.run.num_rollout
+        stream = Stream(joined.sizes, data.weights)
+        counts = zip(
+            joined.names if data.weights else ("",),
+            stream.sizes,
+            stream.counts(steps * data.prompts_per_step),
+            strict=True,
+        )
+        parts = [f"{name} {size:,} rows, {count / size:.2f} passes".lstrip() for name, size, count in counts]
+        return f"data.train: {'; '.join(parts)} in {steps} steps of {data.prompts_per_step}"
 
     def _note_slow(self, rows: Table) -> None:
         if rows.slow:

@@ -42,7 +42,7 @@ def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def make(**data: Any) -> Items:
         items = Items()
-        items.config = from_dict({"data": data, "rollout": {"max_context": 10}, "run": {"seed": 1}})
+        items.config = from_dict({"data": data, "rollout": {"max_context": 10}, "run": {"num_rollout": 10}})
         items.hf_config = load_hf_config(ROOT / "configs/models/qwen2.5_0.5b.json")
         items.chat = SimpleNamespace(
             render=lambda prompt: [0] * len(prompt.messages[0]["content"]), tokenizer=Letters()
@@ -69,7 +69,10 @@ def test_one_file_is_as_ever(reader: Any) -> None:
     found = flow.load_prompts(flow.config.data.train)
     assert [prompt.id for prompt in found] == ["a-0", "a-1", "7"] and found[0].data_source == ""
     assert flow.load_prompts(file) == found and found.keys is None
-    assert flow._notes[0] == "a.jsonl: 1 of 4 prompts are longer than rollout.max_context: left out"
+    assert flow._notes[:2] == [
+        "a.jsonl: 1 of 4 prompts are longer than rollout.max_context: left out",
+        "data.train: 3 rows, 213.33 passes in 10 steps of 64",
+    ]
 
 
 def test_ids_and_sources_of_several_files(reader: Any) -> None:
@@ -82,6 +85,8 @@ def test_ids_and_sources_of_several_files(reader: Any) -> None:
     assert [prompt.data_source for prompt in found] == ["gsm8k", "gsm8k", "n/train", "n/train", "own"]
     loader = PromptLoader.of(found, flow.config)
     assert [prompt.id for prompt in loader.further(4)].count("own-0") == 2
+    passes = "m/train 2 rows, 80.00 passes; n/train 2 rows, 80.00 passes; own 1 rows, 320.00 passes"
+    assert flow._notes == [f"data.train: {passes} in 10 steps of 64"]
     assert loader.epochs() == {"data/epoch/m/train": 0.5, "data/epoch/n/train": 0.5, "data/epoch/own": 2.0}
 
 
