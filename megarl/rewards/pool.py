@@ -94,9 +94,9 @@ class Pool:
                 raise ConfigError(f"reward.functions={list(self._names)}: {error}; see {self._log}") from None
 
     def begin(self, rollout: Rollout) -> Future[Verdicts]:
-        """What each function says of a rollout; from any thread. The functions are shown a copy, without routing, group
-        and reward."""
-        shown = replace(rollout, routing=None, reward=0.0, reward_parts={}, unscored={}, group=0)
+        """What each function says of a rollout; from any thread. The functions are shown a copy, without the engine's
+        records, group and reward."""
+        shown = replace(rollout, routing=None, support=None, reward=0.0, reward_parts={}, unscored={}, group=0)
         if self._closed:
             (never := Future[Verdicts]()).cancel()
             return never

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from conftest import Running
 
-from megarl.rewards.result import Failed
 from megarl.rewards.judge import Judge, JudgeOptions
+from megarl.rewards.result import Failed
 from megarl.types import Prompt, Rollout, Turn
 
 USER = {"role": "user", "content": "2+3?"}
