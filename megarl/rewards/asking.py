@@ -119,7 +119,7 @@ class Asker:
             for url in self.options.url:
                 found = await self._answer(session, [url], path, None)
                 if isinstance(found, Failed):
-                    raise ConfigError(found.reason)
+                    raise ConfigError(found.why)
 
     async def _all(self, bodies: Sequence[bytes], path: str) -> list[Answer | Failed]:
         at_once = asyncio.Semaphore(self.options.concurrency)

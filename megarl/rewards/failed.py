@@ -7,5 +7,5 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Failed:
-    reason: str
-    """In one line."""
+    why: str
+    """In one line; the same for all samples that fail alike."""

@@ -41,7 +41,7 @@ class ServiceRewardWorker(RewardWorker):
         def ask() -> None:
             for said in self.service.scores(whole.here):
                 if isinstance(said, Failed):
-                    raise ConfigError(said.reason)
+                    raise ConfigError(said.why)
                 reward, parts = said
                 if taken := parts.keys() & (self.functions.keys() | {self.judges}):
                     raise ConfigError(

@@ -82,8 +82,8 @@ def test_other_ways_to_write_an_address(server: Judging, host: str) -> None:
     """They are no addresses to look at, but systems make 127.0.0.1 of them."""
     url = server.url.replace("127.0.0.1", host)
     (failed,) = asker(url).ask([b"1"])
-    assert isinstance(failed, Failed) and "tries" not in failed.reason
-    assert "is at 127.0.0.1, on this machine" in failed.reason or "is not a canonical IPv4 address" in failed.reason
+    assert isinstance(failed, Failed) and "tries" not in failed.why
+    assert "is at 127.0.0.1, on this machine" in failed.why or "is not a canonical IPv4 address" in failed.why
     assert server.requests == []
 
 
@@ -110,8 +110,8 @@ def test_a_name_that_means_a_private_address_is_refused_where_it_connects(
     rebound.append(address)
     url = server.url.replace("127.0.0.1", "judge.example")
     (failed,) = asker(url).ask([b"1"])
-    assert isinstance(failed, Failed) and f"is at {address}, on this machine" in failed.reason
-    assert "tries" not in failed.reason and server.requests == []
+    assert isinstance(failed, Failed) and f"is at {address}, on this machine" in failed.why
+    assert "tries" not in failed.why and server.requests == []
     with pytest.raises(ConfigError, match="in a private network"):
         asker(url).look()
     assert asker(url, private=True).ask([b"1"]) == [Answer(url, b"1")]
@@ -126,8 +126,8 @@ def test_a_name_that_comes_to_mean_another_address_is_refused_then(
     one = asker(url)
     monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.2")
     first, second = (one.ask([b"1"])[0] for _ in range(2))
-    assert isinstance(first, Failed) and "(2 tries)" in first.reason
-    assert isinstance(second, Failed) and "is at 127.0.0.1, on this machine" in second.reason
+    assert isinstance(first, Failed) and "(2 tries)" in first.why
+    assert isinstance(second, Failed) and "is at 127.0.0.1, on this machine" in second.why
     assert server.requests == []
 
 
@@ -135,7 +135,7 @@ def test_no_redirect_is_followed(server: Judging) -> None:
     with Judging(reply=lambda body: body) as other:
         server.answers = [(302, b"", {"Location": other.url})]
         (failed,) = asker(server.url, private=True).ask([b"1"])
-        assert isinstance(failed, Failed) and f"it redirects to {other.url}, which is not followed" in failed.reason
+        assert isinstance(failed, Failed) and f"it redirects to {other.url}, which is not followed" in failed.why
         assert other.requests == [] and len(server.requests) == 1
 
 
@@ -159,15 +159,15 @@ def test_what_is_secret_is_sent_and_never_said(
     assert [headers["Authorization"] for headers in server.headers] == [sent] * 2
     server.answers = [(401, f"no such key: {sent}".encode())]
     (failed,) = one.ask([b"1"])
-    assert isinstance(failed, Failed) and "status 401: no such key: " in failed.reason and "***" in failed.reason
-    assert held.split()[-1] not in failed.reason + repr(one.options)
+    assert isinstance(failed, Failed) and "status 401: no such key: " in failed.why and "***" in failed.why
+    assert held.split()[-1] not in failed.why + repr(one.options)
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70])
 def test_hosts_that_no_name_can_be_are_asked_once(host: str) -> None:
     (failed,) = asker(f"http://{host}:1/x").ask([b"1"])
-    assert isinstance(failed, Failed) and failed.reason.endswith("; set roles.reward.options.url")
-    assert failed.reason.startswith(f"the service http://{host}:1/x: UnicodeError: ") and "tries" not in failed.reason
+    assert isinstance(failed, Failed) and failed.why.endswith("; set roles.reward.options.url")
+    assert failed.why.startswith(f"the service http://{host}:1/x: UnicodeError: ") and "tries" not in failed.why
 
 
 def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_an_answer_has_a_largest_size(server: Judging) -> None:
     server.answers = [(200, b"1" * 10_000), (200, b"1" * 10_001), (500, b"1" * 10_001)]
     good, *large = one.ask([b"1"]) + one.ask([b"1"]) + one.ask([b"1"])
     assert good == Answer(server.url, b"1" * 10_000)
-    assert all(isinstance(failed, Failed) and "more than 0.01 MB" in failed.reason for failed in large)
+    assert all(isinstance(failed, Failed) and "more than 0.01 MB" in failed.why for failed in large)
     server.answers = [(200, b"\x1f\x8b", {"Content-Encoding": "gzip"})]
     assert one.ask([b"1"]) == [Answer(server.url, b"\x1f\x8b")]  # as it came: no archive is opened
 

@@ -138,15 +138,15 @@ def test_what_gives_no_score(server: Judging, answer: Any, complaint: str | None
     if complaint is None:
         assert found == (5.0, {})
     else:
-        assert isinstance(found, Failed) and complaint in found.reason and found.reason.isprintable()
-        assert found.reason.startswith(f"the judge {server.address}/v1: ")
+        assert isinstance(found, Failed) and complaint in found.why and found.why.isprintable()
+        assert found.why.startswith(f"the judge {server.address}/v1: ")
 
 
 def test_one_that_failed_leaves_the_others(server: Judging) -> None:
     server.answers = [said("no")]
     first, second, third = judge(server, concurrency=1).scores([rollout("a"), rollout("\ud800"), rollout("abc")])
     assert isinstance(first, Failed) and third == (3.0, {})
-    assert isinstance(second, Failed) and second.reason.startswith("the sample '0' cannot be sent to a judge as JSON: ")
+    assert isinstance(second, Failed) and second.why.startswith("the sample cannot be sent to a judge as JSON: ")
 
 
 def test_patterns_of_ones_own(server: Judging) -> None:
@@ -155,14 +155,14 @@ def test_patterns_of_ones_own(server: Judging) -> None:
     assert rated.scores([rollout("x")]) == [(7.0, {})]
     assert judge(server, pattern=r"\d(?= of)").scores([rollout("x")]) == [(9.0, {})]
     (odd,) = judge(server, pattern=r"grade: (.)").scores([rollout("x")])
-    assert isinstance(odd, Failed) and "found 'B', which is no number" in odd.reason
+    assert isinstance(odd, Failed) and "found 'B', which is no number" in odd.why
 
 
 def test_a_pattern_that_never_ends_is_a_failure(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.rewards.judge._SEARCH_S", 0.02)
     server.answers = [said("a" * 3000)]
     (failed,) = judge(server, pattern=r"(?:(?:a|aa)+)+b(\d)").scores([rollout("x")])
-    assert isinstance(failed, Failed) and "pattern looked for a score for more than 0.02 s" in failed.reason
+    assert isinstance(failed, Failed) and "pattern looked for a score for more than 0.02 s" in failed.why
 
 
 INJECTED = [

@@ -43,7 +43,7 @@ def test_what_it_refuses_or_leaves_unsaid(asked: dict[str, Any], monkeypatch: py
     def failed(**options: Any) -> str:
         (found,) = judge(asked, **options).scores([rollout("5")])
         assert isinstance(found, Failed), found
-        return found.reason
+        return found.why
 
     assert "it was cut off before it had ended" in failed(request={"max_tokens": 2})
     assert "found no score in what it said" in failed(request={"max_tokens": 12, "regex": "no idea"})
