@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards.by_source import SOURCES, BySource, by_source
-from megarl.rewards.functions import RewardError, load_functions, score
+from megarl.rewards.functions import checked, load_functions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
@@ -43,11 +43,9 @@ def test_an_unknown_one_is_named(source):
 
 
 def test_as_a_reward_function():
-    (name,) = functions = load_functions(["megarl.rewards.by_source:by_source"])
-    assert name == "by_source"
-    assert score([said("#### 72", "72", "openai/gsm8k")], functions)[0].reward_parts == {"by_source": 1.0}
-    with pytest.raises(RewardError, match="by_source on the sample 'x' raised ValueError: no reward for"):
-        score([said("1", "1", "riddles")], functions)
+    functions = load_functions(["megarl.rewards.by_source:by_source"])
+    assert functions == {"by_source": by_source}
+    assert checked(by_source, "by_source")(said("#### 72", "72", "openai/gsm8k")) == 1.0
 
 
 def test_sources_of_ones_own():
