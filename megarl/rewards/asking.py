@@ -183,8 +183,8 @@ class Asker:
                 target = reply.headers.get("Location", "")
         except TimeoutError:
             raise _Passing(f"there was no answer within {self.options.timeout:g} s") from None
-        except aiohttp.InvalidURL as error:
-            raise _Wrong(forks.worded(error)) from None
+        except ValueError as error:  # of a host that no name can be
+            raise _Wrong(f"{forks.worded(error)}; set {WHERE}url") from None
         except (aiohttp.ClientError, OSError) as error:
             raise _Passing(forks.worded(error)) from None
         if body is None or status == 200:
@@ -216,10 +216,10 @@ class Asker:
         return held if " " in held else f"Bearer {held}"
 
     def _safe(self, text: str) -> str:
-        for word in self._secret().split(" ") if self.options.auth_env else ():
-            if len(word) > 6:  # the scheme is no secret
-                text = text.replace(word, "***")
-        return text
+        if not self.options.auth_env:
+            return text
+        _, _, secret = self._secret().partition(" ")
+        return text.replace(secret, "***")
 
 
 def is_public(address: str) -> bool:

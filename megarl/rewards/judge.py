@@ -128,7 +128,7 @@ class Judge:
         try:
             return orjson.dumps({"model": self.options.model, "messages": [message], **about})
         except TypeError as error:  # of a half of a character
-            return Failed(f"the sample {rollout.prompt.id!r} cannot be sent to a judge as JSON: {error}")
+            return Failed(f"the sample cannot be sent to a judge as JSON: {error}")
 
     def _read(self, answer: Answer | Failed) -> Parts | Failed:
         if isinstance(answer, Failed):

@@ -66,7 +66,7 @@ class Service:
         bodies = [b'{"conversations": [' + b", ".join(text for _, text in batch) + b"]}" for batch in batches]
         for batch, answer in zip(batches, self.asker.ask(bodies), strict=True):
             numbers = [number for number, _ in batch]
-            judged = self._read(answer, [rollouts[number] for number in numbers])
+            judged = self._read(answer, len(batch))
             for number, parts in zip(numbers, judged, strict=True):
                 found[number] = parts
         return found
@@ -75,29 +75,29 @@ class Service:
         """Seconds that so many rollouts of a rank may take at most."""
         return self.asker.longest(-(-count // self.options.batch))
 
-    def _read(self, answer: Answer | Failed, batch: Sequence[Rollout]) -> Sequence[Parts | Failed]:
+    def _read(self, answer: Answer | Failed, count: int) -> Sequence[Parts | Failed]:
         if isinstance(answer, Failed):
-            return [answer] * len(batch)
+            return [answer] * count
         try:
             entries = orjson.loads(answer.data)
         except ValueError:
             problem = f"its answer is no JSON: {shown(answer.data)}"
-            return [self.asker.complaint(answer.url, problem)] * len(batch)
-        if not isinstance(entries, list) or len(entries) != len(batch):
+            return [self.asker.complaint(answer.url, problem)] * count
+        if not isinstance(entries, list) or len(entries) != count:
             what = f"a list of {len(entries)}" if isinstance(entries, list) else f"a {type(entries).__name__}"
-            problem = f"its answer to {len(batch)} conversations must be a list of as many, not {what}: "
-            return [self.asker.complaint(answer.url, problem + shown(answer.data))] * len(batch)
-        return [self._entry(answer.url, rollout, entry) for rollout, entry in zip(batch, entries, strict=True)]
+            problem = f"its answer to {count} conversations must be a list of as many, not {what}: "
+            return [self.asker.complaint(answer.url, problem + shown(answer.data))] * count
+        return [self._entry(answer.url, entry) for entry in entries]
 
-    def _entry(self, url: str, rollout: Rollout, entry: Any) -> Parts | Failed:
-        about, parts = f"on the sample {rollout.prompt.id!r}", {}
+    def _entry(self, url: str, entry: Any) -> Parts | Failed:
+        parts: dict[str, Any] = {}
         try:
             if isinstance(entry, dict):
                 if "reward" not in entry:
-                    raise RewardError(f"{about} it returned no `reward`, but {shown(strict.shown(entry))}")
-                entry, parts = entry["reward"], _checked(entry.get("parts") or {}, about)
-            reward = number_of(entry, f"{about} it")
-            return reward, {name: number_of(part, f"{about}, part {name}, it") for name, part in parts.items()}
+                    raise RewardError(f"it returned no `reward`, but {shown(strict.shown(entry))}")
+                entry, parts = entry["reward"], _checked(entry.get("parts") or {})
+            reward = number_of(entry, "it")
+            return reward, {name: number_of(part, f"it, as the part {name},") for name, part in parts.items()}
         except RewardError as error:
             return self.asker.complaint(url, str(error))
 
@@ -105,15 +105,15 @@ class Service:
 _NOT_ASKED = Failed("nobody was asked")
 
 
-def _checked(parts: Any, about: str) -> dict[str, Any]:
+def _checked(parts: Any) -> dict[str, Any]:
     """Parts are columns of the rollout log and names of metrics, so that not everything will do."""
     if not isinstance(parts, dict):
-        raise RewardError(f"{about} it returned `parts` that are no mapping, but {shown(strict.shown(parts))}")
+        raise RewardError(f"it returned `parts` that are no mapping, but {shown(strict.shown(parts))}")
     if len(parts) > _MOST_PARTS:
-        raise RewardError(f"{about} it returned {len(parts)} parts; {_MOST_PARTS} are allowed")
+        raise RewardError(f"it returned {len(parts)} parts; {_MOST_PARTS} are allowed")
     for name in parts:
         if not _NAME.fullmatch(name):
-            raise RewardError(f"{about} it returned a part with the name {shown(strict.shown(name))}; letters will do")
+            raise RewardError(f"it returned a part with the name {shown(strict.shown(name))}; letters will do")
     return parts
 
 
@@ -132,4 +132,4 @@ def _sent(rollout: Rollout) -> bytes | Failed:
     try:
         return orjson.dumps(about, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        return Failed(f"the sample {prompt.id!r} cannot be sent to a reward service as JSON: {error}")
+        return Failed(f"the sample cannot be sent to a reward service as JSON: {error}")

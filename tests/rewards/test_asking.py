@@ -163,6 +163,13 @@ def test_what_is_secret_is_sent_and_never_said(
     assert held.split()[-1] not in failed.why + repr(one.options)
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 70])
+def test_hosts_that_no_name_can_be_are_asked_once(host: str) -> None:
+    (failed,) = asker(f"http://{host}:1/x").ask([b"1"])
+    assert isinstance(failed, Failed) and failed.why.endswith("; set roles.reward.options.url")
+    assert failed.why.startswith(f"the service http://{host}:1/x: UnicodeError: ") and "tries" not in failed.why
+
+
 def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     assert asker(server.url, private=True).ask([b"1"]) == [Answer(server.url, b"1")]

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards.by_source import SOURCES, BySource, by_source
-from megarl.rewards.functions import load_functions
-from megarl.rewards.in_process import score
-from megarl.rewards.result import Failed, Reward
+from megarl.rewards.functions import checked, load_functions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
@@ -45,11 +43,9 @@ def test_an_unknown_one_is_named(source):
 
 
 def test_as_a_reward_function():
-    (name,) = functions = load_functions(["megarl.rewards.by_source:by_source"])
-    assert name == "by_source"
-    found, missing = score([said("#### 72", "72", "openai/gsm8k"), said("1", "1", "riddles")], functions)
-    assert found == {"by_source": Reward(1.0)}
-    assert isinstance(missing["by_source"], Failed) and "riddles" in missing["by_source"].why
+    functions = load_functions(["megarl.rewards.by_source:by_source"])
+    assert functions == {"by_source": by_source}
+    assert checked(by_source, "by_source")(said("#### 72", "72", "openai/gsm8k")) == 1.0
 
 
 def test_sources_of_ones_own():

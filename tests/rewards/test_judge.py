@@ -146,7 +146,7 @@ def test_one_that_failed_leaves_the_others(server: Judging) -> None:
     server.answers = [said("no")]
     first, second, third = judge(server, concurrency=1).scores([rollout("a"), rollout("\ud800"), rollout("abc")])
     assert isinstance(first, Failed) and third == (3.0, {})
-    assert isinstance(second, Failed) and second.why.startswith("the sample '0' cannot be sent to a judge as JSON: ")
+    assert isinstance(second, Failed) and second.why.startswith("the sample cannot be sent to a judge as JSON: ")
 
 
 def test_patterns_of_ones_own(server: Judging) -> None:
