@@ -94,9 +94,9 @@ class CorrectionConfig:
     """Of what the ratio is: a token, the product over a sequence, or the geometric mean over its tokens. null is token
     for tis and icepop, sequence for mis, geometric for reject; `token` rejects a sequence with one such token."""
     low: Annotated[float, Range(0, 1_000_000)] | None = None
-    """Least ratio; null is 0 for tis, 0.5 for icepop and mis, 0.99 for reject."""
+    """Least ratio; null is 0 for tis, 0.5 for icepop and mis, 0.95 for reject."""
     high: Annotated[float, Range(above=0, most=1_000_000_000)] | None = None
-    """Largest ratio; null is 2 for tis and mis, 5 for icepop, 1.01 for reject."""
+    """Largest ratio; null is 2 for tis and mis, 5 for icepop, 1.05 for reject."""
     proximal: Literal["drawn", "trainer", "engine"] | None = None
     """Whose log-probs the clipped ratio of the loss is to. `trainer`: the trainer's at the beginning of the step, which
     with `kind` tis is decoupled PPO (arXiv:2505.24298); `engine`: the engine's, so that those of the
@@ -130,7 +130,7 @@ _OF_KIND: dict[str, tuple[Literal["token", "sequence", "geometric"], float, floa
     "tis": ("token", 0.0, 2.0),
     "icepop": ("token", 0.5, 5.0),
     "mis": ("sequence", 0.5, 2.0),
-    "reject": ("geometric", 0.99, 1.01),
+    "reject": ("geometric", 0.95, 1.05),
 }
 """Of each kind of correction what it measures, and its bounds, where nobody says otherwise."""
 
