@@ -61,10 +61,14 @@ def reward_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
+OF_PPO = ["critic.warmup_steps=1", "kl.target=0.015", "kl.horizon=64"]
+"""The coefficient of the KL is steered, and by as much as it may be."""
+
+
 @pytest.fixture(scope="module")
 def ppo_run(folder: Path, reward_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "ppo"
-    train(folder, run_dir, f"reward.model={reward_run}/export", "critic.warmup_steps=1")
+    train(folder, run_dir, f"reward.model={reward_run}/export", *OF_PPO)
     return run_dir
 
 
@@ -144,7 +148,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(
     checkpoint = "checkpoints/step_000001"
     shutil.copytree(ppo_run / checkpoint, resumed / checkpoint)
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    given = f"reward.model={reward_run}/export", "critic.warmup_steps=1"
+    given = f"reward.model={reward_run}/export", *OF_PPO
     train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *given)
     rows = [row for row in metrics_of(resumed) if "rollout/reward_mean" in row]
     assert [row["step"] for row in rows] == [2, 3]
@@ -152,6 +156,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(
     second = load_file(resumed / "export" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
     uninterrupted = [row for row in metrics_of(ppo_run) if "rollout/reward_mean" in row][1:]
+    assert len({row["actor/kl_coef"] for row in uninterrupted}) == 2  # which the checkpoint has to know
     for one, other in zip(uninterrupted, rows, strict=True):
         for name in one:
             if name.split("/")[0] in ("actor", "critic", "rollout") and name != "rollout/idle_frac":  # of engines
