@@ -57,8 +57,8 @@ def batches(logprobs: torch.Tensor) -> dict[str, TrainBatch]:
         ref_logprobs=logprobs + noise[0],
         rollout_logprobs=logprobs + noise[1],
     )
-    stale = batch.with_(stale=torch.rand(len(logprobs), generator=generator) < 0.3)
-    return {"": batch.with_(old_logprobs=logprobs + noise[2]), "single": batch, "stale": stale}
+    older = (torch.rand(len(logprobs), generator=generator) < 0.3).int()
+    return {"": batch.with_(old_logprobs=logprobs + noise[2]), "single": batch, "stale": batch.with_(lag=older)}
 
 
 def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
