@@ -38,7 +38,11 @@ def programs() -> set[str]:
     return {" ".join(program.split()) for _, text in texts() for _, program in PYTHON.findall(text)}
 
 
-INNER = ("-m megarl.rollout.engine_host", "-m megarl.rollout.tool_process")  # not for people
+INNER = (
+    "-m megarl.rollout.engine_host",
+    "-m megarl.rollout.tool_process",
+    "-m megarl.rewards.nursery",
+)  # not for people
 
 
 @pytest.mark.parametrize(("place", "text"), [pytest.param(*one, id=one[0]) for one in texts() if one[1]])
@@ -61,8 +65,7 @@ def test_they_are_found() -> None:
     assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py", "tools/report.py"} - found == {
         "launch/ppo_hello.py"  # given to torchrun
     }
-    flow = ("answers", "before", "memory", "messages", "paper", "parts", "planned", "ranks")
-    parts = {"tools/local_ranks.py", "tools/stretches.py", *(f"tools/flow_{name}.py" for name in flow)}  # of others
+    parts = {f"tools/{name}.py" for name in ("local_ranks", "stretches", "trials", "flow_rank")}  # of others
     assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - found == parts
 
 
