@@ -97,7 +97,8 @@ class PPOController(PolicyController):
         # 3. Updates: the critic towards the returns, the policy along the advantages.
         @reads(*policy_reads(config, batch))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
-            return policy_loss(output, part, config, self.kl.coef)
+            found = policy_loss(output, part, config, self.kl.coef)
+            return with_positive_nll(found, output, part, self.options.positive_nll)
 
         @reads("values", "returns")
         def critic_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:

@@ -213,3 +213,22 @@ def test_log_probs_of_older_weights_are_apart_by_hand() -> None:
     assert found.keys() == sampling_metrics(batch, policy).keys() and len(found) == 6
     plain = TrainBatch.from_rollouts(rollouts.select(torch.tensor([False, True])))
     assert len(sampling_metrics(plain, ModelOutput(logprobs=plain.rollout_logprobs))) == 3
+
+
+def test_vapo_learns_from_what_went_well_besides() -> None:
+    """The likelihood of answers with a reward above 0 is a term of the loss, by its weight, and is told."""
+    found, tables = {}, {}
+    for weight in (0.0, 0.1, 0.2):
+        options = {"critic_lam": 1.0, "length_adaptive": 5.0, "positive_nll": weight}
+        tree = {"algorithm": "vapo", "options": options, "critic": {"warmup_steps": 0}, "loss": {"entropy_coef": 0.0}}
+        config = from_dict(tree)
+        flow: Any = Given(config, ROLLOUTS)
+        result = make_controller(config).step(flow, [])
+        found[weight], tables[weight] = result.metrics, flow.policy.table.detach().clone()
+        (mini,) = flow.actor_saw
+        assert mini.counts is not None and mini.counts.rewarded == 4  # two answers of two tokens
+    assert "actor/nll_loss" not in found[0.0]
+    right = {weight: float(table[0, 1] + table[1, 4]) for weight, table in tables.items()}  # of the good answer
+    assert right[0.0] < right[0.1] < right[0.2]
+    # All logits are 0 in the first update: each token costs log 6.
+    assert found[0.1]["actor/nll_loss"] == found[0.2]["actor/nll_loss"] == pytest.approx(math.log(6))
