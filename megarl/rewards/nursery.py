@@ -37,11 +37,11 @@ _END_LIMIT_S = 5.0
 def main(orders: socket.socket, parent: int, limit: float, specs: list[str]) -> None:
     _inherit_orphans()
     signal.signal(signal.SIGTERM, _nothing)  # Slurm sends it to all; the rank says when this is over
-    die_with_parent(parent)
     children: dict[int, int] = {}  # the number of each, by its pid
     poll = select.poll()
     poll.register(orders, select.POLLIN)
-    while True:
+    # No signal at the rank's death, which might come in the middle of killing what the processes have left behind.
+    while os.getppid() == parent:
         if poll.poll(_LOOK_MS):
             order, files, _, _ = socket.recv_fds(orders, 4096, 1)
             if not order:

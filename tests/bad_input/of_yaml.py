@@ -134,7 +134,7 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "half a character": (("data.prompt_key=a\udcff",), ("data.prompt_key must be text",)),
     "a very long name": ((f"data.prompt_key={'a' * 5000}",), ("data.prompt_key must be text",)),
     "a very long path": ((f"model.path=/{'a' * 300}",), ("model.path must be text",)),
-    "a list of options": (("algorithm=ppo,grpo",), ("algorithm must be one of ppo, grpo", "'ppo,grpo'")),
+    "a list of options": (("algorithm=ppo,grpo",), ("algorithm must be one of ppo, ", "'ppo,grpo'")),
     "an option": (("--seed=3",), ("unrecognized arguments: --seed=3", "usage")),
 }
 
