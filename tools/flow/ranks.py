@@ -86,9 +86,9 @@ class Played(MegatronModel):
         vars(touch).update(vars(loss_fn))  # what the loss in its place has named
         return super().train_step(batch, touch, temperature)
 
-    def _schedule(self, rows: Any, *arguments: Any, forward_only: bool) -> list[Any]:  # type: ignore[override]
+    def _schedule(self, rows: Any, *arguments: Any, **named: Any) -> list[Any]:
         """As Megatron's would ask for the micro-batches, one after another; the last stage has something to say."""
-        *plan, consume = arguments
+        *plan, consume, forward_only = (*arguments, *named.values())
         place, done = torch.device("cpu"), []
         mine, take, layers = self.how.opened(self, rows, plan, forward_only)
         at = self.ranks.tp, self.ranks.cp, self.ranks.cp_rank
@@ -155,6 +155,9 @@ class Now:
         budget = model.config.train.token_budget * model.ranks.cp
         places = dict(ranks.all_gather_objects(own))
         model.distribution = Distribution(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replays)
+        model.fitting = SimpleNamespace(  # as where `guards.memory` is off
+            run=lambda batch, plan, work, trains: (work(plan), plan), noted=lambda micros: micros, figures={}
+        )
 
     @staticmethod
     def opened(model: Any, rows: Any, arguments: Any, forward_only: bool) -> tuple[Any, Any, tuple[int, ...]]:
