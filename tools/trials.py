@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from megarl.rollout.hosting import SHARED
 
 ROOT = Path(__file__).resolve().parents[1]
 DONE = "finished"
-"""In a run folder: that the run has come to its end."""
+"""In a run folder: that the run has come to its end, and what it was."""
 
 
 def quickstart(folder: Path) -> list[str]:
@@ -29,17 +30,23 @@ def quickstart(folder: Path) -> list[str]:
 
 
 def run(config: str, overrides: Sequence[str], run_dir: Path, host: str | None = None) -> dict[int, dict[str, float]]:
-    """Metrics by step. A run that came to its end before is not taken again. host: where its engines are started.
+    """Metrics by step. A run that came to its end before is not taken again, one that was broken off is begun anew.
+    host: where its engines are started.
 
-    Raises SystemExit with the end of what it said where it fails.
+    Raises SystemExit with the end of what it said where it fails, ConfigError where the folder has another run.
     """
-    if not (run_dir / DONE).exists():
+    done, what = run_dir / DONE, "\n".join([config, *overrides])
+    if done.exists() and done.read_text() != what:
+        raise ConfigError(f"{run_dir} has a run with other settings (see {done}); name another --out, or remove it")
+    if not done.exists():
+        if (run_dir / "config.yaml").is_file():
+            shutil.rmtree(run_dir)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({SHARED: host} if host else {})
         command = [sys.executable, "-W", "ignore", "-m", "megarl.train", config, *overrides, f"run.dir={run_dir}"]
-        done = subprocess.run(
+        ended = subprocess.run(
             [*command, "track.progress=false"], cwd=ROOT, env=environment, capture_output=True, text=True
         )
-        if done.returncode:
-            raise SystemExit(f"{run_dir.name} has failed:\n{done.stdout[-1500:]}{done.stderr[-1500:]}")
-        (run_dir / DONE).touch()
+        if ended.returncode:
+            raise SystemExit(f"{run_dir.name} has failed:\n{ended.stdout[-1500:]}{ended.stderr[-1500:]}")
+        done.write_text(what)
     return read_metrics(run_dir)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.manifest import Entry, hash_file
+from megarl.config import ConfigError
 from megarl.observe.rollout_log import part_file, read_records, step_folder, write_part
 from megarl.types import Everyone, Rollouts
 
@@ -53,9 +54,14 @@ class Buffer:
         return {file: hash_file(file)}
 
     def restore(self, folder: Path, everyone: Everyone) -> None:
-        """Collective. Raises ConfigError where a file is not of this program."""
+        """Collective. Raises ConfigError on all ranks where a file is not of this program."""
         if not step_folder(folder / FOLDER, 0).is_dir():
             return
-        world = len(everyone.objects(None))
-        records = read_records(folder / FOLDER, 0, everyone.rank, world)
+        world, records, error = len(everyone.objects(None)), [], ""
+        try:
+            records = read_records(folder / FOLDER, 0, everyone.rank, world)
+        except ConfigError as failure:
+            error = str(failure)
+        if errors := [text for text in everyone.objects(error) if text]:
+            raise ConfigError(errors[0])
         self._kept = Rollouts.of([one.rollout for one in records], [one.number for one in records], everyone)

@@ -74,7 +74,9 @@ class DAPOController(GRPOController):
         penalties = overlong_penalty(rollouts.actions, most, buffer)[rollouts.own].tolist()
         return rollouts.with_(
             [
-                replace(one, reward=one.reward + penalty, reward_parts={**one.reward_parts, "overlong": penalty})
+                one
+                if one.status == "aborted" or one.unscored  # which have no reward
+                else replace(one, reward=one.reward + penalty, reward_parts={**one.reward_parts, "overlong": penalty})
                 for one, penalty in zip(rollouts.here, penalties, strict=True)
             ]
         )

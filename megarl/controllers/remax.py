@@ -26,7 +26,7 @@ class ReMaxController(GRPOController):
         # Sampled groups are numbered in the order of the prompts, from the first of the generation on; greedy ones too.
         prompt = found.trained.group - found.rollouts.group.min()
         answered, reward = torch.zeros(len(items), dtype=torch.bool), torch.zeros(len(items), dtype=torch.float64)
-        ended = greedy.select(~greedy.are("aborted"))
+        ended = greedy.select(~greedy.are("aborted") & (greedy.unscored == 0))
         answered[ended.group], reward[ended.group] = True, ended.reward
         there = answered[prompt]  # without a greedy answer there is nothing to compare with
         metrics = {"rollout/reward_greedy": float(ended.reward.mean()) if len(ended) else 0.0}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from thread_ranks import as_ranks
 
+from megarl.config import ConfigError
 from megarl.controllers.buffer import Buffer
+from megarl.observe.rollout_log import part_file
 from megarl.types import Everyone, Prompt, Rollout, Rollouts, Turn
 
 
@@ -49,6 +52,24 @@ def test_all_ranks_keep_and_draw_the_same(tmp_path: Path) -> None:
 
     two = as_ranks(2, restored)  # of three: the third rank's are the first's
     assert [found[0] for found in two] == [alone[0]] * 2 and sum(found[1] for found in two) == 8
+
+
+def test_damage_is_said_on_all_ranks(tmp_path: Path) -> None:
+    def save(everyone: Everyone) -> None:
+        buffer = Buffer(8)
+        buffer.add(share(everyone, 1, 2))
+        buffer.save(tmp_path)
+
+    as_ranks(2, save)
+    part_file(tmp_path / "buffer", 0, 1).write_bytes(b"no parquet")
+
+    def restored(everyone: Everyone) -> str:
+        with pytest.raises(ConfigError) as caught:
+            Buffer(8).restore(tmp_path, everyone)
+        return str(caught.value)
+
+    said = as_ranks(2, restored)
+    assert said[0] == said[1] and "rank_00001.parquet" in said[0]
 
 
 def test_nothing_is_drawn_from_nothing() -> None:

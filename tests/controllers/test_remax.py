@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from played import Played  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
 from megarl.controllers.registry import declare, make_controller  # noqa: E402
-from megarl.types import Prompt  # noqa: E402
+from megarl.types import Prompt, Rollouts  # noqa: E402
 
 CONFIG = from_dict({"algorithm": "remax", "kl": {"place": "none"}})
 
@@ -32,6 +33,22 @@ def test_without_a_greedy_answer_there_is_nothing_to_learn() -> None:
     result = make_controller(CONFIG).step(flow, [Prompt("a", ()), Prompt("b", ())])
     assert result.batch is not None and result.batch.advantages is not None
     assert result.batch.group.tolist() == [1] and result.batch.advantages[result.batch.loss_mask].tolist() == [2.0, 2.0]
+
+
+def test_a_greedy_answer_whose_reward_failed_is_none() -> None:
+    """It is no baseline of 0."""
+
+    class Failing(Played):
+        def score(self, rollouts: Rollouts) -> Rollouts:
+            first = len(rollouts) == 2  # the greedy ones
+            return rollouts.with_(
+                [replace(one, unscored={"a": "why"}) if first and one.group == 0 else one for one in rollouts.here]
+            )
+
+    flow: Any = Failing(CONFIG, [[[1.0, 0.0], [0.5, 3.0]]], [[[0.0], [1.0]]])
+    result = make_controller(CONFIG).step(flow, [Prompt("a", ()), Prompt("b", ())])
+    assert result.batch is not None and result.batch.group.tolist() == [1, 1]
+    assert result.metrics["rollout/reward_greedy"] == 1.0
 
 
 def test_one_sample_of_a_prompt_will_do() -> None:

@@ -71,6 +71,25 @@ def test_runs_are_taken_once_and_in_the_table(
     assert set(json.loads((folder / "out" / "table.json").read_text())) == {"grpo", "vapo"}
 
 
+def test_a_run_that_was_broken_off_is_begun_anew_and_another_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = folder / "x"
+
+    def run(command: list[str], **_: Any) -> Any:
+        assert not run_dir.exists()
+        run_dir.mkdir()
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(trials.subprocess, "run", run)
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("")  # it had begun
+    trials.run("a.yaml", ["run.seed=1"], run_dir)
+    trials.run("a.yaml", ["run.seed=1"], run_dir)
+    with pytest.raises(ConfigError, match="x has a run with other settings"):
+        trials.run("a.yaml", ["run.seed=2"], run_dir)
+
+
 def test_a_run_that_fails_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         trials.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2, stdout="", stderr="why")
