@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("configs", nargs="*", help="configurations, and overrides of all of them")
     parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--out", type=Path, default=Path("runs/checked"))
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     overrides = [one for one in options.configs if "=" in one]
     paths = [Path(one) for one in options.configs if "=" not in one] or small()
     table, missed = Table("recipe", "figure", "expected", "found", "", box=box.SIMPLE_HEAD), 0

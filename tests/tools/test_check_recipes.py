@@ -32,7 +32,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_reached_and_what_is_missed(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_recipes.main([str(recipe)]) == 0
     assert "MISSED" not in capsys.readouterr().out
-    assert check_recipes.main([str(recipe), "run.seed=0"]) == 1
+    assert check_recipes.main([str(recipe), "--out", "elsewhere", "run.seed=0"]) == 1
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  mine")]
     assert lines == [["mine", "a", "at", "least", "0.5", "0", "MISSED"], ["mine", "b", "at", "most", "1", "1"]]
 
