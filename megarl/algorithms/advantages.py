@@ -71,17 +71,6 @@ def length_adaptive_lam(actions: torch.Tensor, alpha: float) -> torch.Tensor:
     return (1.0 - 1.0 / (alpha * actions.double()).clamp(min=1.0)).clamp(min=0.0)
 
 
-def rewards_to_go(
-    rewards: torch.Tensor, loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, gamma: float
-) -> torch.Tensor:
-    """[T] discounted sum of the rewards from each action token on, 0 elsewhere: REINFORCE's return.
-
-    With `token_rewards` that have the KL in them, and gamma 1, that is REINFORCE++'s A_t = r - beta sum_{i >= t} KL(i)
-    (arXiv:2501.03262, eq. 8), which `whiten` then normalises over the batch (eq. 10).
-    """
-    return gae(rewards, torch.zeros_like(rewards), loss_mask, cu_seqlens, gamma, 1.0)[0]
-
-
 STEPS = 1 << 24
 """Actions of the sequences that `gae` goes through together: 64 MB in fp32."""
 

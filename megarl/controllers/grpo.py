@@ -102,10 +102,11 @@ class GRPOController(PolicyController):
         # 4. The engine gets the new weights.
         flow.rollout.update_weights(flow.actor)
         metrics |= means.result()
-        if kl_mean is None:
-            kl_mean = metrics.get("actor/kl_loss", 0.0)  # by the same estimate, of the policy before its only update
-        metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
-        self.kl = self.kl.updated(kl_mean, len(taken))
+        if kl_mean is None:  # by the same estimate, of the policy before its only update
+            kl_mean = metrics.get("actor/kl_loss")
+        if kl_mean is not None:
+            metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
+            self.kl = self.kl.updated(kl_mean, len(taken))
         self.steps += 1
         return StepResult(metrics, experience.rollouts, batch, taken)
 

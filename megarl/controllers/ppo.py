@@ -75,8 +75,7 @@ class PPOController(PolicyController):
         metrics |= chosen
 
         # 2. Advantages: outcome on the last action, the KL penalty on every one, then GAE over the actions.
-        kl_mean = 0.0
-        penalty = None
+        kl_mean = penalty = None
         if batch.ref_logprobs is not None:
             kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, mask)
             kl_mean = token_mean(kl, mask, batch.total)
@@ -114,9 +113,10 @@ class PPOController(PolicyController):
         # 4. The engine gets the new weights.
         flow.rollout.update_weights(flow.actor)
         metrics |= means.result()
-        metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
         metrics["critic/explained_variance"] = explained_variance(values, returns, mask, batch.total)
-        self.kl = self.kl.updated(kl_mean, len(taken))
+        if kl_mean is not None:
+            metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
+            self.kl = self.kl.updated(kl_mean, len(taken))
         self.steps += 1
         return StepResult(metrics, rollouts, batch, taken)
 

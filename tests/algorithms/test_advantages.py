@@ -11,7 +11,6 @@ from megarl.algorithms.advantages import (
     decoupled_gae,
     gae,
     length_adaptive_lam,
-    rewards_to_go,
     spread_to_tokens,
     whiten,
 )
@@ -132,7 +131,7 @@ def test_the_policys_lambda_is_not_the_critics():
     rewards, values, mask, cu = random_batch(5)
     advantages, returns = decoupled_gae(rewards, values, mask, cu, 1.0, 0.3, 1.0)
     assert torch.equal(advantages, gae(rewards, values, mask, cu, 1.0, 0.3)[0])
-    torch.testing.assert_close(returns, rewards_to_go(rewards, mask, cu, 1.0))  # whatever the critic says
+    torch.testing.assert_close(returns, gae(rewards, torch.zeros_like(values), mask, cu, 1.0, 1.0)[0])
 
 
 def test_lambda_by_length():
@@ -140,14 +139,6 @@ def test_lambda_by_length():
     found = length_adaptive_lam(torch.tensor([0, 1, 20, 40, 100, 1000]), 0.05)
     assert found.tolist() == pytest.approx([0, 0, 0, 0.5, 0.8, 0.98], abs=1e-12)
     assert length_adaptive_lam(torch.zeros(0, dtype=torch.int64), 0.05).tolist() == []
-
-
-def test_rewards_to_go_by_hand():
-    """Two sequences; the tool's token, 9, is none of the policy's: 1 + 0.5 (2 + 0.5 * 4) = 3, 2 + 0.5 * 4 = 4, 4."""
-    mask = torch.tensor([0, 1, 1, 0, 1, 0, 1]).bool()
-    rewards = torch.tensor([9.0, 1, 2, 9, 4, 9, -3], dtype=F64)
-    found = rewards_to_go(rewards, mask, torch.tensor([0, 5, 7]), 0.5)
-    assert found.tolist() == [0, 3.0, 4.0, 0, 4.0, 0, -3.0]
 
 
 def test_undiscounted_return_is_the_outcome():
