@@ -15,8 +15,8 @@ FILES = {
 # Lower layers come first. A module may import its own layer and those below.
 LAYERS = (
     {"types", "config", "forks", "plain_yaml", "strict", "annotated", "command_line", "recipes"},
-    {"algorithms", "models", "data", "parallel"},
-    {"megatron", "rollout", "rewards", "reshard", "checkpoint", "observe"},
+    {"algorithms", "models", "data", "parallel", "processes"},
+    {"megatron", "rollout", "rewards", "environments", "reshard", "checkpoint", "observe"},
     {"workers"},
     {"controllers"},
     {

@@ -25,8 +25,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from megarl import forks, strict
 from megarl.config import Config, ConfigError, Range
-from megarl.rewards.result import Failed
 from megarl.strict import Count, Seconds
+from megarl.types.verdicts import Failed
 
 WHERE = "roles.reward.options."
 _LONGEST_PAUSE_S = 10.0

@@ -22,8 +22,8 @@ from typing import Any, Literal
 from megarl import forks
 from megarl.config import ConfigError
 from megarl.rewards.functions import RewardError, RewardFunction, load_functions, number_of, reward_of
-from megarl.rewards.result import Failed, Reward, Verdict
 from megarl.types import Rollout
+from megarl.types.verdicts import Failed, Reward, Verdict
 
 Kind = Literal["sync", "async"]
 """Of functions: those that a process calls one after the other, and those that it awaits, many at once."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from megarl import forks
 from megarl.config import ConfigError
-from megarl.rewards.result import Failed, Reward, Verdict
 from megarl.types import Rollout
+from megarl.types.verdicts import Failed, Reward, Verdict
 
 RewardFunction = Callable[[Rollout], Any]
 """Looks at a finished rollout and returns a number of at most `LARGEST`, where a bool counts as 0 or 1, or a `Reward`;

@@ -10,9 +10,9 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.rewards.functions import LARGEST, RewardError, number_of, worth
-from megarl.rewards.result import Failed, Verdict
 from megarl.strict import shown
 from megarl.types import Rollout
+from megarl.types.verdicts import Failed, Verdict
 
 Weights = Mapping[str, float]
 """By part; one that is not named weighs 1."""

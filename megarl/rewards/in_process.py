@@ -15,8 +15,8 @@ from typing import Any
 from megarl.rewards.calls import actions_of, call_async, late, raised
 from megarl.rewards.deadline import Deadline, TookTooLong
 from megarl.rewards.functions import RewardFunction, is_async, reward_of
-from megarl.rewards.result import Failed, Verdict
 from megarl.types import Rollout
+from megarl.types.verdicts import Failed, Verdict
 
 AT_ONCE = 64
 """Calls of a coroutine function at the same time."""

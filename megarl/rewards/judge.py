@@ -24,8 +24,8 @@ from megarl import forks, strict
 from megarl.config import ConfigError
 from megarl.rewards.asking import WHERE, Answer, Asker, AskingOptions, shown
 from megarl.rewards.functions import LARGEST, Parts
-from megarl.rewards.result import Failed
 from megarl.types import Message, Rollout
+from megarl.types.verdicts import Failed
 
 PART = "judge"
 """Name of its part of a reward."""

@@ -18,8 +18,8 @@ from megarl.config import ConfigError
 from megarl.rewards.calls import Kind, actions_of, late, verdict_of
 from megarl.rewards.functions import RewardFunction, is_async
 from megarl.rewards.processes import Gone, Nursery, Process
-from megarl.rewards.result import Failed, Verdict
 from megarl.types import Rollout
+from megarl.types.verdicts import Failed, Verdict
 
 AT_ONCE = 64
 """Calls of coroutine functions that a process has at the same time."""

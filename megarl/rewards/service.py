@@ -26,9 +26,9 @@ import orjson
 from megarl import strict
 from megarl.rewards.asking import Answer, Asker, AskingOptions, shown
 from megarl.rewards.functions import Parts, RewardError, number_of
-from megarl.rewards.result import Failed
 from megarl.strict import Count
 from megarl.types import Rollout
+from megarl.types.verdicts import Failed
 
 PART = "service"
 """Name of its part of a reward."""

@@ -53,6 +53,7 @@ from megarl.types.everyone import ALONE, Alone, Everyone, Total, alone
 from megarl.types.reads import reads
 from megarl.types.rollouts import FIGURES, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn
 from megarl.types.support import Support
+from megarl.types.verdicts import Failed, Reward, Verdict
 
 __all__ = [
     "ALONE",
@@ -62,11 +63,13 @@ __all__ = [
     "STATUSES",
     "Alone",
     "Everyone",
+    "Failed",
     "Ids",
     "Logprobs",
     "Message",
     "ModelOutput",
     "Prompt",
+    "Reward",
     "Rollout",
     "Rollouts",
     "Shares",
@@ -76,6 +79,7 @@ __all__ = [
     "Total",
     "TrainBatch",
     "Turn",
+    "Verdict",
     "alone",
     "ids_of",
     "no_logprobs",

@@ -12,6 +12,7 @@ import torch
 from megarl.types.arrays import Ids, Logprobs, ids_of, joined, no_ids, no_logprobs, read_only, same
 from megarl.types.everyone import ALONE, Everyone
 from megarl.types.support import Support
+from megarl.types.verdicts import Verdict
 
 Message = dict[str, Any]
 """One chat message in the OpenAI form: role, content, and tool_calls where there are some."""
@@ -127,6 +128,8 @@ class Rollout:
     """Those of them that it accepted."""
     failure: str = ""
     """Of an aborted rollout, what cut it off."""
+    verdict: Verdict | None = None
+    """What its environment says it is worth, a part of the reward; None where nobody was asked."""
     unscored: dict[str, str] = field(default_factory=dict)
     """Where it has no reward, by the parts of it that failed: why. Its `reward` is 0 then, and means nothing."""
 

@@ -26,9 +26,9 @@ from megarl.rewards.functions import checked, load_functions
 from megarl.rewards.fusion import checked_weights, fused, unfused
 from megarl.rewards.in_process import score
 from megarl.rewards.pool import Pool, Verdicts
-from megarl.rewards.result import Verdict
 from megarl.rewards.unscored import check_unscored
 from megarl.types import Rollout, Rollouts
+from megarl.types.verdicts import Verdict
 from megarl.workers.context import Context, Worker
 
 _A_DAY_S = 86400.0

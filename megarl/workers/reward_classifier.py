@@ -15,8 +15,8 @@ from megarl.parallel.placement import placement_of
 from megarl.parallel.ranks import together
 from megarl.rewards.classifier import Classifier, ClassifierOptions, Reader, label_of
 from megarl.rewards.functions import of_model
-from megarl.rewards.result import Verdict
 from megarl.types import Rollout, Rollouts
+from megarl.types.verdicts import Verdict
 from megarl.workers.context import Context
 from megarl.workers.reward import RewardWorker
 

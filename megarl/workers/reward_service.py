@@ -9,8 +9,8 @@ import torch
 
 from megarl.parallel.ranks import patient, together
 from megarl.rewards import judge, service
-from megarl.rewards.result import Failed, Reward, Verdict
 from megarl.types import Rollout, Rollouts
+from megarl.types.verdicts import Failed, Reward, Verdict
 from megarl.workers.context import Context
 from megarl.workers.reward import RewardWorker
 

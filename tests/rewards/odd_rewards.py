@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.rewards.result import Reward
 from megarl.types import Rollout
+from megarl.types.verdicts import Reward
 
 HERE = f"calls of the process {os.getpid()}"
 

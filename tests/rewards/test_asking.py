@@ -14,7 +14,7 @@ import pytest
 from megarl.config import ConfigError
 from megarl.rewards import asking as module
 from megarl.rewards.asking import Answer, Asker, AskingOptions, is_public, shown
-from megarl.rewards.result import Failed
+from megarl.types.verdicts import Failed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging  # noqa: E402

@@ -10,7 +10,7 @@ import torch
 from megarl.config import ConfigError
 from megarl.rewards.functions import RewardError, checked, is_async, load_functions, of_model, reward_of, worth
 from megarl.rewards.gsm8k import gsm8k
-from megarl.rewards.result import Failed, Reward
+from megarl.types.verdicts import Failed, Reward
 
 
 class Unshown:

@@ -10,8 +10,8 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.rewards.fusion import checked_weights, fused, unfused
-from megarl.rewards.result import Failed, Reward, Verdict
 from megarl.types import Prompt, Rollout, Turn
+from megarl.types.verdicts import Failed, Reward, Verdict
 
 ROLLOUT = Rollout(
     Prompt("p", ()),

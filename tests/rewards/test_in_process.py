@@ -13,8 +13,8 @@ import torch
 
 from megarl.rewards import deadline
 from megarl.rewards.in_process import score
-from megarl.rewards.result import Failed, Reward
 from megarl.types import Prompt, Rollout, Turn
+from megarl.types.verdicts import Failed, Reward
 
 ROOT = Path(__file__).parents[2]
 ROLLOUTS = [

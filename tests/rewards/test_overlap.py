@@ -17,12 +17,12 @@ from scripted import CHAT, CONFIG, PROMPT, Script, parse  # noqa: E402
 from megarl.rewards.ahead import Ahead  # noqa: E402
 from megarl.rewards.functions import load_functions  # noqa: E402
 from megarl.rewards.pool import Pool  # noqa: E402
-from megarl.rewards.result import Reward  # noqa: E402
 from megarl.rollout.client import Generation  # noqa: E402
 from megarl.rollout.gathering import Gathered, gather_rollouts  # noqa: E402
 from megarl.rollout.multi_turn import Surroundings  # noqa: E402
 from megarl.rollout.queue import Tickets  # noqa: E402
 from megarl.types import Prompt  # noqa: E402
+from megarl.types.verdicts import Reward  # noqa: E402
 
 
 class AfterTheReward(Script):

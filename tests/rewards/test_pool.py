@@ -16,8 +16,8 @@ import pytest
 from megarl.config import ConfigError
 from megarl.rewards.functions import load_functions
 from megarl.rewards.pool import Pool
-from megarl.rewards.result import Failed, Reward, Verdict
 from megarl.types import Prompt, Rollout, Turn
+from megarl.types.verdicts import Failed, Reward, Verdict
 
 HERE = Path(__file__).parent
 Made = Callable[..., Pool]

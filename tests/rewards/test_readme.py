@@ -22,9 +22,9 @@ from megarl.rewards.backends import check_reward
 from megarl.rewards.functions import load_functions
 from megarl.rewards.fusion import checked_weights, fused
 from megarl.rewards.pool import Pool
-from megarl.rewards.result import Reward
 from megarl.types import Prompt, Rollout, Turn
 from megarl.types.declared import Declared
+from megarl.types.verdicts import Reward
 
 README = Path(__file__).parents[2] / "megarl/rewards/README.md"
 EXAMPLES = re.findall(r"^```(\w+) ([\w.]+)\n(.*?)^```$", README.read_text(), re.M | re.S)

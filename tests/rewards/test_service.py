@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards.result import Failed
 from megarl.rewards.service import Service, ServiceOptions
 from megarl.types import Prompt, Rollout, Turn
+from megarl.types.verdicts import Failed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging  # noqa: E402

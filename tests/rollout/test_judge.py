@@ -8,8 +8,8 @@ import pytest
 from conftest import Running
 
 from megarl.rewards.judge import Judge, JudgeOptions
-from megarl.rewards.result import Failed
 from megarl.types import Prompt, Rollout, Turn
+from megarl.types.verdicts import Failed
 
 USER = {"role": "user", "content": "2+3?"}
 
