@@ -39,11 +39,13 @@ def plain(message: Message, number: int = 0) -> Message:
             raise ConfigError(f"{where}, of role {role}, has {name!r}; only text can be trained on: say it in words")
     text = content_text(content, where) if isinstance(content, list) else "" if content is None else str(content)
     found: Message = {"role": role, "content": encodable(text)}
+    if message.get("name"):
+        found["name"] = encodable(str(message["name"]))
     if role == "tool":
         own = str(message.get("tool_call_id") or "")
         named = _OWN_ID.fullmatch(own)
-        name = str(message.get("name") or (named[1] if named else "tool"))
-        found |= {"name": encodable(name), "tool_call_id": encodable(own or call_id(name, 0))}
+        name = found.get("name") or (encodable(named[1]) if named else "tool")
+        found |= {"name": name, "tool_call_id": encodable(own or call_id(name, 0))}
     elif role == "assistant":
         thought = message.get("reasoning_content") or message.get("reasoning")
         if thought:
