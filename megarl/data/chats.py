@@ -40,13 +40,18 @@ def _message(value: Any, where: str) -> Message:
         _check_calls(calls, where)
         message["tool_calls"] = calls
     if isinstance(content, list):
-        content = "".join(_part(part, where) for part in content)
+        content = content_text(content, where)
     if content is not None and not isinstance(content, str):
         raise ConfigError(f"{where} has {_short(content)} as content, which must be text")
     if not calls and (content is None or (role == "user" and not content.strip())):
         raise ConfigError(f"{where}, of role {role}, has no content; write it or drop the row")
     message["content"] = content
     return message
+
+
+def content_text(parts: list[Any], where: str) -> str:
+    """Text parts, joined. Raises ConfigError for a part of another kind, by its name."""
+    return "".join(_part(part, where) for part in parts)
 
 
 def _part(part: Any, where: str) -> str:

@@ -12,20 +12,26 @@ statement. Either way that token is the policy's own, the last of its turn, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
 from megarl.data.text import encodable
+from megarl.rollout.controls import Controls
+from megarl.rollout.messages import FORMS, Form, call_id, hollow, plain, safe, withheld
+from megarl.rollout.reasoning import Reasoned, find, is_open, marks_of
 from megarl.rollout.tools import Tool
 from megarl.types import Ids, Message, Prompt, ids_of
 
 _POLICY_TURN = "POLICYTURN"  # stands for what the policy wrote; any word that no template adds or changes
 _RESULT = "TOOLRESULT"  # and for what a tool, or the user, answered
 _HEAD: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _POLICY_TURN}]
-_MARKS = "<>[]|{}｜"  # an added token with one of these is taken for a control token, even if not declared special
+
+_Pattern = tuple[tuple[str, bool, bool], ...]
+"""Of messages: role, whether there are words, whether there are calls."""
 
 
 class Chat:
@@ -38,6 +44,9 @@ class Chat:
         self.tokenizer = tokenizer
         self.tools = tools or {}
         self.eos = tuple(eos)
+        self.controls = Controls(tokenizer)
+        self._forms: dict[tuple[_Pattern, bool], Form | ConfigError] = {}
+        self._opened: dict[str, bool] = {}
 
     @classmethod
     def load(cls, folder: str, tools: dict[str, Tool] | None = None) -> Chat:
@@ -92,9 +101,9 @@ class Chat:
     @cached_property
     def end_of_turn(self) -> int:
         """The token that the template puts after the policy's last turn; the tokenizer's own where it puts none."""
-        ended = self._first_control(self._after([]))
+        ended = self.controls.first(self._after([]))
         if ended is not None:
-            return ended
+            return ended.id
         if self.tokenizer.eos_token_id is None:
             raise ConfigError("the chat template ends a turn with no control token, and the tokenizer has no eos_token")
         return int(self.tokenizer.eos_token_id)
@@ -103,71 +112,172 @@ class Chat:
     def end_of_call(self) -> int | None:
         """The token between the policy's turn and a tool's result, and with which the policy must end a turn that calls
         tools; None where the template has no place for results."""
-        try:
-            rest = self._after([{"role": "tool", "name": "f", "tool_call_id": "f", "content": _RESULT}])
-        except ConfigError:
-            return None
-        before, found, _ = rest.partition(_RESULT)
-        return self._first_control(before) if found else None
+        return self._end_before("tool")
 
     @cached_property
     def ends(self) -> frozenset[int]:
         """All tokens that end a turn of the policy, before whatever follows it."""
-        found = {self.end_of_turn, self.end_of_call, self.tokenizer.eos_token_id, *self.eos}
-        try:
-            rest = self._after([{"role": "user", "content": _RESULT}])
-            found.add(self._first_control(rest.partition(_RESULT)[0]))
-        except ConfigError:  # a template for one turn only
-            pass
+        found = {self.end_of_turn, self.end_of_call, self.tokenizer.eos_token_id, *self.eos, self._end_before("user")}
         return frozenset(int(token) for token in found if token is not None)
 
-    def observation(self, results: Sequence[Message], schemas: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """Ids between the last token of the policy's turn, which is `end_of_call`, and its next turn: tool results and
-        the head of that turn.
+    def _end_before(self, role: str) -> int | None:
+        """The token between the policy's turn and a message of that role; None where the template has no such place."""
+        try:
+            rest = self._after([plain({"role": role, "content": _RESULT})])
+        except ConfigError:
+            return None
+        before, found, _ = rest.partition(_RESULT)
+        ended = self.controls.first(before) if found else None
+        return None if ended is None else ended.id
 
-        results: messages of role `tool`. Control tokens in whatever they say, names and ids included, are escaped: a
-        tool must not be able to write a turn, nor a policy by what it calls. Raises ConfigError where the template has
-        no place for tool results.
+    def continuation(
+        self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]] = (), last: int | None = None
+    ) -> list[int]:
+        """Ids behind a turn of the policy: these messages, and the head of its next turn.
+
+        messages: of any role, in OpenAI's form: tool results, a user's words, the system's, and even an assistant's
+        that a client has put there. Control tokens in whatever tools and others say, names, ids and arguments included,
+        are escaped: a tool must not be able to write a turn, nor a policy by what it calls. last: the token that the
+        policy's turn ends with. Where it is not the one by which the template ends a turn before such messages, as of a
+        turn that was cut off, then that one comes first; by default it is.
+
+        Raises ConfigError, which names the role, where the template has no place for such a message, and for one that
+        holds what is not text.
         """
-        safe = [self._safe(message) for message in results]
-        ids = self._ids(self._between(safe, schemas))
-        frame = self._controls(self._ids(self._between([_plain("0") for _ in results], schemas)))
-        if self._controls(ids) != frame:  # a tokenizer that reads control tokens where their text is not
-            withheld = "(withheld: the output contains control tokens)"
-            ids = self._ids(self._between([_plain(withheld) for _ in results], schemas))
-        return ids
+        return self._escaped(messages, lambda ready: self._ids(self._behind(ready, schemas, last)))
+
+    def _behind(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]], last: int | None = None) -> str:
+        """`continuation` of messages that are plain, as text."""
+        form = self._form(_pattern(messages), behind=True)
+        rest = self._after([form(message) for message in messages], schemas)
+        end = self.controls.first(rest)
+        if end is None:
+            raise ConfigError("the chat template of model.path ends a turn with no control token")
+        over = end.id in self.ends if last is None else end.id == last
+        return rest[end.stop :] if over else rest
+
+    def opening(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """Ids of a whole conversation that others have written, tokens escaped as in `continuation`, and the head of
+        the policy's turn; errors as there."""
+
+        def make(ready: Sequence[Message]) -> list[int]:
+            form = self._form(_pattern(ready), behind=False)
+            return self._ids(self._text([form(message) for message in ready], schemas, generate=True))
+
+        return self._escaped(messages, make)
+
+    # --- reasoning
+
+    @cached_property
+    def marks(self) -> tuple[str, str] | None:
+        """What opens the model's reasoning and what closes it; None for one that does not reason."""
+        return marks_of(self.tokenizer)
+
+    def reasoning(self, ids: Ids | Sequence[int], after: str = "user") -> range | None:
+        """Which of a turn's ids are reasoning, with its marks; what the policy says stands behind them. None where
+        there is none. after: role of the message that the turn answers: behind some the template itself opens it."""
+        own = ids_of(ids)
+        text = self.text(own)
+        found = self._reasoned(text, after)
+        if found is None or self.marks is None:
+            return None
+        if found.stop == len(text):
+            return range(len(own))
+        closing, inner = self.marks[1], found.inner
+        return range(bisect_left(range(len(own)), True, key=lambda n: closing in self.text(own[:n])[inner:]))
+
+    def reasoned(self, text: str, after: str = "user") -> tuple[str, str]:
+        """(reasoning, content) of a turn's text without what ends it, as OpenAI's messages have them, without marks;
+        see `reasoning`."""
+        found = self._reasoned(text, after)
+        if found is None:
+            return "", text
+        return text[found.inner : found.end].strip(), text[found.stop :].lstrip()
+
+    def drops_reasoning(self, behind: Sequence[Message]) -> bool:
+        """Whether the template's own rule leaves out the reasoning of the policy's turn where these messages follow it:
+        it concerns who renders a whole conversation, and no ids that are gone on from. Errors as of `continuation`."""
+        pattern = _pattern([plain(message, number) for number, message in enumerate(behind)])
+        return self.marks is not None and self._drops(pattern)
+
+    def _reasoned(self, text: str, after: str) -> Reasoned | None:
+        return None if self.marks is None else find(text, self.marks, self._opens(after))
+
+    def _opens(self, after: str) -> bool:
+        """Whether the template opens the reasoning of a turn behind a message of that role."""
+        if after not in self._opened:
+            assert self.marks is not None
+            try:
+                rest = self._after([plain({"role": after, "content": _RESULT})])
+                self._opened[after] = is_open(rest.partition(_RESULT)[2], self.marks)
+            except ConfigError:
+                self._opened[after] = False
+        return self._opened[after]
+
+    def _drops(self, pattern: _Pattern) -> bool:
+        """A template that knows OpenAI's field for reasoning has its rule for that, others for what is in the text."""
+        assert self.marks is not None
+        opening, closing = self.marks
+        behind = [_stand_in(*kind, number) for number, kind in enumerate(pattern)]
+        by_field = {"role": "assistant", "content": "x", "reasoning_content": _POLICY_TURN}
+        in_text = {"role": "assistant", "content": f"{opening}\n{_POLICY_TURN}\n{closing}\n\nx"}
+        calling = _stand_in("assistant", False, True, len(pattern))["tool_calls"]
+        result = _stand_in("tool", True, False, len(pattern))
+
+        def shown(turn: Message, following: Sequence[Message]) -> bool:
+            if following and following[0]["role"] == "tool":
+                turn = {**turn, "tool_calls": calling}
+            problem = None
+            for form in FORMS:
+                given = [form(message) for message in (_HEAD[0], turn, *following)]
+                try:
+                    return _POLICY_TURN in self._text(given, generate=bool(following))
+                except ConfigError as error:
+                    problem = problem or error
+            assert problem is not None
+            raise problem
+
+        def knows_field() -> bool:
+            for following in ([], [result]):
+                try:
+                    if shown(by_field, following):
+                        return True
+                except ConfigError:
+                    pass
+            return False
+
+        return not shown(by_field if knows_field() else in_text, behind)
 
     def calls(self, name: str) -> list[tuple[str, dict[str, Any]]]:
         """(text, arguments): how the template writes a call of the tool with these arguments, in each of the forms that
         messages with calls have in practice and that it has a place for. A parser must read one of them.
 
-        Raises ConfigError where the template writes no call, or does not put behind it what `observation` does.
+        Raises ConfigError where the template writes no call, or does not put behind it what `continuation` does.
         """
         schema = self.tools[name].schema
         arguments = _example(schema)
         user: Message = {"role": "user", "content": "x"}
-        answer = {**_plain(_RESULT), "name": name}
+        answer = plain({"role": "tool", "name": name, "content": _RESULT})
+        function = {"name": name, "arguments": arguments}
+        call = {"type": "function", "id": call_id(name, 0), "function": function}
         found, problem = [], ""
-        for content in ("", None):
-            for given in (arguments, json.dumps(arguments)):  # as a mapping, or as OpenAI's text
-                function = {"name": name, "arguments": given}
-                call = {"type": "function", "id": call_id(name, 0), "function": function}
-                turn: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
-                try:
-                    heads = [self._text([user], [schema], generate=generate) for generate in (True, False)]
-                    written = self._text([user, turn], [schema])
-                    whole = self._text([user, turn, answer], [schema], generate=True)
-                    ending = self._end_text() + self._between([answer], [schema])
-                except ConfigError as error:
-                    problem = problem or str(error)
-                    continue
-                head = next((head for head in heads if written.startswith(head)), "")
-                if name not in written[len(head) :]:
-                    problem = problem or "it leaves calls out"
-                elif not whole.endswith(ending):
-                    problem = "what it puts between a call and the next turn depends on the call"
-                elif (written[len(head) :], arguments) not in found:
-                    found.append((written[len(head) :], arguments))
+        for form in FORMS:
+            turn = form({"role": "assistant", "content": "", "tool_calls": [call]})
+            try:
+                heads = [self._text([user], [schema], generate=generate) for generate in (True, False)]
+                written = self._text([user, turn], [schema])
+                whole = self._text([user, turn, answer], [schema], generate=True)
+                ending = self._behind([answer], [schema])
+            except ConfigError as error:
+                problem = problem or str(error)
+                continue
+            head = next((head for head in heads if written.startswith(head)), "")
+            if name not in written[len(head) :]:
+                problem = problem or "it leaves calls out"
+            elif not whole.endswith(ending):
+                problem = "what it puts between a call and the next turn depends on the call"
+            elif (written[len(head) :], arguments) not in found:
+                found.append((written[len(head) :], arguments))
         if not found:
             raise ConfigError(
                 f"the chat template of model.path has no place for calls of tools ({problem}); use a model with a "
@@ -175,37 +285,51 @@ class Chat:
             )
         return found
 
-    def escape(self, text: str) -> str:
-        """The text with a backslash inside whatever the tokenizer would read as a control token."""
-        found = True
-        while found:
-            found = False
-            for token in self._control_texts:
-                if token in text:
-                    text, found = text.replace(token, f"{token[0]}\\{token[1:]}"), True
-        return text
+    def _escaped(self, messages: Sequence[Message], make: Callable[[Sequence[Message]], list[int]]) -> list[int]:
+        controls = self.controls
+        ready = [safe(plain(message, number), controls) for number, message in enumerate(messages)]
+        ids = make(ready)
+        frame = controls.among(make([hollow(message, controls) for message in ready]))
+        if controls.among(ids) != frame:  # a tokenizer that reads control tokens where their text is not
+            ids = make([withheld(message) for message in ready])
+        return ids
 
-    def _safe(self, message: Message) -> Message:
-        texts = {key: self.escape(encodable(str(value))) for key, value in message.items()}
-        return {**texts, "role": "tool"}
+    def _form(self, pattern: _Pattern, behind: bool) -> Form:
+        """How messages of these roles are to be given to the template so that it leaves none of them out. Raises
+        ConfigError where it always does. behind: they stand behind a turn of the policy's."""
+        found = self._forms.get((pattern, behind))
+        if found is None:
+            found = self._forms[pattern, behind] = self._find_form(pattern, behind)
+        if isinstance(found, ConfigError):
+            raise found
+        return found
 
-    @cached_property
-    def _control_texts(self) -> list[str]:
-        """Longest first. Words that a tokenizer merely added are no control tokens and are left alone."""
-        tokens = self.tokenizer.added_tokens_decoder.values()
-        texts = {str(token) for token in tokens if token.special or any(mark in str(token) for mark in _MARKS)}
-        return sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
-
-    @cached_property
-    def _control_ids(self) -> frozenset[int]:
-        texts = set(self._control_texts)
-        return frozenset(index for index, token in self.tokenizer.added_tokens_decoder.items() if str(token) in texts)
-
-    def _controls(self, ids: Sequence[int]) -> list[int]:
-        return [token for token in ids if token in self._control_ids]
-
-    def _first_control(self, text: str) -> int | None:
-        return next(iter(self._controls(self._ids(text))), None)
+    def _find_form(self, pattern: _Pattern, behind: bool) -> Form | ConfigError:
+        messages = [_stand_in(*kind, number) for number, kind in enumerate(pattern)]
+        problem: ConfigError | None = None
+        for form in FORMS if any(calls for _, _, calls in pattern) else FORMS[:1]:
+            given = [form(message) for message in messages]
+            try:
+                text = self._after(given) if behind else self._text(given, generate=True)
+            except ConfigError as error:
+                problem = problem or error
+                continue
+            missing = [one["role"] for one in messages for word in _words(one) if word not in text]
+            if missing:
+                problem = problem or ConfigError(
+                    f"the chat template of model.path leaves out a message of role {missing[0]}, or what it calls"
+                    + (", where it stands behind the policy's turn" if behind else "")
+                    + f"; give it another role, or do without it (the roles: {_roles(messages)})"
+                )
+                continue
+            words = [word for one in messages for word in _words(one)]
+            end = self.controls.first(text)
+            if behind and (end is None or any(text.find(word) < end.start for word in words)):
+                problem = problem or ConfigError("the chat template of model.path ends a turn with no control token")
+            else:
+                return form
+        assert problem is not None
+        return problem
 
     def _after(self, following: Sequence[Message], schemas: Sequence[dict[str, Any]] = ()) -> str:
         """What the template writes after the policy's words where these messages follow, and then the policy again."""
@@ -215,16 +339,6 @@ class Chat:
             raise ConfigError("the chat template of model.path leaves out or changes what the policy said")
         return rest
 
-    def _end_text(self) -> str:
-        return "" if self.end_of_call is None else self.text([self.end_of_call])
-
-    def _between(self, results: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> str:
-        rest = self._after(results, schemas)
-        _, ended, text = rest.partition(self._end_text()) if self._end_text() else ("", "", "")
-        if not ended or not text:
-            raise ConfigError("the chat template of model.path cannot render a tool's result after the policy's turn")
-        return text
-
     def _text(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]] = (), generate: bool = False) -> str:
         try:
             return str(
@@ -233,21 +347,34 @@ class Chat:
                 )
             )
         except Exception as error:  # jinja2's errors and whatever a template raises on purpose
-            roles = ", ".join(str(message.get("role")) for message in messages)
             reason = " ".join(str(error).split())[:500]
-            raise ConfigError(f"the chat template of model.path cannot render the roles {roles}: {reason}") from None
+            raise ConfigError(
+                f"the chat template of model.path cannot render the roles {_roles(messages)}: {reason}"
+            ) from None
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(encodable(text), add_special_tokens=False))
 
 
-def call_id(name: str, number: int) -> str:
-    """Of a tool's call, the number counts all of a conversation: as Kimi K2 writes it, and others take any."""
-    return f"functions.{name}:{number}"
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(str(message.get("role")) for message in messages)
 
 
-def _plain(content: str) -> Message:
-    return {"role": "tool", "name": "f", "tool_call_id": call_id("f", 0), "content": content}
+def _pattern(messages: Sequence[Message]) -> _Pattern:
+    return tuple((one["role"], bool(one["content"]), bool(one.get("tool_calls"))) for one in messages)
+
+
+def _stand_in(role: str, words: bool, calls: bool, number: int) -> Message:
+    """A message of the kind, whose words can be found again in what a template makes of it."""
+    message = plain({"role": role, "content": f"MESSAGE{number}WORDS" if words else ""})
+    name = f"MESSAGE{number}CALL"
+    call = {"id": call_id(name, 0), "type": "function", "function": {"name": name, "arguments": {}}}
+    return {**message, "tool_calls": [call]} if calls else message
+
+
+def _words(message: Message) -> list[str]:
+    called = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    return [word for word in (message["content"], *called) if word]
 
 
 _EXAMPLES: dict[str, Any] = {

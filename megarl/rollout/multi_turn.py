@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from megarl.config import RolloutConfig
-from megarl.rollout.chat import Chat, call_id
+from megarl.rollout.chat import Chat
 from megarl.rollout.client import Policy, RequestFailed
+from megarl.rollout.messages import call_id
 from megarl.rollout.partial import Partial, joined
 from megarl.rollout.tool_calls import Parse, Reply
 from megarl.rollout.tools import ToolPool, ToolResult
@@ -156,7 +157,7 @@ class _Talk:
             {"role": "tool", "name": name, "tool_call_id": own, "content": text}
             for name, own, text in zip([*names, "error"], ids, texts, strict=False)
         ]
-        observed = chat.observation(answers, self._schemas)
+        observed = chat.continuation(answers, self._schemas)
         failed = sum(not result.ok for result in results) + bool(reply.error)
         now = replace(now, tool_calls=now.tool_calls + len(results), tool_errors=now.tool_errors + failed)
         self.now = now

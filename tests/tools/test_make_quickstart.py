@@ -110,7 +110,7 @@ def test_conversations_are_tokenised_as_the_rollout_loop_would_see_them(made: Pa
         assert rollout.prompt.token_ids is rollout.turns[0].token_ids
         assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
         for turn, message in zip(rollout.turns[2::2], row["messages"][2::2], strict=True):
-            assert list(turn.token_ids) == chat.observation([message], [calculator.schema])
+            assert list(turn.token_ids) == chat.continuation([message], [calculator.schema])
         for turn in rollout.turns[1::2]:
             assert turn.is_action and turn.token_ids[-1] == chat.end_of_turn == tokenizer.eos_token_id
         assert chat.text(rollout.turns[-1].token_ids) == row["messages"][-1]["content"] + "<|im_end|>"

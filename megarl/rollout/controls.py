@@ -1,0 +1,76 @@
+"""The control tokens of a tokenizer: which they are, and text in which there are none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+_MARKS = "<>[]|{}｜"  # an added token with one of these is taken for a control token, even if not declared special
+_TAG = re.compile(r"</?[A-Za-z][\w:.-]*/?>")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A control token in a text, from `start` to before `stop`."""
+
+    id: int
+    start: int
+    stop: int
+
+
+class Controls:
+    """tokenizer: of transformers.
+
+    Words that a tokenizer merely added are no control tokens. Among these *tags* such as <think> or <tool_call>, which
+    look like XML and are not declared special, open and close no turn: formats are described with them.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """Longest first."""
+        tokens = self._tokenizer.added_tokens_decoder.values()
+        texts = {str(token) for token in tokens if token.special or any(mark in str(token) for mark in _MARKS)}
+        return sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
+
+    @cached_property
+    def tags(self) -> frozenset[str]:
+        special = {str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        return frozenset(text for text in self.texts if _TAG.fullmatch(text) and text not in special)
+
+    @cached_property
+    def ids(self) -> frozenset[int]:
+        texts = set(self.texts)
+        return frozenset(index for index, token in self._tokenizer.added_tokens_decoder.items() if str(token) in texts)
+
+    def first(self, text: str) -> Found | None:
+        """The first one that a text spells."""
+        match = self._any.search(text) if self.texts else None
+        return match and Found(int(self._tokenizer.convert_tokens_to_ids(match[0])), *match.span())
+
+    @cached_property
+    def _any(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.texts)))
+
+    def among(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in self.ids]
+
+    def escape(self, text: str, tags: bool = True) -> str:
+        """The text with a backslash inside whatever the tokenizer would read as a control token. tags: in these too."""
+        found = True
+        while found:
+            found = False
+            for token in self.texts:
+                if token in text and (tags or token not in self.tags):
+                    text, found = text.replace(token, f"{token[0]}\\{token[1:]}"), True
+        return text
+
+    def tags_in(self, text: str) -> list[str]:
+        """The tags of a text, in its order."""
+        pattern = "|".join(re.escape(tag) for tag in self.texts if tag in self.tags)
+        return re.findall(pattern, text) if pattern else []

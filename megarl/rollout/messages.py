@@ -1,0 +1,126 @@
+"""Messages as tools, users and clients write them, made into what a chat template takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.data.chats import ROLES, content_text
+from megarl.data.text import encodable
+from megarl.rollout.controls import Controls
+from megarl.types import Message
+
+_NOT_TEXT = ("audio", "image", "images", "video", "videos", "file", "files")
+_OWN_ID = re.compile(r"functions\.(.+):\d+")
+_WITHHELD = "(withheld: the output contains control tokens)"
+
+Form = Callable[[Message], Message]
+"""A message with calls, as one kind of template takes it."""
+
+
+def call_id(name: str, number: int) -> str:
+    """Of a tool's call, the number counts all of a conversation: as Kimi K2 writes it, and others take any."""
+    return f"functions.{name}:{number}"
+
+
+def plain(message: Message, number: int = 0) -> Message:
+    """The message with its content as text and what else templates read of its role. Raises ConfigError for what is no
+    message, or holds what is not text. number: in its list, for the error."""
+    where = f"message {number}"
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        role = message.get("role") if isinstance(message, dict) else message
+        raise ConfigError(f"{where} has the unknown role {str(role)[:80]!r}; roles are {', '.join(ROLES)}")
+    role, content = message["role"], message.get("content")
+    for name in _NOT_TEXT:
+        if message.get(name):
+            raise ConfigError(f"{where}, of role {role}, has {name!r}; only text can be trained on: say it in words")
+    text = content_text(content, where) if isinstance(content, list) else "" if content is None else str(content)
+    found: Message = {"role": role, "content": encodable(text)}
+    if role == "tool":
+        own = str(message.get("tool_call_id") or "")
+        named = _OWN_ID.fullmatch(own)
+        name = str(message.get("name") or (named[1] if named else "tool"))
+        found |= {"name": encodable(name), "tool_call_id": encodable(own or call_id(name, 0))}
+    elif role == "assistant":
+        thought = message.get("reasoning_content") or message.get("reasoning")
+        if thought:
+            found["reasoning_content"] = encodable(str(thought))
+        if calls := message.get("tool_calls"):
+            found["tool_calls"] = [_call(call, where) for call in calls]
+    return found
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"{where} calls {str(call)[:80]!r}, not {{'function': {{'name': ..., 'arguments': ...}}}}")
+    name, arguments = encodable(function["name"]), encodable(function.get("arguments") or {})
+    if isinstance(arguments, str):
+        try:
+            loaded = encodable(json.loads(arguments))
+        except (ValueError, RecursionError):
+            loaded = arguments
+        arguments = loaded if isinstance(loaded, dict) else arguments
+    own = encodable(str(call.get("id") or call_id(name, 0)))
+    return {"id": own, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def safe(message: Message, controls: Controls) -> Message:
+    """A plain message in which others than the template have written no control tokens. Tags stay, see `Controls`, but
+    for what a tool says, and in names, ids and arguments: there they would be taken for the policy's."""
+
+    def escaped(value: Any) -> Any:
+        if isinstance(value, str):
+            return controls.escape(value)
+        if isinstance(value, dict):
+            return {escaped(key): escaped(item) for key, item in value.items()}
+        return [escaped(item) for item in value] if isinstance(value, list) else value
+
+    strict = message["role"] == "tool"
+    return {
+        key: value
+        if key == "role"
+        else controls.escape(value, tags=strict)
+        if key in ("content", "reasoning_content")
+        else escaped(value)
+        for key, value in message.items()
+    }
+
+
+def hollow(message: Message, controls: Controls) -> Message:
+    """The same without what tools and users say, but for its tags; what the template itself writes is of the same
+    tokens."""
+    if message["role"] == "tool":
+        return {"role": "tool", "content": "0", "name": "f", "tool_call_id": call_id("f", 0)}
+    if message["role"] == "user":
+        return {**message, "content": " ".join(["0", *controls.tags_in(message["content"])])}
+    return message
+
+
+def withheld(message: Message) -> Message:
+    """In place of what a tool or a user says, where a tokenizer reads control tokens in it that it does not spell."""
+    if message["role"] == "tool":
+        return {"role": "tool", "content": _WITHHELD, "name": "f", "tool_call_id": call_id("f", 0)}
+    return {**message, "content": _WITHHELD} if message["role"] == "user" else message
+
+
+def _formed(content: str | None, as_text: bool) -> Form:
+    def form(message: Message) -> Message:
+        if not message.get("tool_calls"):
+            return message
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            if as_text and not isinstance(call["function"]["arguments"], str)
+            else call
+            for call in message["tool_calls"]
+        ]
+        return {**message, "content": message["content"] or content, "tool_calls": calls}
+
+    return form
+
+
+FORMS: Sequence[Form] = tuple(_formed(content, as_text) for content in ("", None) for as_text in (False, True))
+"""Of messages with calls: arguments as a mapping, or as OpenAI's text; no words as "", or as nothing."""
