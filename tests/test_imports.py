@@ -16,7 +16,7 @@ FILES = {
 LAYERS = (
     {"types", "config", "forks", "plain_yaml", "strict", "annotated", "command_line", "recipes"},
     {"algorithms", "models", "data", "parallel"},
-    {"megatron", "rollout", "rewards", "reshard", "checkpoint", "observe"},
+    {"megatron", "rollout", "sessions", "rewards", "reshard", "checkpoint", "observe"},
     {"workers"},
     {"controllers"},
     {

@@ -24,12 +24,15 @@ WAITING = b": waiting\n\n"
 @dataclass(frozen=True)
 class Choice:
     """An answer. message: as in `messages`, with `content` as a string. spelled: the text of each of its tokens, where
-    the client asked for log-probs."""
+    the client asked for log-probs. thought: of its tokens, those at the beginning that are reasoning. errors: calls in
+    it that could not be read."""
 
     message: Message
     finish: Finish
     said: Generation
     spelled: tuple[str, ...] | None = None
+    thought: int = 0
+    errors: int = 0
 
 
 @dataclass(frozen=True)

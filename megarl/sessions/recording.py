@@ -18,14 +18,18 @@ from megarl.rollout.client import Generation, Policy, RequestFailed
 from megarl.rollout.messages import call_id
 from megarl.rollout.multi_turn import Halted, sample_seed
 from megarl.rollout.partial import Partial
-from megarl.rollout.tool_calls import Parse, Reply
-from megarl.sessions.answers import Answered, Choice, Finish
+from megarl.rollout.reasoning import is_open
+from megarl.rollout.tool_calls import Call, Parse, Reply
+from megarl.sessions.answers import Answered, Choice
 from megarl.sessions.asked import Asked
 from megarl.sessions.messages import Digest, Refused, extended, histories, normal
 from megarl.sessions.tree import Node, Tree
 from megarl.types import Ids, Message, Prompt, ids_of
 
 T = TypeVar("T")
+_LATE = "it was not done within rollout.step_timeout"
+_MARK = 16
+"""Tokens within which the head of a turn opens reasoning."""
 
 
 @dataclass
@@ -61,6 +65,10 @@ class Around:
     config: RolloutConfig
     model: str = "policy"
     say: Callable[[str], None] = lambda line: None
+    dropped: dict[tuple[tuple[str, bool, bool], ...], bool] = field(default_factory=dict)
+    """Whether the template leaves out reasoning before such messages, as far as somebody wanted to know."""
+    spelled: dict[int, str] = field(default_factory=dict)
+    """The texts of tokens, likewise."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +121,7 @@ class Recording:
     def branches(self) -> tuple[Partial, ...]:
         """What has come of it, one conversation for every last answer. All are `aborted` where the session has failed,
         or a request of it has which was not answered later; also where nothing was sampled, which is one without a turn
-        of the policy. Raises what the policy did where that was no
-        mere RequestFailed."""
+        of the policy. Raises what the policy raised where that was of more than one request."""
         if self._broken is not None:
             raise self._broken
         found = self.tree.branches(self._prompt, self._seed)
@@ -161,18 +168,20 @@ class Recording:
             self._around.say(name)
         tree, messages = self.tree, asked.messages
         known = histories(messages, asked.schemas)
-        parent, count = tree.find(known, messages)
-        node = tree.context(parent, known[-1])
+        found, count = tree.find(known, messages)
+        node = tree.context(found, known[-1])
         if node is None:
             try:
-                ids = ids_of(self._render(parent, messages[count:], asked.schemas))
+                parent, ids = self._go_on(found, messages, count, asked.schemas)
             except ConfigError as error:
                 raise Refused(str(error), "messages") from None
-            before = 0 if parent is None else len(parent.tokens)
-            if before + len(ids) >= self._around.config.max_context:
-                raise self._full(parent, before + len(ids))
-            node = tree.ask(parent, known[-1], ids, messages[count:], asked.schemas)
+            tokens = len(ids) + (0 if parent is None else len(parent.tokens))
+            if tokens >= self._around.config.max_context:
+                raise self._full(found, tokens)
+            behind = messages if parent is None else messages[parent.count :]
+            node = tree.ask(parent, found, known[-1], ids, behind, asked.schemas)
         self.figures.requests += 1
+        self.figures.forks = tree.forks
         return Place(node, known[-1], node.tokens, node.known)
 
     async def answer(self, asked: Asked, place: Place) -> Answered:
@@ -183,7 +192,7 @@ class Recording:
                 said = await self._sample(asked, place)
                 choices = [await self._read(one, asked, node) for one in said]
         except TimeoutError:
-            self.fail("it was not done within rollout.step_timeout")
+            self.fail(_LATE)
             raise self._failed(node, self.failure, 503) from None
         except Halted:
             raise self._failed(node, "generation was stopped", 503) from None
@@ -193,12 +202,14 @@ class Recording:
             self._broken = self._broken or error
             raise self._failed(node, f"{type(error).__name__}: {error}", 503) from None
         self._unanswered.pop(node, None)
-        for choice, errors in choices:
-            self.tree.answer(node, extended(place.history, choice.message), choice, place.routed, errors)
+        for choice in choices:
+            self.tree.answer(node, extended(place.history, choice.message), choice, place.routed)
         own = f"chatcmpl-{secrets.token_hex(12)}"
-        return Answered(own, self.model, len(place.ids), tuple(choice for choice, _ in choices))
+        return Answered(own, self.model, len(place.ids), tuple(choices))
 
     def _check_open(self) -> None:
+        if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
+            self.fail(_LATE)
         if self._closed or self.failure:
             reason = f"the session has failed: {self.failure}" if self.failure else "the session is closed"
             raise Refused(reason, status=503, code="session_closed")
@@ -210,13 +221,48 @@ class Recording:
 
     # --- tokens
 
-    def _render(self, parent: Node | None, behind: Sequence[Message], schemas: tuple[dict[str, Any], ...]) -> Any:
+    def _go_on(
+        self, found: Node | None, messages: Sequence[Message], count: int, schemas: tuple[dict[str, Any], ...]
+    ) -> tuple[Node | None, Ids]:
+        """The answer behind which a context of these messages is to stand, and its ids. found: that which goes farthest
+        into them, `count` messages.
+
+        Where the template leaves out reasoning of earlier turns, what was said is kept by its ids without those of the
+        reasoning, from the first such turn on.
+        """
         chat = self._around.chat
-        if parent is not None:
-            return chat.continuation(behind, schemas, int(parent.ids[-1]))
-        if (tuple(behind), schemas) == self._first:
-            return self._prompt.token_ids
-        return chat.opening(behind, schemas)
+        if found is None:
+            fresh = (tuple(messages), schemas) != self._first
+            return None, ids_of(chat.opening(messages, schemas)) if fresh else self._prompt.token_ids
+        behind = ids_of(chat.continuation(messages[count:], schemas, int(found.ids[-1])))
+        path = found.path()
+        cut = [bool(node.thought) and self._drops(messages[node.count :]) for node in path]
+        if True not in cut:
+            return found, behind
+        first = cut.index(True)
+        parts = [
+            node.ids[node.thought :] if own else self._shut(node.ids) if below else node.ids
+            for node, own, below in zip(path, cut, [*cut[1:], False], strict=True)
+        ]
+        return path[first - 1].parent, np.concatenate([*parts[first - 1 :], behind])
+
+    def _drops(self, behind: Sequence[Message]) -> bool:
+        """Whether the template leaves out the reasoning of a turn before these messages."""
+        kinds = tuple((one["role"], bool(one["content"]), bool(one.get("tool_calls"))) for one in behind)
+        known = self._around.dropped
+        if kinds not in known:
+            known[kinds] = self._around.chat.drops_reasoning(behind)
+        return known[kinds]
+
+    def _shut(self, ids: Ids) -> Ids:
+        """A context without the mark by which the template opens reasoning at its end."""
+        chat = self._around.chat
+        if chat.marks is not None:
+            for tail in range(1, min(len(ids), _MARK) + 1):
+                text = chat.text(ids[-tail:])
+                if chat.marks[0] in text:
+                    return ids[:-tail] if is_open(text, chat.marks) else ids
+        return ids
 
     def _full(self, parent: Node | None, tokens: int) -> Refused:
         if parent is not None:
@@ -267,31 +313,47 @@ class Recording:
             for number in range(first, first + count)
         ]
 
-    async def _read(self, said: Generation, asked: Asked, node: Node) -> tuple[Choice, int]:
-        """An answer as the client gets it, and calls in it that could not be read."""
-        chat, ids = self._around.chat, said.token_ids
-        last = _last(ids)
-        text = chat.text(ids[:-1] if last in chat.ends else ids)
-        stopped = [text.find(stop) for stop in asked.stops if stop in text]
-        text = text[: min(stopped)] if stopped else text
+    async def _read(self, said: Generation, asked: Asked, node: Node) -> Choice:
+        """An answer as the client gets it."""
+        chat, ids = self._around.chat, ids_of(said.token_ids)
+        last, after = _last(ids), node.messages[-1]["role"]
+        own = ids[:-1] if last in chat.ends else ids
+        whole = chat.text(own)
+        stopped = [whole.find(stop) for stop in asked.stops if stop in whole]
+        thoughts, text = chat.reasoned(whole[: min(stopped)] if stopped else whole, after)
         reply = Reply(text)
         if asked.schemas and last is not None and last == chat.end_of_call:
             reply = await self._around.parse(text, asked.schemas)
         message: Message = {"role": "assistant", "content": reply.text}
+        if thoughts:
+            message["reasoning_content"] = thoughts
         if reply.calls:
-            before = sum(node.calls for node in node.path())
-            message["tool_calls"] = [
-                {
-                    "id": call_id(call.name, number),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for number, call in enumerate(reply.calls, before)
-            ]
+            before = sum(one.calls for one in node.path())
+            message["tool_calls"] = [_call(call, number) for number, call in enumerate(reply.calls, before)]
         cut = said.finish == "length" and last not in chat.ends and not stopped
-        finish: Finish = "tool_calls" if reply.calls else "length" if cut else "stop"
-        spelled = tuple(chat.text([token]) for token in ids.tolist()) if asked.logprobs else None
-        return Choice(message, finish, said, spelled), bool(reply.error)
+        return Choice(
+            message,
+            "tool_calls" if reply.calls else "length" if cut else "stop",
+            said,
+            spelled=tuple(map(self._spell, ids.tolist())) if asked.logprobs else None,
+            thought=self._thought(own, after),
+            errors=int(bool(reply.error)),
+        )
+
+    def _spell(self, token: int) -> str:
+        known = self._around.spelled
+        if token not in known:
+            known[token] = self._around.chat.text([token])
+        return known[token]
+
+    def _thought(self, ids: Ids, after: str) -> int:
+        """Tokens of an answer that are reasoning, and space behind it."""
+        chat = self._around.chat
+        span = chat.reasoning(ids, after)
+        end = 0 if span is None else span.stop
+        while 0 < end < len(ids) and not chat.text(ids[end : end + 1]).strip():
+            end += 1
+        return end
 
     def _drifts(self, leaf: Node) -> bool:
         path = leaf.path()[:-1]
@@ -303,6 +365,11 @@ class Recording:
         except ConfigError:
             return True
         return not np.array_equal(ids_of(fresh), path[-1].tokens)
+
+
+def _call(call: Call, number: int) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id(call.name, number), "type": "function", "function": function}
 
 
 def _last(ids: Ids) -> int | None:

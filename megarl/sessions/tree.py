@@ -18,25 +18,30 @@ from megarl.sessions.answers import Choice
 from megarl.sessions.messages import Digest
 from megarl.types import Ids, Message, Prompt, Status, Support, Turn, ids_of
 
+Schemas = tuple[dict[str, Any], ...]
+
 
 @dataclass(eq=False)
 class Node:
     """parent: None of a root, which is a context. ids: its own, [n] int32. messages: that these are in words.
 
-    said: the engine's answer, None of a context. routed: of an answer, the tokens whose routing was known before it was
-    asked for. schemas: of a context, the tools that there were. calls, errors: of an answer, tools that it calls, and calls that could not be read. full: there was no
-    room for what a client wanted to say behind it.
+    Of a context: schemas, the tools that there were. Of an answer: said, by the engine; routed, tokens whose routing
+    was known before it was asked for; calls of tools; errors, calls that could not be read; thought, tokens that it
+    begins with that are reasoning; full, whether there was no room for what a client wanted to say behind it; gone_on,
+    whether something was said behind it, by these ids or without its reasoning.
     """
 
     parent: Node | None
     ids: Ids
     messages: tuple[Message, ...]
+    schemas: Schemas = ()
     said: Generation | None = None
     routed: int = 0
-    schemas: tuple[dict[str, Any], ...] = ()
     calls: int = 0
     errors: int = 0
+    thought: int = 0
     full: bool = False
+    gone_on: bool = False
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
@@ -50,27 +55,25 @@ class Node:
 
     @property
     def tokens(self) -> Ids:
-        """Of the path: what the engine was asked with, or this answer behind it."""
+        """Of the path: what the engine was asked with, or that and this answer."""
         return np.concatenate([node.ids for node in self.path()])
+
+    @property
+    def count(self) -> int:
+        """Messages of the path."""
+        return sum(len(node.messages) for node in self.path())
 
     @property
     def known(self) -> int:
         """Tokens of the path whose routing is on record, from the first on. Answers to the same context have a record
         of it each, for each request has run it."""
-        node: Node | None = self
-        while node is not None and (node.said is None or node.said.routing is None):
-            node = node.parent
-        return 0 if node is None or node.said is None or node.said.routing is None else _end(node)
-
-
-def _end(node: Node) -> int:
-    assert node.said is not None and node.said.routing is not None
-    return node.routed + len(node.said.routing)
+        records = [node.said.routing for node in self.path() if node.said is not None]
+        return sum(len(record) for record in records if record is not None)
 
 
 class Tree:
     """forks: contexts at which a client has left a history that it had begun: it changed what was said, or began anew,
-    or went on from an answer for the second time with other words."""
+    or went on from an answer for the second time with other words, or its template left out what was reasoned."""
 
     def __init__(self) -> None:
         self.roots: list[Node] = []
@@ -97,33 +100,44 @@ class Tree:
             ]
             if fit:
                 whole = histories[-1]
-                return min(fit, key=lambda node: (bool(node.children), (node, whole) not in self._contexts)), count
+                return min(fit, key=lambda node: (node.gone_on, (node, whole) not in self._contexts)), count
         return None, 0
 
-    def context(self, parent: Node | None, history: Digest) -> Node | None:
-        """What these messages became behind `parent`, if they were gone on with before."""
-        return self._contexts.get((parent, history))
+    def context(self, found: Node | None, history: Digest) -> Node | None:
+        """What these messages became, if they were gone on with before from the answer that was found."""
+        return self._contexts.get((found, history))
 
     def ask(
         self,
         parent: Node | None,
+        found: Node | None,
         history: Digest,
         ids: Ids,
         messages: Sequence[Message],
-        schemas: tuple[dict[str, Any], ...] = (),
+        schemas: Schemas = (),
     ) -> Node:
-        """A new context behind an answer, None for a root. history: of all messages down to here."""
-        node = self._contexts[parent, history] = Node(parent, ids, tuple(messages), schemas=schemas)
+        """A new context behind an answer, None for a root. found: the answer that messages go on from, which is another
+        where its reasoning is left out. history: of all messages down to here."""
+        node = self._contexts[found, history] = Node(parent, ids_of(ids), tuple(messages), schemas)
         siblings = self.roots if parent is None else parent.children
         self.forks += bool(siblings)
         siblings.append(node)
+        if found is not None:
+            found.gone_on = True
         return node
 
-    def answer(self, context: Node, history: Digest, choice: Choice, routed: int, errors: int = 0) -> Node:
+    def answer(self, context: Node, history: Digest, choice: Choice, routed: int) -> Node:
         """What was sampled behind a context. history: with this message, as it is returned."""
-        said, message = choice.said, choice.message
-        calls = len(message.get("tool_calls", ()))
-        node = Node(context, ids_of(said.token_ids), (message,), said, routed, calls=calls, errors=errors)
+        node = Node(
+            context,
+            ids_of(choice.said.token_ids),
+            (choice.message,),
+            said=choice.said,
+            routed=routed,
+            calls=len(choice.message.get("tool_calls", ())),
+            errors=choice.errors,
+            thought=choice.thought,
+        )
         context.children.append(node)
         self._answers.setdefault(history, []).append(node)
         return node
@@ -138,7 +152,7 @@ class Tree:
             path = leaf.path()
             own = [node for node in path if node.said is not None and node not in trained]
             trained.update(own)
-            found.append(_partial(path, set(own), prompt, seed))
+            found.append(_partial(path, own, prompt, seed))
         return tuple(found)
 
     def leaves(self) -> list[Node]:
@@ -147,34 +161,31 @@ class Tree:
         left = self.roots[::-1]
         while left:
             node = left.pop()
-            below = [answer for context in node.children for answer in context.children] if node.said else node.children
-            if below:
-                left += below[::-1]
-            elif node.said is not None:
-                found.append(node)
+            if node.said is None:
+                below = node.children
+            else:
+                below = [answer for context in node.children for answer in context.children]
+                found += [] if below else [node]
+            left += below[::-1]
         return found
 
 
-def _partial(path: Sequence[Node], own: set[Node], prompt: Prompt, seed: int) -> Partial:
+def _partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, seed: int) -> Partial:
     """own: the answers of the path that are actions."""
-    turns, routing, support = [], [], []
-    known = 0
+    actions = {node: node.said for node in own if node.said is not None}
+    turns = [
+        Turn(node.ids, said.logprobs, True, said.weight_version, said.versions) if said is not None else Turn(node.ids)
+        for node, said in ((node, actions.get(node)) for node in path)
+    ]
+    routing, known = [], 0
     for node in path:
-        said = node.said
-        if said is None or node not in own:
-            turns.append(Turn(node.ids))
-        else:
-            turns.append(Turn(node.ids, said.logprobs, True, said.weight_version, said.versions))
-            support.append(Support.whole(len(node.ids)) if said.support is None else said.support)
-        if said is not None and said.routing is not None:
+        if node.said is not None and node.said.routing is not None:
             assert node.routed == known, "the records of a path follow on each other"
-            routing.append(said.routing)
-            known += len(said.routing)
-    answers = [node for node in path if node in own]
-    said = [node.said for node in answers if node.said is not None]
-    last = path[-1]
-    assert last.said is not None
-    status: Status = "length" if last.full or last.said.finish == "length" else "stop"
+            routing.append(node.said.routing)
+            known += len(node.said.routing)
+    last, said = path[-1], list(actions.values())
+    status: Status = "length" if last.full or said[-1].finish == "length" else "stop"
+    support = [Support.whole(len(one.token_ids)) if one.support is None else one.support for one in said]
     return Partial(
         prompt=prompt,
         seed=seed,
@@ -184,11 +195,10 @@ def _partial(path: Sequence[Node], own: set[Node], prompt: Prompt, seed: int) ->
         support=tuple(support) if any(one.support is not None for one in said) else (),
         written=len(last.ids),
         whole=True,
-        taken=len(answers),
-        tool_calls=sum(node.calls for node in answers),
-        tool_errors=sum(node.errors for node in answers),
+        taken=len(own),
+        tool_calls=sum(node.calls for node in own),
+        tool_errors=sum(node.errors for node in own),
         drafted=sum(one.drafted for one in said),
         accepted=sum(one.accepted for one in said),
         status=status,
     )
-
