@@ -1,0 +1,207 @@
+"""OpenAI's chat messages, checked and in one form, and what makes two of them the same.
+
+The one form has a role of system, user, assistant or tool, and a content that is a string. Calls have an id, a name and
+arguments as a mapping where they were JSON of one. Fields that no template knows are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.data.text import encodable
+from megarl.types import Message
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_UNSEEN = {
+    "image_url": "images",
+    "input_image": "images",
+    "image": "images",
+    "input_audio": "audio",
+    "audio": "audio",
+    "audio_url": "audio",
+    "video_url": "videos",
+    "video": "videos",
+    "file": "files",
+    "input_file": "files",
+}
+"""Parts of a content that no model here can see, by what they are in words."""
+
+
+class Refused(Exception):
+    """A request that is not answered. status: of HTTP; param, code: of OpenAI's errors."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+def normal(messages: Any) -> tuple[Message, ...]:
+    """The messages of a request. Raises Refused where they are none that a policy could be asked with."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise Refused("'messages' must be a list of at least one message", "messages")
+    found: list[Message] = []
+    names: dict[str, str] = {}
+    for number, message in enumerate(messages):
+        own = _message(message, f"messages[{number}]", names)
+        names |= {call["id"]: call["function"]["name"] for call in own.get("tool_calls", ())}
+        found.append(own)
+    if found[-1]["role"] == "assistant":
+        at = f"messages[{len(found) - 1}]"
+        raise Refused(f"{at}: the last message is the assistant's own; there is nothing for it to answer", at)
+    return tuple(found)
+
+
+def _message(message: Any, at: str, names: dict[str, str]) -> Message:
+    """names: of the tools that were called so far, by the calls' ids."""
+    if not isinstance(message, dict):
+        raise Refused(f"{at} must be an object", at)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise Refused(f"{at}.role must be one of {', '.join(_ROLES)}, not {str(role)[:40]!r}", f"{at}.role")
+    own: Message = {"role": _ROLES[role], "content": _text(message.get("content"), f"{at}.content")}
+    if message.get("audio") is not None:
+        raise Refused(f"{at}.audio: audio is not supported", f"{at}.audio")
+    if message.get("function_call") is not None:
+        raise Refused(f"{at}.function_call is of an old form; use tool_calls", f"{at}.function_call")
+    calls = message.get("tool_calls")
+    if role == "assistant":
+        thoughts = message.get("reasoning_content")
+        if thoughts is not None:
+            own["reasoning_content"] = _string(thoughts, f"{at}.reasoning_content")
+        if calls is not None:
+            if not isinstance(calls, list):
+                raise Refused(f"{at}.tool_calls must be a list", f"{at}.tool_calls")
+            if calls:
+                own["tool_calls"] = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        if message.get("content") is None and not own.get("tool_calls"):
+            own["content"] = str(_text(message.get("refusal"), f"{at}.refusal"))
+        return own
+    if calls:
+        raise Refused(f"{at}.tool_calls: only messages of the assistant call tools", f"{at}.tool_calls")
+    if message.get("content") is None:
+        raise Refused(f"{at}.content is missing", f"{at}.content")
+    if role == "tool":
+        number = _string(message.get("tool_call_id"), f"{at}.tool_call_id")
+        if number not in names:
+            raise Refused(
+                f"{at}.tool_call_id={number[:80]!r} is of no call in the messages before it", f"{at}.tool_call_id"
+            )
+        own |= {"tool_call_id": number, "name": names[number]}
+    elif message.get("name") is not None:
+        own["name"] = _string(message["name"], f"{at}.name")
+    return own
+
+
+def _text(content: Any, at: str) -> str:
+    """A content as one string, its parts joined."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return str(encodable(content))
+    if not isinstance(content, list):
+        raise Refused(f"{at} must be a string or a list of parts", at)
+    return "".join(_part(part, f"{at}[{number}]") for number, part in enumerate(content))
+
+
+def _part(part: Any, at: str) -> str:
+    if isinstance(part, str):
+        return str(encodable(part))
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in _UNSEEN:
+        raise Refused(f"{at}: {_UNSEEN[kind]} ({kind}) are not supported; send text", at, "unsupported_content")
+    if kind not in ("text", "refusal"):
+        raise Refused(f"{at}.type must be 'text', not {str(kind)[:40]!r}", f"{at}.type")
+    return _string(part.get(kind), f"{at}.{kind}")
+
+
+def _call(call: Any, at: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise Refused(f"{at} must be an object with type 'function' and a function", at)
+    name = _string(function.get("name"), f"{at}.function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parsed(arguments)
+    elif not isinstance(arguments, dict):
+        raise Refused(f"{at}.function.arguments must be a string of JSON", f"{at}.function.arguments")
+    else:
+        arguments = parsed(json.dumps(arguments))
+    number = _string(call.get("id"), f"{at}.id")
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def parsed(arguments: str) -> Any:
+    """Arguments as they are where their text is JSON; else the text."""
+    try:
+        return encodable(json.loads(arguments or "{}"))
+    except (ValueError, RecursionError):
+        return encodable(arguments)
+
+
+def _string(value: Any, at: str) -> str:
+    if not isinstance(value, str):
+        raise Refused(f"{at} must be a string", at)
+    return str(encodable(value))
+
+
+def normal_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Schemas of a request's tools. Raises Refused."""
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise Refused("'tools' must be a list", "tools")
+    for number, tool in enumerate(tools):
+        at = f"tools[{number}]"
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            raise Refused(f"{at} must be an object with type 'function' and a function", at)
+        if not _string(function.get("name"), f"{at}.function.name"):
+            raise Refused(f"{at}.function.name is empty", f"{at}.function.name")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise Refused(f"{at}.function.parameters must be an object", f"{at}.function.parameters")
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise Refused("two of 'tools' have the same name", "tools")
+    try:
+        return tuple(encodable(tools))
+    except ValueError as error:
+        raise Refused(f"'tools' cannot be read: {error}", "tools") from None
+
+
+Digest = bytes
+"""What histories are found again by; equal for equal ones."""
+
+
+def histories(messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
+    """[k] digest of the first k messages under these tools, for k from 0 to all."""
+    found = [_digest(list(schemas))]
+    for message in messages:
+        found.append(extended(found[-1], message))
+    return found
+
+
+def extended(history: Digest, message: Message) -> Digest:
+    """The digest of a history and one more message.
+
+    Of what an assistant said, space at its ends does not count, which clients cut off, nor its reasoning, which most do
+    not keep, nor its calls' ids, nor how their JSON was written.
+    """
+    if message["role"] == "assistant":
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        said = [message["content"].strip(), [[call["name"], call["arguments"]] for call in calls]]
+    else:
+        said = [message["content"], message.get("name"), message.get("tool_call_id")]
+    return _digest([history.hex(), message["role"], *said])
+
+
+def _digest(value: Any) -> Digest:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.sessions.asked import Asked, read
+from megarl.sessions.messages import Refused, extended, histories, normal, normal_tools
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": "x"}'}}
+USER = {"role": "user", "content": "x"}
+
+
+def assistant(content: Any = "y", **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def test_the_one_form() -> None:
+    found = normal(
+        [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "user", "content": "half \ud83d", "name": "Ann", "odd": 1},
+            assistant(None, tool_calls=[CALL], refusal=None, audio=None, annotations=[]),
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "3"}]},
+            assistant("", reasoning_content="hm", tool_calls=[]),
+            assistant(None, refusal="I will not"),
+            USER,
+        ]
+    )
+    function = {"name": "f", "arguments": {"b": 1, "a": "x"}}
+    assert found == (
+        {"role": "system", "content": "ab"},
+        {"role": "user", "content": "half \ufffd", "name": "Ann"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {"role": "tool", "content": "3", "tool_call_id": "c", "name": "f"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "I will not"},
+        USER,
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint", "param"),
+    [
+        ("hello", "at least one message", "messages"),
+        ([], "at least one message", "messages"),
+        (["hello"], "must be an object", "messages[0]"),
+        ([{"content": "x"}], "role must be one of system, developer, user", "messages[0].role"),
+        ([{"role": "function", "content": "x"}], "not 'function'", "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], "role must be", "messages[0].role"),
+        ([{"role": "user"}], "content is missing", "messages[0].content"),
+        ([{"role": "user", "content": 3}], "a string or a list of parts", "messages[0].content"),
+        ([{"role": "user", "content": [3]}], "must be 'text'", "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "must be a string", "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"images \(image_url\)", "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "file"}]}], r"files \(file\)", "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "audio", "messages[0].content[0]"),
+        ([USER, assistant(audio={"id": "x"})], "audio is not supported", "messages[1].audio"),
+        ([USER, assistant()], "nothing for it to answer", "messages[1]"),
+        ([USER, assistant(tool_calls={})], "must be a list", "messages[1].tool_calls"),
+        ([USER, assistant(tool_calls=[{}])], "with type 'function'", "messages[1].tool_calls[0]"),
+        ([USER, assistant(function_call={})], "of an old form", "messages[1].function_call"),
+        ([{**USER, "tool_calls": [CALL]}], "only messages of the assistant", "messages[0].tool_calls"),
+        ([USER, {"role": "tool", "content": "3"}], "must be a string", "messages[1].tool_call_id"),
+        (
+            [USER, {"role": "tool", "content": "3", "tool_call_id": "c"}],
+            "is of no call",
+            "messages[1].tool_call_id",
+        ),
+    ],
+)
+def test_what_is_no_message(messages: Any, complaint: str, param: str) -> None:
+    with pytest.raises(Refused, match=complaint) as refused:
+        normal(messages)
+    assert refused.value.param == param and refused.value.status == 400
+
+
+def deep(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels):
+        value = {"x": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("tools", "complaint"),
+    [
+        ({}, "must be a list"),
+        ([{}], r"tools\[0\] must be an object"),
+        ([{"type": "function", "function": {}}], "name must be a string"),
+        ([{"type": "function", "function": {"name": ""}}], "name is empty"),
+        ([{"type": "function", "function": {"name": "f", "parameters": []}}], "parameters must be an object"),
+        ([{"type": "function", "function": {"name": "f"}}] * 2, "the same name"),
+        ([{"type": "function", "function": {"name": "f", "parameters": deep(200)}}], "levels deep"),
+    ],
+)
+def test_what_is_no_tool(tools: Any, complaint: str) -> None:
+    with pytest.raises(Refused, match=complaint):
+        normal_tools(tools)
+
+
+def test_histories_are_equal_where_the_conversation_is() -> None:
+    def history(*messages: Any, schemas: Any = ()) -> bytes:
+        return histories(normal([*messages, USER]), schemas)[-2]
+
+    same = [
+        history(USER, assistant("y")),
+        history({**USER, "odd": 1}, assistant(" y\n")),
+        history({**USER, "content": [{"type": "text", "text": "x"}]}, assistant("y", reasoning_content="hm")),
+        history(USER, assistant([{"type": "text", "text": "y"}], tool_calls=[])),
+    ]
+    assert len(set(same)) == 1
+    calls = [
+        history(USER, assistant(None, tool_calls=[CALL])),
+        history(USER, assistant("", tool_calls=[{**CALL, "id": "other"}])),
+        history(USER, assistant("", tool_calls=[{**CALL, "function": {"name": "f", "arguments": '{"a":"x","b":1}'}}])),
+    ]
+    assert len(set(calls)) == 1
+    others = [
+        history(USER, assistant("z")),
+        history(USER, USER, assistant("y")),
+        history({**USER, "content": " x"}, assistant("y")),
+        history({**USER, "name": "Ann"}, assistant("y")),
+        history({**USER, "role": "system"}, assistant("y")),
+        history(USER, assistant("y"), schemas=[{"name": "f"}]),
+        history(USER, assistant("", tool_calls=[{**CALL, "function": {"name": "g", "arguments": "{}"}}])),
+        history(USER, assistant("", tool_calls=[{**CALL, "function": {"name": "f", "arguments": "{"}}])),
+    ]
+    assert len({*same, *calls, *others}) == 10
+    assert extended(history(USER), normal([USER, assistant("y"), USER])[1]) == same[0]
+
+
+def ask(**fields: Any) -> Asked:
+    import json
+
+    return read(json.dumps({"model": "policy", "messages": [USER], **fields}).encode(), "policy", {"temperature": 0.7})
+
+
+def test_a_request() -> None:
+    assert ask() == Asked((USER,))
+    found = ask(n=3, max_tokens=7, max_completion_tokens=9, stop="x", stream=True, logprobs=True, top_logprobs=0)
+    assert found == Asked((USER,), (), 3, 7, ("x",), True, False, True)
+    assert ask(stream=True, stream_options={"include_usage": True}).usage and ask(stop=["a", "b"]).stops == ("a", "b")
+    assert ask(temperature=0.7, top_p=1, tools=None, stop=None, n=None, metadata={}, store=False).ignored == ()
+    assert ask(temperature=1.0, response_format={"type": "json_object"}, logit_bias={"1": 2}, top_logprobs=3).ignored == (
+        "logit_bias",
+        "response_format",
+        "temperature",
+        "top_logprobs",
+    )
+    named = {"type": "function", "function": {"name": "f"}}
+    assert ask(tool_choice=named).ignored == ask(tool_choice="required").ignored == ("tool_choice",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": "7"}, "max_completion_tokens"),
+        ({"stop": 3}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": True, "stream_options": 3}, "stream_options"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": 3}, "tool_choice"),
+        ({"functions": []}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {}}, "audio"),
+        ({"model": "other"}, "model"),
+        ({"model": ["policy"]}, "model"),
+    ],
+)
+def test_fields_that_are_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(Refused) as refused:
+        ask(**fields)
+    assert refused.value.param == param and param in str(refused.value) and refused.value.status == 400

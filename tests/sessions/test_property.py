@@ -1,0 +1,96 @@
+"""Whatever a client does: each token that was sampled is an action once, and a branch is what the engine saw."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import CHAT, CONFIG, PROMPT, call, parse
+from serving import PARAMS, Numbered
+
+from megarl.sessions.asked import Asked
+from megarl.sessions.messages import Refused
+from megarl.sessions.recording import Around, Recording
+
+TOOLS = (CHAT.tools["calculator"].schema,)
+LINES = ("a", "b", " b ", call("1+2"), "so...", "<tool_call>{", call("2+1"))
+STEP = st.fixed_dictionaries(
+    {
+        "from": st.integers(0, 5),
+        "cut": st.integers(0, 2),
+        "say": st.sampled_from(["u", "v", "edited", "system", "again"]),
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "tools": st.booleans(),
+        "limit": st.sampled_from([None, None, 1, 3]),
+    }
+)
+
+
+def behind(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
+    """What a client says next: the history may be edited, and goes on with results where tools were called."""
+    if say == "edited" and history:
+        history = (*history[:-1], {**history[-1], "content": history[-1]["content"] + "!"})
+    if say == "system":
+        return ({"role": "system", "content": "s"}, *history, {"role": "user", "content": "u"})
+    calls = history[-1].get("tool_calls", ()) if history else ()
+    results = tuple(
+        {"role": "tool", "name": one["function"]["name"], "tool_call_id": one["id"], "content": "3"} for one in calls
+    )
+    return (*history, *results) if results else (*history, {"role": "user", "content": say[:1]})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STEP, min_size=1, max_size=9), st.permutations(LINES), st.booleans())
+def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines: list[str], at_once: bool) -> None:
+    policy = Numbered(*lines)
+    recording = Recording(Around(CHAT, parse, CONFIG), "", PROMPT, policy, PARAMS, None, 0)
+    heads: list[tuple[Any, ...]] = [()]
+
+    async def ask(step: dict[str, Any]) -> None:
+        head = heads[step["from"] % len(heads)]
+        messages = behind(head[: max(0, len(head) - 2 * step["cut"])], step["say"])
+        asked = Asked(messages, TOOLS if step["tools"] else (), step["n"], step["limit"])
+        try:
+            answered = await recording.answer(asked, recording.place(asked))
+        except Refused as refused:
+            assert refused.code == "context_length_exceeded"
+            return
+        heads.extend((*messages, choice.message) for choice in answered.choices)
+
+    async def everything() -> None:
+        if at_once:
+            await asyncio.gather(*(ask(step) for step in steps))
+        else:
+            for step in steps:
+                await ask(step)
+
+    asyncio.run(everything())
+    branches = recording.branches()
+    actions = [value for branch in branches for turn in branch.turns for value in turn.logprobs.tolist()]
+    assert sorted(actions, reverse=True) == [-1.0 - token for token in range(policy.tokens)]
+
+    asked = {said.logprobs[0]: (known, said, routed) for known, _, routed, said in policy.calls}
+    for branch in branches:
+        whole, at = branch.token_ids.tolist(), 0
+        assert branch.status in ("stop", "length") and branch.turns[-1].is_action
+        for turn in branch.turns:
+            if turn.is_action:
+                known, said, _ = asked[turn.logprobs[0]]
+                assert whole[:at] == known and np.array_equal(turn.token_ids, said.token_ids)
+                assert np.array_equal(turn.logprobs, said.logprobs) and turn.weight_version == said.weight_version
+            at += len(turn.token_ids)
+        places = [place for part in branch.routing for place in part[:, 0, 0].tolist()]
+        assert places == list(range(branch.num_tokens - 1))
+        requests = [number for part in branch.routing for number in part[:, 0, 1].tolist()]
+        own = [number for number in range(len(policy.calls)) if number in requests]
+        for number in own:  # each request has run what those above it on its path had not
+            known, _, routed, said = policy.calls[number]
+            assert whole[: len(known)] == known
+            assert [at for at, by in enumerate(requests) if by == number] == list(
+                range(routed, len(known) + len(said.token_ids) - 1)
+            )
+    texts = [[message["content"] for message in branch.messages] for branch in branches]
+    assert all(texts)
