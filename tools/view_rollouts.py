@@ -84,7 +84,10 @@ def head_line(record: Record) -> str:
     """One line of figures: prompt, reward and its parts, advantage, how it ended, length."""
     rollout = record.rollout
     reward = f"no reward: {', '.join(rollout.unscored)}" if rollout.unscored else f"reward {rollout.reward:g}"
-    parts = [f"prompt {rollout.prompt.id}", f"group {rollout.group}", reward]
+    parts = [f"prompt {rollout.prompt.id}", f"group {rollout.group}"]
+    if rollout.episode >= 0:
+        parts.append(f"episode {rollout.episode}")
+    parts.append(reward)
     if len(rollout.reward_parts) > 1:
         parts.append("(" + ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items()) + ")")
     if record.advantage is not None:

@@ -1,6 +1,7 @@
 """Advantages that are one number per sequence: its reward against what was to be expected of its prompt, or of all.
 
-Everything here is [N], of all sequences, and the same on every rank: no rank has to ask another.
+Everything here is [N], of all sequences, and the same on every rank: no rank has to ask another. Where an episode has
+several branches, N are the episodes, each with its reward once and the action tokens of all of its branches.
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ def token_rewards(
     `turn_rewards` [T]: the part of `sequence_reward` that belongs to single turns, where each is to be (only action
     tokens are read); the outcome is the rest of it. So a sequence's rewards without the KL add up to its
     `sequence_reward` in any case. A sequence without an action token gets no reward anywhere.
+
+    Of episodes in several branches all of this is said with the `cu_seqlens` of episodes: the outcome is on the last
+    action of the last branch that has one.
     """
     if kl is None:
         rewards = sequence_reward.new_zeros(len(loss_mask))

@@ -20,7 +20,8 @@ def sequence_mean_weights(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor, seq
     """[T] fp32 weights that make a sum of token losses the mean over sequences of each one's mean over its action
     tokens (arXiv:2402.03300, eq. 3): 1 / (N * action tokens of the sequence) on each of those.
 
-    sequences: N, those of the whole mini-batch that have an action token; others weigh nothing.
+    sequences: N, those of the whole mini-batch that have an action token; others weigh nothing. Of episodes in several
+    branches (`types.Episodes`), which count as one each, `cu_seqlens` are those of episodes, and N counts these.
     """
     lengths = cu_seqlens.diff().tolist()
     masks = loss_mask.split(lengths)

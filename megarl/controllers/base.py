@@ -131,7 +131,8 @@ class Controller(ABC):
 
 
 def mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[TrainBatch]:
-    """Cut a batch into `run.num_update` mini-batches over `run.epochs` passes, each in its own order of sequences.
+    """Cut a batch into `run.num_update` mini-batches over `run.epochs` passes, each in its own order of sequences, but
+    that branches of an episode stay together: the cut is of episodes.
 
     Every mini-batch carries its `loss_weights`: a token's share in the mean, as `loss.mean` says, of this mini-batch;
     the `counts` that its metrics are means over; and what the policy loss has `marked`, if it does. One in which
@@ -139,8 +140,9 @@ def mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[Train
     """
     # [N], so that every rank knows what a mini-batch is a mean of.
     actions = batch.everywhere(sequence_sums(batch.loss_mask.int(), batch.cu_seqlens))
-    parts = parts_of(batch.num_sequences, config.run.num_update, config.run.epochs, seed)
-    for number, part in enumerate(parts):
+    episodes = batch.episodes
+    parts = parts_of(len(episodes), config.run.num_update, config.run.epochs, seed)
+    for number, part in enumerate(map(episodes.sequences, parts)):
         chosen = actions[part]
         if not bool(chosen.any()):
             continue

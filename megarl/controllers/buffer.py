@@ -17,15 +17,15 @@ FOLDER = "buffer"
 
 
 class Buffer:
-    """The newest `most` rollouts. All ranks do the same with it. Records of routing are not kept: they are heavy, and
-    weights have moved on."""
+    """The newest `most` rollouts, an episode being one. All ranks do the same with it. Records of routing are not kept:
+    they are heavy, and weights have moved on."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._kept: Rollouts | None = None
 
     def __len__(self) -> int:
-        return 0 if self._kept is None else len(self._kept)
+        return 0 if self._kept is None else len(self._kept.episodes)
 
     def add(self, rollouts: Rollouts) -> None:
         """Collective. The oldest go where there are too many."""
@@ -33,24 +33,31 @@ class Buffer:
             return
         light = rollouts.with_([dataclasses.replace(rollout, routing=None) for rollout in rollouts.here])
         kept = light if self._kept is None else Rollouts.joined([self._kept, light])
-        newest = torch.arange(len(kept)) >= len(kept) - self.most
-        self._kept = kept.select(newest)
+        episodes = kept.episodes
+        newest = torch.arange(len(episodes)) >= len(episodes) - self.most
+        self._kept = kept.select(episodes.each(newest))
 
     def drawn(self, count: int, draw: torch.Generator) -> Rollouts | None:
         """So many different ones, or all where there are fewer; None where there are none. They stay in it."""
         if self._kept is None or count < 1:
             return None
-        chosen = torch.zeros(len(self._kept), dtype=torch.bool)
-        chosen[torch.randperm(len(self._kept), generator=draw)[:count]] = True
-        return self._kept.select(chosen)
+        episodes = self._kept.episodes
+        chosen = torch.zeros(len(episodes), dtype=torch.bool)
+        chosen[torch.randperm(len(episodes), generator=draw)[:count]] = True
+        return self._kept.select(episodes.each(chosen))
 
     def save(self, folder: Path) -> dict[Path, Entry]:
         """Raises OSError."""
         if self._kept is None or not self._kept.here:
             return {}
-        everyone = self._kept.everyone
+        kept, everyone = self._kept, self._kept.everyone
         file = part_file(folder / FOLDER, 0, everyone.rank)
-        write_part(file, 0, len(self._kept), self._kept.own.tolist(), self._kept.here)
+        numbers = kept.episode[kept.own].tolist()  # other ones in each step, which those of the generations are not
+        here = [
+            one if one.episode < 0 else dataclasses.replace(one, episode=number)
+            for one, number in zip(kept.here, numbers, strict=True)
+        ]
+        write_part(file, 0, len(kept), kept.own.tolist(), here)
         return {file: hash_file(file)}
 
     def restore(self, folder: Path, everyone: Everyone) -> None:

@@ -50,7 +50,7 @@ def corrected(
     if settings.kind == "none" and batch.lag is None:
         return batch, metrics
     assert policy.logprobs is not None
-    logs, cu = log_ratios(policy.logprobs, batch.rollout_logprobs, batch.loss_mask), batch.cu_seqlens
+    logs, cu = log_ratios(policy.logprobs, batch.rollout_logprobs, batch.loss_mask), batch.cu_episodes
     made = correction(logs, batch.loss_mask, cu, settings.kind, settings.measured, *settings.bounds)
     metrics |= correction_figures(logs, batch.loss_mask, cu, made, batch.lag, batch.total)
     return batch if settings.kind == "none" else batch.with_(importance=made.weights), metrics

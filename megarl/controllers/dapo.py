@@ -71,7 +71,9 @@ class DAPOController(GRPOController):
         most = mean_length(self.config)
         if not (buffer := round(self.options.overlong * most)):
             return rollouts
-        penalties = overlong_penalty(rollouts.actions, most, buffer)[rollouts.own].tolist()
+        episodes = rollouts.episodes
+        found = overlong_penalty(episodes.sums(rollouts.actions), most, buffer)
+        penalties = episodes.each(found)[rollouts.own].tolist()
         return rollouts.with_(
             [
                 one

@@ -107,7 +107,9 @@ class DistillController(PolicyController):
             mean = token_mean(advantages, batch.loss_mask, batch.total)
             advantages = torch.where(batch.loss_mask, advantages - mean, 0.0)
         if weight := self.options.reward:
-            of_group = group_advantages(batch.sequence_reward, batch.group, config.advantage.group_std)
+            episodes = batch.episodes
+            reward, group = episodes.whole(batch.sequence_reward), episodes.whole(batch.group)
+            of_group = episodes.each(group_advantages(reward, group, config.advantage.group_std))
             advantages = advantages + weight * spread_to_tokens(of_group[batch.own], batch.cu_seqlens, batch.loss_mask)
         batch = batch.with_(advantages=advantages)
 

@@ -75,20 +75,24 @@ class GRPOController(PolicyController):
         batch, found = corrected(flow, batch.with_(ref_logprobs=reference.logprobs), policy, self.steps)
         metrics = experience.metrics | found
 
-        # 2. Advantages: each sample against the others of its prompt. A KL in the reward counts as the sequence's sum.
+        # 2. Advantages: each episode, mostly a sequence, against the others of its prompt. A KL in the reward counts as
+        # its sum.
         kl_mean = None
-        score = batch.sequence_reward
+        episodes = batch.episodes
+        score = episodes.whole(batch.sequence_reward)
         if policy.logprobs is not None and batch.ref_logprobs is not None:
             kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, batch.loss_mask)
             kl_mean = token_mean(kl, batch.loss_mask, batch.total)
             if config.kl.place == "reward":
-                score = score - self.kl.coef * batch.everywhere(sequence_sums(kl, batch.cu_seqlens))
+                score = score - self.kl.coef * episodes.sums(batch.everywhere(sequence_sums(kl, batch.cu_seqlens)))
         if experience.baseline is None:
             kind, use_std = config.advantage.kind, config.advantage.group_std
-            advantages = sequence_advantages(kind, score, batch.group, taken.actions, use_std)
+            group, actions = episodes.whole(batch.group), episodes.sums(taken.actions)
+            advantages = sequence_advantages(kind, score, group, actions, use_std)
         else:
-            advantages = remax_advantages(score, experience.baseline)
-        batch = batch.with_(advantages=spread_to_tokens(advantages[batch.own], batch.cu_seqlens, batch.loss_mask))
+            advantages = remax_advantages(score, episodes.whole(experience.baseline))
+        own = episodes.each(advantages)[batch.own]
+        batch = batch.with_(advantages=spread_to_tokens(own, batch.cu_seqlens, batch.loss_mask))
 
         # 3. Updates.
         @reads(*policy_reads(config, batch))
@@ -106,7 +110,7 @@ class GRPOController(PolicyController):
             kl_mean = metrics.get("actor/kl_loss")
         if kl_mean is not None:
             metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
-            self.kl = self.kl.updated(kl_mean, len(taken))
+            self.kl = self.kl.updated(kl_mean, len(episodes))
         self.steps += 1
         return StepResult(metrics, experience.rollouts, batch, taken)
 

@@ -45,16 +45,16 @@ def needs_old_logprobs(config: Config) -> bool:
 
 
 def weighted(mini: TrainBatch, actions: torch.Tensor, config: Config) -> TrainBatch:
-    """The mini-batch with each token's share in the mean that `loss.mean` names, and with what its metrics are means
-    over. actions: [N] action tokens of each of its sequences."""
-    sequences = int((actions > 0).sum())
-    counts = Counts(int(actions.sum()), sequences, int(actions[mini.sequence_reward > 0].sum()))
+    """The mini-batch with each token's share in the mean that `loss.mean` names, an episode counting as one sequence,
+    and with what its metrics are means over. actions: [N] action tokens of each of its sequences."""
+    episodes = int((mini.episodes.sums(actions) > 0).sum())
+    counts = Counts(int(actions.sum()), int((actions > 0).sum()), int(actions[mini.sequence_reward > 0].sum()))
     if config.loss.mean == "token":
         weights = token_mean_weights(mini.loss_mask, counts.actions)
     elif config.loss.mean == "sequence":
-        weights = sequence_mean_weights(mini.cu_seqlens, mini.loss_mask, sequences)
+        weights = sequence_mean_weights(mini.cu_episodes, mini.loss_mask, episodes)
     else:
-        weights = constant_weights(mini.loss_mask, mean_length(config), sequences)
+        weights = constant_weights(mini.loss_mask, mean_length(config), episodes)
     return mini.with_(loss_weights=weights, counts=counts)
 
 

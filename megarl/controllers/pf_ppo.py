@@ -26,7 +26,7 @@ class PFPPOOptions(PPOOptions):
     filter: Share = 0.8
     """Probability with which a sample that is neither among the best nor the worst of its prompt is left out."""
     buffer: Count = 10_000
-    """Rollouts that are kept at most, the newest."""
+    """Rollouts that are kept at most, the newest; an episode is one."""
 
 
 class PFPPOController(PPOController):
@@ -49,10 +49,11 @@ class PFPPOController(PPOController):
     def chosen(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
         draw = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + self.steps)
         fresh = rollouts.select(reliable(rollouts, self.options.filter, draw))
-        older = self.buffer.drawn(len(rollouts) - len(fresh), draw)
+        count, left = len(rollouts.episodes), len(fresh.episodes)
+        older = self.buffer.drawn(count - left, draw)
         self.buffer.add(fresh)
         metrics = {
-            "rollout/filtered_frac": 1 - len(fresh) / max(1, len(rollouts)),
+            "rollout/filtered_frac": 1 - left / max(1, count),
             "rollout/buffer": float(len(self.buffer)),
         }
         if older is None:
@@ -68,10 +69,12 @@ class PFPPOController(PPOController):
 
 def reliable(rollouts: Rollouts, share: float, draw: torch.Generator) -> torch.Tensor:
     """[N] bool: the best and the worst of each prompt, equal ones too, and of the others each with a probability of
-    1 - share. The same on all ranks, which have the same figures and the same `draw`."""
+    1 - share, an episode with all of its branches. The same on all ranks, which have the same figures and the same
+    `draw`."""
     groups, row = torch.unique(rollouts.group, return_inverse=True)
     edges = rollouts.reward.new_zeros(len(groups))
     highest = edges.scatter_reduce(0, row, rollouts.reward, reduce="amax", include_self=False)[row]
     lowest = edges.scatter_reduce(0, row, rollouts.reward, reduce="amin", include_self=False)[row]
-    lucky = torch.rand(len(rollouts), generator=draw, dtype=torch.float64) >= share
-    return lucky | (rollouts.reward == highest) | (rollouts.reward == lowest)
+    episodes = rollouts.episodes
+    lucky = torch.rand(len(episodes), generator=draw, dtype=torch.float64) >= share
+    return episodes.each(lucky) | (rollouts.reward == highest) | (rollouts.reward == lowest)

@@ -74,21 +74,21 @@ class PPOController(PolicyController):
         values, mask = batch.values, batch.loss_mask
         metrics |= chosen
 
-        # 2. Advantages: outcome on the last action, the KL penalty on every one, then GAE over the actions.
+        # 2. Advantages: outcome on an episode's last action, the KL penalty on every one, then GAE over its actions.
         kl_mean = penalty = None
         if batch.ref_logprobs is not None:
             kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, mask)
             kl_mean = token_mean(kl, mask, batch.total)
             penalty = kl if config.kl.place == "reward" else None
-        outcome, turns = batch.sequence_reward[batch.own], batch.turn_rewards
-        rewards = token_rewards(outcome, batch.cu_seqlens, mask, penalty, self.kl.coef, turns)
+        outcome, cu = batch.episodes_here.whole(batch.sequence_reward[batch.own]), batch.cu_episodes
+        rewards = token_rewards(outcome, cu, mask, penalty, self.kl.coef, batch.turn_rewards)
         discount, lam = config.advantage.gamma, self.lam(batch, taken)
         critic_lam = self.options.critic_lam
         if critic_lam is None and isinstance(lam, float):
-            advantages, returns = gae(rewards, values, mask, batch.cu_seqlens, discount, lam)
+            advantages, returns = gae(rewards, values, mask, cu, discount, lam)
         else:
             critic_lam = config.advantage.lam if critic_lam is None else critic_lam
-            advantages, returns = decoupled_gae(rewards, values, mask, batch.cu_seqlens, discount, lam, critic_lam)
+            advantages, returns = decoupled_gae(rewards, values, mask, cu, discount, lam, critic_lam)
         if config.advantage.whiten:
             advantages = whiten(advantages, mask, batch.total)
         batch = batch.with_(rewards=rewards, advantages=advantages, returns=returns)
@@ -116,14 +116,14 @@ class PPOController(PolicyController):
         metrics["critic/explained_variance"] = explained_variance(values, returns, mask, batch.total)
         if kl_mean is not None:
             metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
-            self.kl = self.kl.updated(kl_mean, len(taken))
+            self.kl = self.kl.updated(kl_mean, len(batch.episodes))
         self.steps += 1
         return StepResult(metrics, rollouts, batch, taken)
 
     def lam(self, batch: TrainBatch, taken: Rollouts) -> float | torch.Tensor:
-        """GAE's lambda of the policy: one for all, or [n], of each sequence that is here."""
+        """GAE's lambda of the policy: one for all, or of each episode that is here."""
         if alpha := self.options.length_adaptive:
-            return length_adaptive_lam(taken.actions[batch.own], alpha)
+            return length_adaptive_lam(batch.episodes_here.sums(taken.actions[batch.own]), alpha)
         return self.config.advantage.lam
 
     def chosen(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:

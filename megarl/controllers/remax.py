@@ -29,7 +29,7 @@ class ReMaxController(GRPOController):
         ended = greedy.select(~greedy.are("aborted") & (greedy.unscored == 0))
         answered[ended.group], reward[ended.group] = True, ended.reward
         there = answered[prompt]  # without a greedy answer there is nothing to compare with
-        metrics = {"rollout/reward_greedy": float(ended.reward.mean()) if len(ended) else 0.0}
+        metrics = {"rollout/reward_greedy": float(ended.whole_episodes().reward.mean()) if len(ended) else 0.0}
         return replace(
             found, trained=found.trained.select(there), baseline=reward[prompt[there]], metrics=found.metrics | metrics
         )

@@ -18,7 +18,8 @@ UNNAMED = "other"
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Means over the rollouts, `rollout/...`; empty for no rollouts.
+    """Means over the rollouts, `rollout/...`; empty for no rollouts. An episode in several branches is one of them: its
+    tokens, turns and calls are added up, its reward counts once. `branches_mean` is said where there are such.
 
     Lengths are in tokens, and `response_length` counts the policy's own: not the prompt, not what tools answered.
     `tool_errors` is a total. `zero_spread_frac` is the share of prompts whose samples all have the same reward, from
@@ -35,10 +36,14 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """
     if not len(rollouts):
         return {}
+    branches = int((~rollouts.are("aborted")).sum())
+    rollouts = rollouts.whole_episodes()
     whole = rollouts.select(~rollouts.are("aborted"))
     metrics = {"rollout/aborted_frac": 1 - len(whole) / len(rollouts)}
     if not len(whole):
         return metrics
+    if branches > len(whole):
+        metrics["rollout/branches_mean"] = branches / len(whole)
     scored = whole.select(whole.unscored == 0)
     metrics["rollout/reward_failed_frac"] = 1 - len(scored) / len(whole)
     for name, count in Counter(part for part, _, _ in rollouts.unscored_for).items():

@@ -31,7 +31,7 @@ SHARE = 1 << 20
 
 _NAME = re.compile(r"rank_(\d{5,9})\.parquet")
 """Of a file, with the number of the rank."""
-_LIGHT = ("number", "group", "status", "logprob", "turn_lengths", "turn_is_action", "turn_weight_version")
+_LIGHT = ("number", "group", "episode", "status", "logprob", "turn_lengths", "turn_is_action", "turn_weight_version")
 """Columns that say whether a step fits a configuration; about a thousandth of the file."""
 
 
@@ -274,6 +274,7 @@ def _check_recorded(run_dir: Path, step: int, config: Config) -> None:
     """Raise ConfigError where these are not what a step of this configuration would have generated."""
     prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
     sizes: Counter[int] = Counter()
+    episodes: set[tuple[int, int]] = set()
     for file, part in _parts(run_dir, step):
         _check_range(file, part)
         for number, row in enumerate(_rows(file, part, _LIGHT)):
@@ -289,7 +290,9 @@ def _check_recorded(run_dir: Path, step: int, config: Config) -> None:
                     f"{where}: a rollout of {length} tokens, beyond rollout.max_context="
                     f"{config.rollout.max_context}: it is of another configuration"
                 )
-            sizes[row["group"]] += 1
+            episode = row["group"], row["episode"]
+            sizes[row["group"]] += row["episode"] < 0 or episode not in episodes  # each of its branches is a row
+            episodes.add(episode)
     asked = dict.fromkeys(range(prompts), samples)
     first = {group: size for group, size in sizes.items() if group in asked}
     # Groups beyond are of further generations of the step, which may have other sizes, and leave some of the first out.

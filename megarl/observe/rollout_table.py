@@ -5,6 +5,7 @@ tokens of all turns of a rollout end to end; `turn_lengths` says where one turn 
 
     number               int32    which rollout of its step, from 0
     group                int64    which prompt of its step: samples of one prompt share it
+    episode              int64    branches of one episode of an agent share it within a group; -1 for what is alone
     status, failure      string   how it ended; of an aborted one, what cut it off
     reward               float64  that of its turns included
     reward_parts         JSON     {name: value}, before their weights
@@ -41,7 +42,7 @@ import pyarrow as pa
 from megarl.observe import exact_json
 from megarl.types import Prompt, Rollout, Status, Turn, no_logprobs
 
-FORMAT = 2
+FORMAT = 3
 """Another number for other columns."""
 
 
@@ -51,7 +52,7 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 _KINDS: dict[pa.DataType, tuple[str, ...]] = {
     pa.int32(): ("number", "tool_calls", "tool_errors", "drafted", "accepted"),
-    pa.int64(): ("group", "seed"),
+    pa.int64(): ("group", "episode", "seed"),
     pa.float64(): ("reward", "advantage", "logprob"),
     pa.string(): (
         "status",
@@ -72,7 +73,7 @@ _KINDS: dict[pa.DataType, tuple[str, ...]] = {
 }
 _TYPES = {name: kind for kind, names in _KINDS.items() for name in names}
 _ORDER = (
-    *("number", "group", "status", "failure", "reward", "reward_parts", "unscored", "advantage", "logprob"),
+    *("number", "group", "episode", "status", "failure", "reward", "reward_parts", "unscored", "advantage", "logprob"),
     "tool_calls",
     *("tool_errors", "drafted", "accepted", "seed", "turn_lengths", "turn_is_action", "turn_weight_version"),
     *("turn_versions", "turn_rewards"),
@@ -131,6 +132,7 @@ def to_batch(
     columns: dict[str, Any] = {
         "number": np.asarray(numbers, np.int32),
         "group": [rollout.group for rollout in rollouts],
+        "episode": [rollout.episode for rollout in rollouts],
         "status": [rollout.status for rollout in rollouts],
         "failure": [_plain(rollout.failure) for rollout in rollouts],
         "reward": [float(rollout.reward) for rollout in rollouts],
@@ -249,7 +251,8 @@ def to_record(row: dict[str, Any]) -> Record:
         tools=tuple(_json(row, "tools", list)),
         extra=_json(row, "extra", dict),
     )
-    names = ("status", "reward", "seed", "group", "tool_calls", "tool_errors", "drafted", "accepted", "failure")
+    of_rollout = ("status", "reward", "seed", "group", "episode", "failure")
+    names = (*of_rollout, "tool_calls", "tool_errors", "drafted", "accepted")
     rollout = Rollout(
         prompt=prompt,
         turns=turns,

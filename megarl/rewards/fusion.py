@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megarl.config import ConfigError
 from megarl.rewards.functions import LARGEST, RewardError, number_of, worth
 from megarl.strict import shown
-from megarl.types import Rollout
+from megarl.types import Episodes, Rollout, Rollouts
 from megarl.types.verdicts import Failed, Verdict
 
 Weights = Mapping[str, float]
@@ -66,6 +66,27 @@ def fused(rollout: Rollout, verdicts: Mapping[str, Verdict], weights: Weights) -
 def unfused(rollout: Rollout) -> Rollout:
     """Without any reward, as one that was aborted."""
     return replace(fused(rollout, {}, {}), reward_parts={})
+
+
+def fused_episodes(rollouts: Rollouts, verdicts: Sequence[Mapping[str, Verdict]], weights: Weights) -> list[Rollout]:
+    """Those that are here with their rewards. verdicts: of each episode that was not aborted, on its last branch, which
+    alone has what was said of turns; the reward is of all branches."""
+    said, episodes = iter(verdicts), Episodes.of(rollouts.episode[rollouts.own])
+    last = [
+        unfused(one) if one.status == "aborted" else fused(one, next(said), weights)
+        for one in (rollouts.here[number] for number in episodes.last.tolist())
+    ]
+    return [
+        last[number]
+        if is_last
+        else replace(
+            unfused(one),
+            reward=last[number].reward,
+            reward_parts=last[number].reward_parts,
+            unscored=last[number].unscored,
+        )
+        for one, number, is_last in zip(rollouts.here, episodes.row.tolist(), episodes.is_last.tolist(), strict=True)
+    ]
 
 
 def _of_turn(number: int, good: Mapping[str, Any], weighed: Weights) -> float:

@@ -104,8 +104,10 @@ class Pool:
 
     def begin(self, rollout: Rollout) -> Future[Verdicts]:
         """What each function says of a rollout; from any thread. The functions are shown a copy, without the engine's
-        records, group and reward."""
-        shown = replace(rollout, routing=None, support=None, reward=0.0, reward_parts={}, unscored={}, group=0)
+        records, group, episode and reward."""
+        shown = replace(
+            rollout, routing=None, support=None, reward=0.0, reward_parts={}, unscored={}, group=0, episode=-1
+        )
         if self._closed:
             (never := Future[Verdicts]()).cancel()
             return never

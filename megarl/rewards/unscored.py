@@ -22,7 +22,9 @@ def unscored_reasons(rollouts: Rollouts) -> str:
 
 
 def check_unscored(rollouts: Rollouts, config: RewardConfig) -> None:
-    """Raise ConfigError where more than `reward.max_failed` of those that were not aborted have no reward."""
+    """Raise ConfigError where more than `reward.max_failed` of those that were not aborted have no reward, an episode
+    being one."""
+    rollouts = rollouts.whole_episodes()
     count, of = int((rollouts.unscored > 0).sum()), int((~rollouts.are("aborted")).sum())
     if count > config.max_failed * of:
         raise ConfigError(

@@ -19,7 +19,8 @@ def abort_reasons(rollouts: Rollouts) -> str:
 
 
 def check_aborted(rollouts: Rollouts, config: Config) -> None:
-    """Raise ConfigError where more than `rollout.max_aborted` of them are."""
+    """Raise ConfigError where more than `rollout.max_aborted` of them are, an episode being one."""
+    rollouts = rollouts.whole_episodes()
     count = int(rollouts.are("aborted").sum())
     if count > config.rollout.max_aborted * len(rollouts):
         raise ConfigError(

@@ -44,14 +44,15 @@ record covers those before it.
 distribution over these.
 
 `rollouts.py` has the host side, `batch.py` the training side; `arrays.py`, `support.py` and `everyone.py` what they
-are made of.
+are made of. Where an agent's conversation became several sequences, these are one episode: `episodes.py`.
 """
 
 from megarl.types.arrays import Ids, Logprobs, ids_of, no_logprobs
 from megarl.types.batch import COLUMNS, Counts, ModelOutput, Shares, TokenLoss, TrainBatch
+from megarl.types.episodes import Episodes
 from megarl.types.everyone import ALONE, Alone, Everyone, Total, alone
 from megarl.types.reads import reads
-from megarl.types.rollouts import FIGURES, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn
+from megarl.types.rollouts import FIGURES, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn, as_branches
 from megarl.types.support import Support
 from megarl.types.verdicts import Failed, Reward, Verdict
 
@@ -59,6 +60,7 @@ __all__ = [
     "ALONE",
     "COLUMNS",
     "Counts",
+    "Episodes",
     "FIGURES",
     "STATUSES",
     "Alone",
@@ -81,6 +83,7 @@ __all__ = [
     "Turn",
     "Verdict",
     "alone",
+    "as_branches",
     "ids_of",
     "no_logprobs",
     "reads",

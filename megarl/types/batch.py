@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megarl.types.arrays import joined
+from megarl.types.episodes import Episodes
 from megarl.types.everyone import ALONE, Alone, Everyone
 from megarl.types.rollouts import Rollout, Rollouts
 from megarl.types.support import Support
@@ -64,6 +65,7 @@ class TrainBatch:
     shares: Shares | None = None
     marked: torch.Tensor | None = None  # [T] bool, tokens that the policy loss has chosen out of the whole mini-batch
     counts: Counts | None = None  # of the mini-batch that this is, or is a part of
+    episode: torch.Tensor | None = None  # [N] int64, branches of one episode share a number; None: all are alone
 
     @staticmethod
     def from_rollouts(rollouts: Rollouts | Sequence[Rollout]) -> TrainBatch:
@@ -98,6 +100,7 @@ class TrainBatch:
             cu_seqlens=torch.from_numpy(starts),
             loss_mask=torch.from_numpy(mask),
             group=rollouts.group,
+            episode=rollouts.episode if len(rollouts.episodes) < len(rollouts) else None,
             sequence_reward=rollouts.reward.float(),
             rollout_logprobs=torch.from_numpy(logprobs),
             lag=lag,
@@ -128,6 +131,22 @@ class TrainBatch:
         return len(self.lengths)
 
     @property
+    def episodes(self) -> Episodes:
+        """Which of the N sequences are branches of one episode."""
+        return Episodes.alone(self.num_sequences) if self.episode is None else Episodes.of(self.episode)
+
+    @property
+    def episodes_here(self) -> Episodes:
+        """The same of the n that are here, of episodes all of whose branches are."""
+        return Episodes.of(self.own if self.episode is None else self.episode[self.own])
+
+    @property
+    def cu_episodes(self) -> torch.Tensor:
+        """`cu_seqlens` of the episodes that are here, whose branches lie end to end: what makes a function of sequences
+        one of episodes."""
+        return self.episodes_here.starts(self.cu_seqlens)
+
+    @property
     def positions(self) -> torch.Tensor:
         """[T] index of each token within its sequence."""
         starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
@@ -156,7 +175,8 @@ class TrainBatch:
         return replace(self, **changes)
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
-        """The sub-batch of the given sequences, in the given order; each of them stays where it is."""
+        """The sub-batch of the given sequences, in the given order; each of them stays where it is, and branches of an
+        episode beside each other."""
         numbers = torch.as_tensor(list(indices), dtype=torch.int64)
         place = torch.full((self.num_sequences,), -1, dtype=torch.int64)  # among those here, of all N
         place[self.own] = torch.arange(len(self.own))
@@ -178,6 +198,8 @@ class TrainBatch:
                 known["supported"] = self.shares.supported[numbers]
             changes["shares"] = replace(self.shares, own=own, **known)
         changes |= {"group": self.group[numbers], "sequence_reward": self.sequence_reward[numbers]}
+        if self.episode is not None:
+            changes["episode"] = self.episode[numbers]
         return self.with_(cu_seqlens=starts, **changes)
 
     def columns(self) -> tuple[str, ...]:
@@ -185,7 +207,7 @@ class TrainBatch:
         return tuple(name for name in COLUMNS if getattr(self, name) is not None)
 
 
-_NO_COLUMNS = ("cu_seqlens", "group", "sequence_reward", "routing", "support", "shares", "counts")
+_NO_COLUMNS = ("cu_seqlens", "group", "episode", "sequence_reward", "routing", "support", "shares", "counts")
 COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _NO_COLUMNS)
 """The [T] tensors of a batch."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
 from megarl.types.arrays import Ids, Logprobs, ids_of, joined, no_ids, no_logprobs, read_only, same
+from megarl.types.episodes import Episodes, numbered
 from megarl.types.everyone import ALONE, Everyone
 from megarl.types.support import Support
 from megarl.types.verdicts import Verdict
@@ -132,6 +134,10 @@ class Rollout:
     """What its environment says it is worth, a part of the reward; None where nobody was asked."""
     unscored: dict[str, str] = field(default_factory=dict)
     """Where it has no reward, by the parts of it that failed: why. Its `reward` is 0 then, and means nothing."""
+    episode: int = -1
+    """Shared by the branches of one episode of an agent, within a group; -1 where the conversation is all of it. How it
+    ended and its reward are the same on all of them; tokens that the policy chose, calls and drafts are each counted in
+    one, and in the others the tokens are of turns with `is_action` False."""
 
     @property
     def token_ids(self) -> Ids:
@@ -161,8 +167,18 @@ class Rollout:
         return ""
 
 
+def as_branches(conversations: Sequence[Rollout], episode: int) -> tuple[Rollout, ...]:
+    """An agent's conversations, in the order in which they came, as branches of one episode, which has ended as the
+    last of them has; one conversation as it is."""
+    if len(conversations) < 2:
+        return tuple(conversations)
+    last = conversations[-1]
+    return tuple(replace(one, episode=episode, status=last.status, failure=last.failure) for one in conversations)
+
+
 FIGURES: dict[str, Callable[[Rollout], float]] = {
     "group": lambda rollout: rollout.group,
+    "episode": lambda rollout: rollout.episode,
     "length": lambda rollout: rollout.num_tokens,
     "prompt_length": lambda rollout: len(rollout.turns[0].token_ids),
     "actions": lambda rollout: rollout.num_actions,
@@ -189,6 +205,7 @@ class Rollouts:
     own: torch.Tensor  # [n] int64, which of the N those `here` are, ascending
     home: torch.Tensor  # [N] int64, the rank that has it
     group: torch.Tensor  # [N] int64, samples of one prompt share a number
+    episode: torch.Tensor  # [N] int64, branches of one episode share a number, which no other rollout has
     length: torch.Tensor  # [N] int64 tokens
     prompt_length: torch.Tensor  # [N] int64 tokens
     actions: torch.Tensor  # [N] int64 tokens that the policy chose
@@ -207,7 +224,7 @@ class Rollouts:
     reward_parts: dict[str, torch.Tensor]  # [N] float64 each; 0 where a rollout has no such part
     source: torch.Tensor  # [N] int64, place in `sources`
     sources: tuple[str, ...] = ()  # the prompts' data_source, each once, in the order of the alphabet
-    failures: tuple[str, ...] = ()  # of the aborted ones, in no order
+    failures: tuple[str, ...] = ()  # of the aborted ones, in no order; of an episode one
     unscored_for: tuple[tuple[str, str, str], ...] = ()  # (part, why, id of the sample) of each that failed, likewise
     version: int = -1  # of the policy's weights as they are now; -1 where nobody said
     everyone: Everyone = field(default=ALONE, compare=False, repr=False)
@@ -218,15 +235,18 @@ class Rollouts:
         order: Sequence[int] | torch.Tensor | None = None,
         everyone: Everyone = ALONE,
         version: int = -1,
+        episode: torch.Tensor | None = None,
     ) -> Rollouts:
         """Put together what all ranks have. order: a number for each of those here, by which all of them are ordered;
-        equal ones by rank, then as they are given, and so are all where it is None. Collective."""
+        equal ones by rank, then as they are given, and so are all where it is None. Branches of an episode must follow
+        each other in it, and be on one rank. episode: the figure, where it is known. Collective."""
+        ends = _ends(here)
         keys = torch.zeros(len(here), dtype=torch.int64) if order is None else torch.as_tensor(order, dtype=torch.int64)
         mine = (
             sorted({name for rollout in here for name in rollout.reward_parts}),
-            [rollout.failure or "no reason on record" for rollout in here if rollout.status == "aborted"],
+            [rollout.failure or "no reason on record" for rollout in ends if rollout.status == "aborted"],
             sorted({rollout.prompt.data_source for rollout in here}),
-            [(part, why, rollout.prompt.id) for rollout in here for part, why in rollout.unscored.items()],
+            [(part, why, rollout.prompt.id) for rollout in ends for part, why in rollout.unscored.items()],
         )
         said = everyone.objects(mine)
         parts = sorted({name for names, *_ in said for name in names})
@@ -245,11 +265,14 @@ class Rollouts:
         rated = table[:, 3 + len(FIGURES) :].contiguous().view(torch.float64)
         own = (table[:, 1] == everyone.rank).nonzero().squeeze(1)
         at = torch.sort(keys, stable=True).indices.tolist()  # equal keys of one rank are in its own order above, too
+        home, figures = table[:, 1].contiguous(), {name: table[:, i].contiguous() for i, name in enumerate(FIGURES, 2)}
+        if episode is None:
+            episode = numbered(figures["group"], figures["episode"], home=home, status=figures["status"])
         return Rollouts(
             here=tuple(here[i] for i in at),
             own=own,
-            home=table[:, 1].contiguous(),
-            **{name: table[:, column].contiguous() for column, name in enumerate(FIGURES, 2)},
+            home=home,
+            **figures | {"episode": episode},
             reward=rated[:, 0].contiguous(),
             reward_parts={name: rated[:, column].contiguous() for column, name in enumerate(parts, 1)},
             source=table[:, 2 + len(FIGURES)].contiguous(),
@@ -263,7 +286,8 @@ class Rollouts:
     @staticmethod
     def joined(parts: Sequence[Rollouts]) -> Rollouts:
         """One after the other, of several generations of a step; their groups have different numbers, or are meant to
-        be the same. There is at least one; version and `everyone` are those of the last."""
+        be the same; their episodes are different ones. There is at least one; version and `everyone` are those of the
+        last."""
         last, sizes = parts[-1], [len(part) for part in parts]
         names = sorted({name for part in parts for name in part.reward_parts})
         zeros = [torch.zeros(size, dtype=torch.float64) for size in sizes]
@@ -273,6 +297,8 @@ class Rollouts:
         figures: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts]) for name in ("home", *FIGURES, "reward")
         }
+        further = np.cumsum([0, *(max(part.episode.tolist(), default=0) + 1 for part in parts)]).tolist()
+        figures["episode"] = torch.cat([part.episode + first for part, first in zip(parts, further, strict=False)])
         return replace(
             last,
             here=tuple(rollout for part in parts for rollout in part.here),
@@ -293,7 +319,28 @@ class Rollouts:
 
     def with_(self, here: Sequence[Rollout]) -> Rollouts:
         """The same with others in the place of those that are here, one for each. Collective."""
-        return Rollouts.of(here, self.own, self.everyone, self.version)
+        return Rollouts.of(here, self.own, self.everyone, self.version, self.episode)
+
+    @property
+    def episodes(self) -> Episodes:
+        """Which of them are branches of one."""
+        return Episodes.of(self.episode)
+
+    def whole_episodes(self) -> Rollouts:
+        """One for each episode: its last branch, with what is counted, such as action tokens, turns and tool calls,
+        added up over all branches, the prompt of the first, and the length of the longest."""
+        episodes = self.episodes
+        if len(episodes) == len(self):
+            return self
+        names = ("actions", "turns", "tool_calls", "tool_errors", "drafted", "accepted", "supported")
+        counted: dict[str, Any] = {name: episodes.sums(getattr(self, name)) for name in names}
+        longest = self.length.new_zeros(len(episodes)).scatter_reduce(0, episodes.row, self.length, reduce="amax")
+        return replace(
+            self.select(episodes.is_last),
+            **counted,
+            prompt_length=self.prompt_length[episodes.first],
+            length=longest,
+        )
 
     @property
     def lag(self) -> torch.Tensor:
@@ -316,3 +363,12 @@ class Rollouts:
             **figures,
             reward_parts={name: part[keep] for name, part in self.reward_parts.items()},
         )
+
+
+def _ends(here: Sequence[Rollout]) -> list[Rollout]:
+    """The last branch of each episode, of which things are said once, and those that are alone."""
+    return [
+        one
+        for one, after in zip_longest(here, here[1:])
+        if after is None or one.episode < 0 or (one.group, one.episode) != (after.group, after.episode)
+    ]

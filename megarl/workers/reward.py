@@ -25,7 +25,7 @@ from megarl.processes.limits import Limits
 from megarl.rewards.ahead import Ahead
 from megarl.rewards.deadline import GRACE_S
 from megarl.rewards.functions import checked, load_functions
-from megarl.rewards.fusion import checked_weights, fused, unfused
+from megarl.rewards.fusion import checked_weights, fused_episodes
 from megarl.rewards.in_process import score
 from megarl.rewards.pool import Pool, Verdicts
 from megarl.rewards.unscored import check_unscored
@@ -107,11 +107,12 @@ class RewardWorker(Worker):
     def score(self, rollouts: Rollouts) -> Rollouts:
         """The rollouts with `reward`, `reward_parts` and their turns' rewards.
 
-        Aborted ones are shown to nobody and stay without. What they had before, as those that another run recorded, is
-        not counted. Where a part of it fails, a rollout has no reward: it is `unscored`. Raises ConfigError on all
-        ranks where these are more than `reward.max_failed`.
+        Of an episode its last branch is shown, and the verdict is of all. Aborted ones are shown to nobody and stay
+        without. What they had before, as those that another run recorded, is not counted. Where a part of it fails, a
+        rollout has no reward: it is `unscored`. Raises ConfigError on all ranks where these are more than
+        `reward.max_failed`.
         """
-        whole = rollouts.select(~rollouts.are("aborted"))
+        whole = rollouts.select(rollouts.episodes.is_last & ~rollouts.are("aborted"))
         with self.clock.phase("reward", "reward"), patient(self._longest(whole)):
             found: list[dict[str, Verdict]] = [{} for _ in whole.here]
             if self._pool is not None:
@@ -124,13 +125,7 @@ class RewardWorker(Worker):
                 together(lambda: None)  # who judges has a patience of its own, which begins when all are there
                 for verdicts, verdict in zip(found, self.judged(whole), strict=True):
                     verdicts[self.judges] = verdict
-            said = iter(found)
-            scored = rollouts.with_(
-                [
-                    unfused(rollout) if rollout.status == "aborted" else fused(rollout, next(said), self.weights)
-                    for rollout in rollouts.here
-                ]
-            )
+            scored = rollouts.with_(fused_episodes(rollouts, found, self.weights))
         check_unscored(scored, self.config.reward)
         return scored
 

@@ -276,7 +276,7 @@ CASES = [
     Case("a rollout from beyond the step", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", 16)),
     Case("a negative number", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", -1)),
     of_file("a file of another step", about(step="3"), "is of step 3"),
-    of_file("a file of a later program", about(format="3"), "format 3", "format 2 only"),
+    of_file("a file of a later program", about(format="4"), "format 4", "format 3 only"),
     Case("a prompt with a sample of another", (STEP_2, OTHER), REPLAY, cell("group", 3)),
     Case("a prompt from beyond the step", (STEP_2, OTHER), REPLAY, cell("group", 77)),
     # Damaged files.

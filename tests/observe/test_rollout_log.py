@@ -338,12 +338,12 @@ def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
         last = column.data_page_offset + column.total_compressed_size - 1  # of its only page
         says(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :], damaged)
     says(lambda table: table.replace_schema_metadata(None), "no megarl.format")
-    says(lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}), "format 7", "format 2 only")
+    says(lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}), "format 7", "format 3 only")
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.step": b"3"}), "is of step 3")
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.total": b"-1"}), "no megarl.total")
     says(lambda table: table.drop_columns("seed"), "has no column 'seed'")
     says(
-        lambda table: table.set_column(4, "reward", pa.array(["high", "low"])),
+        lambda table: table.set_column(SCHEMA.names.index("reward"), "reward", pa.array(["high", "low"])),
         "its column 'reward' is of string, not of double",
     )
     cast = [item.with_nullable(True) for item in SCHEMA]

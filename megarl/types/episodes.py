@@ -1,0 +1,111 @@
+"""Episodes: what an agent did from beginning to end, which may have become several sequences, its branches.
+
+An agent that shortens its history, or goes on from an earlier point of it, leaves the engine with sequences that share
+a beginning. Each token that the policy chose is an action in one of them and context in the others. However many they
+are, they came of one attempt at the task, and were paid for by one reward: **an episode counts as one**, in the
+statistics of its group, in means over sequences, in mini-batches, in figures. Nothing changes for a token: the mean
+over tokens has each of them once.
+
+What is said of a sequence is said of an episode by laying its branches end to end, in the order in which they came:
+`Episodes.starts` makes cu_seqlens of episodes out of those of sequences, and a function of sequences that is given
+these is one of episodes. So an episode in branches comes to the same as one that stayed whole.
+
+    sequences                    0    1    2    3        of which 1 and 2 are branches of one episode
+    row                          0    1    1    2
+    action tokens                4    3    5    2        sums(..)   4  8  2
+    cu_seqlens                0    10   16   30   35     starts(..) 0  10  30  35
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Which of N sequences are branches of the same of E episodes. Those of one follow each other, the last one last,
+    and are on one rank."""
+
+    row: torch.Tensor  # [N] int64, the episode of each sequence: from 0 on, by at most one more than before
+
+    @staticmethod
+    def of(number: torch.Tensor) -> Episodes:
+        """number: [N], the same for branches of one episode, other than that of the sequence before for the first."""
+        first = torch.ones(len(number), dtype=torch.bool)
+        first[1:] = number[1:] != number[:-1]
+        return Episodes(first.cumsum(0) - 1)
+
+    @staticmethod
+    def alone(count: int) -> Episodes:
+        """So many sequences, each an episode."""
+        return Episodes(torch.arange(count))
+
+    def __len__(self) -> int:
+        """E."""
+        return int(self.row[-1]) + 1 if len(self.row) else 0
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """[E] branches of each."""
+        return torch.bincount(self.row, minlength=len(self))
+
+    @property
+    def first(self) -> torch.Tensor:
+        """[E] the sequence that is the first branch of each."""
+        return self.last - self.sizes + 1
+
+    @property
+    def last(self) -> torch.Tensor:
+        """[E] the sequence that is the last branch of each."""
+        return self.sizes.cumsum(0) - 1
+
+    @property
+    def is_last(self) -> torch.Tensor:
+        """[N] bool."""
+        found = torch.zeros(len(self.row), dtype=torch.bool)
+        found[self.last] = True
+        return found
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """[N] -> [E]: what is the same for all branches, such as the reward."""
+        return x[self.last]
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        """[N] -> [E]: added up over the branches."""
+        return x.new_zeros(len(self)).index_add(0, self.row, x)
+
+    def each(self, x: torch.Tensor) -> torch.Tensor:
+        """[E] -> [N]: to every branch."""
+        return x[self.row]
+
+    def starts(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """[N + 1] -> [E + 1]: where episodes start in tokens of which `cu_seqlens` says where sequences do."""
+        return torch.cat([cu_seqlens[:1], cu_seqlens[1:][self.last]])
+
+    def sequences(self, episodes: Sequence[int]) -> list[int]:
+        """The branches of these, in their order."""
+        first, last = self.first.tolist(), self.last.tolist()
+        return [number for one in episodes for number in range(first[one], last[one] + 1)]
+
+
+def numbered(group: torch.Tensor, episode: torch.Tensor, **same: torch.Tensor) -> torch.Tensor:
+    """[N] a number that the branches of an episode share, and no other sequence has: that of the first of them.
+
+    group, episode: [N] as of a `Rollout`; below 0 are those alone. same: [N] figures that are an episode's. Raises
+    ValueError where branches of one do not follow each other, or differ in these.
+    """
+    branch, pairs = episode >= 0, torch.stack([group, episode], dim=1)
+    if not bool(branch.any()):
+        return torch.arange(len(group))
+    first = torch.ones_like(branch)
+    first[1:] = ~branch[1:] | (pairs[1:] != pairs[:-1]).any(dim=1)
+    if len((beginnings := pairs[branch & first]).unique(dim=0)) < len(beginnings):
+        raise ValueError("branches of an episode do not follow each other")
+    episodes = Episodes(first.cumsum(0) - 1)
+    for name, figure in same.items():
+        if not torch.equal(episodes.each(episodes.whole(figure)), figure):
+            raise ValueError(f"branches of an episode have another {name} each")
+    return episodes.each(episodes.first)
