@@ -70,6 +70,10 @@ class Known:
                 )
         return found
 
+    def by_agent(self, prompt: Prompt) -> bool:
+        """Whether its conversations are an agent's."""
+        return bool(self.environments) and (found := self.of(prompt)) is not None and found.kind == "agent"
+
     def schemas(self, prompt: Prompt, own: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         """Of the tools that this prompt allows: those that it lists, else all, of its environment first. own: of its
         environment, where they were found at run time. Raises ConfigError for one that it lists and that there is

@@ -176,6 +176,11 @@ class _Served:
             return {"value": plain(value)}
         except BaseException as error:  # noqa: B036
             return _failed("it", error)
+        finally:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _value(found: Any) -> Any:

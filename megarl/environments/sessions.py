@@ -25,6 +25,10 @@ from megarl.rewards.functions import RewardError, reward_of
 from megarl.types import Failed, Message, Prompt, Verdict
 
 
+OF_AGENTS = ("openai", "openai.resources.chat")
+"""What most agents import, which takes a second: once for all of their processes, where it is installed."""
+
+
 class Sessions:
     """For one event loop, until `aclose`.
 
@@ -39,7 +43,9 @@ class Sessions:
         self.known, self.timeout, self.size = known, timeout, size
         self.notes = Notes(log)
         nowhere = Path(tempfile.gettempdir(), f"megarl_tools_{os.getpid()}.log")
-        self._nursery = Nursery(SERVE, {}, nowhere if log is None else log, limits)
+        agents = any(one.kind == "agent" for one in known.environments.values())
+        given = {"preload": OF_AGENTS} if agents else {}
+        self._nursery = Nursery(SERVE, given, nowhere if log is None else log, limits)
         specs = dict.fromkeys(tool.spec for tool in known.tools.values())
         self._tools = Leases(self._nursery, {"load": [[TOOLS, spec] for spec in specs]}, size)
         cores = len(os.sched_getaffinity(0))
@@ -72,23 +78,29 @@ class Sessions:
             raise
 
     async def run_agent(self, prompt: Prompt, base_url: str, api_key: str, limit: float) -> Any:
-        """What an agent returns, which is a client of the policy there; in a process of its own, which is then ended.
+        """What an agent returns, which is a client of the policy there; in a process that no other has meanwhile.
         Raises SessionLost where it raises, its process dies, or `limit` seconds are over."""
         environment = self.known.of(prompt)
         assert environment is not None and environment.kind == "agent"
+        leases = self._environments[environment.name]
         try:
-            process = await self._nursery.process({"load": [[ENVIRONMENTS, environment.spec]]})
+            process = await leases.take()
         except Gone as error:
             raise SessionLost(f"{environment.name}: {error}") from None
         order = {"do": "run", "row": row_of(prompt), "base_url": base_url, "api_key": api_key}
+        done = False
         try:
             said = await process.ask(_pickled(order), limit)
+            done = "failed" not in said
         except TimeoutError:
             raise SessionLost(f"{environment.name} was stopped after {limit:g} s") from None
         except (Gone, _Unsent) as error:
             raise SessionLost(f"{environment.name}: {error}") from None
         finally:
-            process.end()
+            if done:
+                leases.give_back(process)
+            else:  # who knows what is still going on there
+                leases.end(process)
         if "failed" in said:
             self.notes.write(environment.name, prompt.id, said["failed"], str(said.get("kind")), str(said.get("trace")))
             raise SessionLost(f"{environment.name}: {said['failed']}")

@@ -15,6 +15,7 @@ the first is gone. What they print goes through it into the log, so much at most
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -186,5 +187,9 @@ def _end_all(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    file, rank, spec, given = sys.argv[1:]
-    main(socket.socket(fileno=int(file)), int(rank), forks.load(spec, "MODULE:SERVE"), json.loads(given))
+    file, rank, spec, text = sys.argv[1:]
+    given = json.loads(text)
+    for module in given.get("preload", ()):
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    main(socket.socket(fileno=int(file)), int(rank), forks.load(spec, "MODULE:SERVE"), given)

@@ -41,7 +41,7 @@ class Nursery:
     """Where processes come from, see `nursery.py`; started when the first is asked for, and again where it was lost.
 
     serve: `module:name` of what is called in each, as `serve(wire, given, order)`. given: the same for all, as JSON has
-    it. log: a file for what they print.
+    it; modules that it names as `preload` are imported once, before any is forked. log: a file for what they print.
     """
 
     def __init__(self, serve: str, given: Mapping[str, Any], log: Path, limits: Limits) -> None:

@@ -20,7 +20,9 @@ from megarl.rollout.multi_turn import Surroundings
 from megarl.rollout.queue import Tickets
 from megarl.rollout.room import AHEAD
 from megarl.rollout.stream import AtWork, Stream
-from megarl.rollout.tool_calls import parser
+from megarl.rollout.tool_calls import Parse, Reply, parser
+from megarl.sessions import SessionServer
+from megarl.sessions.recording import Figures
 from megarl.types import Prompt, Rollout
 
 T = TypeVar("T")
@@ -61,6 +63,9 @@ class Conversations:
         self._loop = asyncio.new_event_loop()  # the processes belong to one
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
         self._sessions: Sessions | None = None
+        self._server: SessionServer | None = None
+        self._listening = asyncio.Lock()
+        self._parse: Parse | None = None
         self._stream: Stream | None = None
         self._client: Client | None = None
         self._goes_on: asyncio.Task[None] | None = None
@@ -195,8 +200,31 @@ class Conversations:
             log = engine.log.with_name(f"tools_{engine.index}.log")
             limits = Limits(config.pass_env, config.tool_memory_mb)
             self._sessions = Sessions(chat.known, config.tool_timeout, AHEAD * config.concurrency, log, limits)
-        parse = parser(client, engine.tool_call_parser, engine.tool_call_marker)
-        return Surroundings(chat, self._sessions, parse, config, ended=self._ended)
+        parse = self._parse = parser(client, engine.tool_call_parser, engine.tool_call_marker)
+        return Surroundings(chat, self._sessions, parse, config, ended=self._ended, agents=self._agents)
+
+    async def _agents(self) -> SessionServer:
+        """For agents, when the first of them comes; its sessions may outlive a client, as a stream's do."""
+        async with self._listening:
+            if self._server is None:
+
+                async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
+                    assert self._parse is not None
+                    return await self._parse(text, schemas)
+
+                server = SessionServer(self._chat, parse, self._config, say=self._note)
+                await server.start()
+                self._server = server
+        return self._server
+
+    def _note(self, line: str) -> None:
+        if self._sessions is not None:
+            self._sessions.notes.write("agents", "", line, line)
+
+    @property
+    def sessions(self) -> Figures:
+        """Of agents' sessions so far."""
+        return Figures() if self._server is None else self._server.figures
 
     async def _let_go(self, gathered: Gathered) -> Gathered:
         """See to it that the engine does not work on what was aborted. It lets go of everything: a stream goes on
@@ -240,6 +268,9 @@ class Conversations:
         client, self._client, self._stream = self._client, None, None
         if client is not None:
             await client.__aexit__(None, None, None)
+        server, self._server = self._server, None
+        if server is not None:
+            await server.aclose()
         sessions, self._sessions = self._sessions, None
         if sessions is not None:
             await sessions.aclose()

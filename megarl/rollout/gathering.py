@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megarl.rollout.agents import run_agent
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Policy
 from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed, sampling_params
@@ -119,7 +120,7 @@ async def gather_rollouts(
                 watching.cancel()
     except BaseExceptionGroup as failed:
         raise first_of(failed) from None
-    rollouts = [one.rollout(first_group + number) for number in sorted(complete) for one in complete[number]]
+    rollouts = [one for number in sorted(complete) for one in rollouts_of(complete[number], first_group + number)]
     return Gathered(rollouts, [*partials, *left], anew, room.size, time.monotonic() - start, room.busy())
 
 
@@ -143,16 +144,22 @@ async def carry_on(
     async def converse(one: Partial, seat: Seat) -> Partial:
         params = sampling_params(around.config, around.chat, greedy, one.seed)
         try:
-            done = await run_conversation(one, seat, around, params, deadline)
+            by_agent = around.chat.known.by_agent(one.prompt)
+            done = await (run_agent if by_agent else run_conversation)(one, seat, around, params, deadline)
         finally:
             seat.leave()
         if done.status not in (None, "aborted"):
-            around.ended(done.rollout(0))
+            around.ended(done.rollout(0))  # an episode is scored by its last branch
         return done
 
     async with asyncio.TaskGroup() as own:
         tasks = {sample: own.create_task(converse(begun[sample], seat)) for sample, seat in seats.items()}
     return tuple(tasks[sample].result() if sample in tasks else one for sample, one in enumerate(begun))
+
+
+def rollouts_of(group: Group, number: int) -> list[Rollout]:
+    """By sample; the branches of an episode one after the other."""
+    return [rollout for sample, one in enumerate(group) for rollout in one.rollouts(number, sample)]
 
 
 def _ended(group: Group) -> bool:

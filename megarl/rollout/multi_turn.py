@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.config import ConfigError, RolloutConfig
 from megarl.environments.protocol import SessionLost
@@ -19,10 +19,17 @@ from megarl.rollout.partial import Partial, joined
 from megarl.rollout.tool_calls import Parse, Reply
 from megarl.types import Message, Rollout, Status, Turn, Verdict, ids_of
 
+if TYPE_CHECKING:
+    from megarl.sessions import SessionServer
+
 T = TypeVar("T")
 
 _ANSWER_SHARE = 16
 """Of `max_context`: results are cut so that such a part of it is left to the policy, or `max_new_tokens` if less."""
+
+
+async def nobody() -> SessionServer:
+    raise RuntimeError("there are no agents here")
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Surroundings:
 
     halt: set where all are to stop as they are, and go on in a later step. Whoever sets it sees to it that the policy
     answers what it was asked. ended: is told of each conversation that has ended, but for aborted ones; of no group.
+    agents: the server that agents ask, which listens then.
     """
 
     chat: Chat
@@ -39,6 +47,7 @@ class Surroundings:
     config: RolloutConfig
     halt: asyncio.Event = field(default_factory=asyncio.Event)
     ended: Callable[[Rollout], None] = lambda rollout: None
+    agents: Callable[[], Awaitable[SessionServer]] = nobody
 
 
 class Halted(Exception):

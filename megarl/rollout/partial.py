@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -28,7 +28,8 @@ class Partial:
     routing, support: as of a `Rollout`, in parts. written: tokens of the policy's turn, which is the last one then; 0
     where it is to begin its turn. whole: that turn is over, and its calls were not answered. taken: the policy's turns
     that are over. status: of a conversation that has ended, None of all others. task: the prompt as the data set has
-    it, where an environment has made another of it. session: its tools and environment, where it has been begun here; a
+    it, where an environment has made another of it. before: of an agent's episode that became several sequences, its
+    branches before this one, which is the last. session: its tools and environment, where it has been begun here; a
     record is without.
     """
 
@@ -49,6 +50,7 @@ class Partial:
     failure: str = ""
     verdict: Verdict | None = None
     task: Prompt | None = None
+    before: tuple[Partial, ...] = ()
     session: Session | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
@@ -88,8 +90,14 @@ class Partial:
         """The first version of the weights that has chosen a token of it; None where none has."""
         return min((version for turn in self.turns if turn.is_action for version, _ in turn.runs), default=None)
 
+    def rollouts(self, group: int, sample: int) -> list[Rollout]:
+        """What it is where it has ended, as the sample of this number: its branches, one where it has no others."""
+        if not self.before:
+            return [self.rollout(group)]
+        return [replace(one.rollout(group), episode=sample) for one in (*self.before, self)]
+
     def rollout(self, group: int) -> Rollout:
-        """What it is where it has ended."""
+        """This sequence, where it has ended."""
         if self.status is None:
             raise ValueError("the conversation has not ended")
         return Rollout(

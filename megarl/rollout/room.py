@@ -114,9 +114,10 @@ class Seat:
     replaced, is gone on with by the new ones: with the tokens that it had, whose keys and values are computed anew."""
 
     def __init__(self, room: Room) -> None:
-        self._room, self._away = room, False
+        self._room, self._away, self._asks = room, False, 0
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        self._asks += 1
         self._go(away=False)
         async with self._room.free:
             try:
@@ -125,7 +126,8 @@ class Seat:
                     said = await self._go_on(said, ids, params, routed)
                 return said
             finally:
-                self._go(away=True)
+                self._asks -= 1
+                self._go(away=not self._asks)  # an agent may ask for several things at once
 
     async def _ask(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int) -> Generation:
         room = self._room

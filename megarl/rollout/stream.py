@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from megarl.config import OnPush
 from megarl.rollout.client import Policy
-from megarl.rollout.gathering import Gathered, Group, begin_group, carry_on, first_of, take_seats
+from megarl.rollout.gathering import Gathered, Group, begin_group, carry_on, first_of, rollouts_of, take_seats
 from megarl.rollout.multi_turn import Surroundings
 from megarl.rollout.queue import Tickets
 from megarl.rollout.room import Room, Seat
@@ -87,7 +87,9 @@ class Stream:
         async with self._news:
             await self._news.wait_for(lambda: not self._asks and self._are_complete(last))
         taken = sorted(number for number in self._mine if number < last)
-        rollouts = [one.rollout(self._admitted[number][2]) for number in taken for one in self._complete.pop(number)]
+        rollouts = [
+            one for number in taken for one in rollouts_of(self._complete.pop(number), self._admitted[number][2])
+        ]
         now = time.monotonic()
         ages = tuple(now - self._mine.pop(number) for number in taken)
         for number in range(self._handed, last):
