@@ -59,7 +59,10 @@ def test_a_conversation_is_gone_on_with_by_its_ids() -> None:
         assert json.loads(called.function.arguments) == {"expression": "1+2"}
         messages += [message, {"role": "tool", "tool_call_id": called.id, "content": "3"}]
         answer = await served.create(messages, tools=TOOLS)
-        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": [{"type": "text", "text": "Sure?"}]}]
+        messages += [
+            answer.choices[0].message.model_dump(),
+            {"role": "user", "content": [{"type": "text", "text": "Sure?"}]},
+        ]
         assert (await served.create(messages, tools=TOOLS)).choices[0].message.content == "Yes"
         (branch,) = served.recording.branches()
         texts = served.texts()[0]
