@@ -21,7 +21,6 @@ from megarl.rollout.client import Client, Generation
 from megarl.rollout.multi_turn import sampling_params
 from megarl.rollout.partial import Partial
 from megarl.rollout.tool_calls import parser
-from megarl.rollout.tools import load_tools
 from megarl.sessions import SessionServer
 from megarl.types import Prompt, ids_of
 
@@ -49,7 +48,7 @@ class Watched(Chat):
 def everything(running: Running, test: Any) -> None:
     async def run() -> None:
         engine = running.engine
-        chat = Watched.load(str(running.folder), load_tools(running.config.rollout.tools))
+        chat = Watched.load(str(running.folder))
         chat.texts = []
         chat.ends  # noqa: B018  what it finds out of the template
         async with Client(engine.url, engine.api_key, 300.0, recorded(engine), engine.version) as client:
