@@ -65,7 +65,7 @@ def _message(message: Any, at: str, names: dict[str, str]) -> Message:
     if not isinstance(message, dict):
         raise Refused(f"{at} must be an object", at)
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise Refused(f"{at}.role must be one of {', '.join(_ROLES)}, not {str(role)[:40]!r}", f"{at}.role")
     own: Message = {"role": _ROLES[role], "content": _text(message.get("content"), f"{at}.content")}
     if message.get("audio") is not None:
@@ -116,7 +116,7 @@ def _part(part: Any, at: str) -> str:
     if isinstance(part, str):
         return str(encodable(part))
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in _UNSEEN:
+    if isinstance(kind, str) and kind in _UNSEEN:
         raise Refused(f"{at}: {_UNSEEN[kind]} ({kind}) are not supported; send text", at, "unsupported_content")
     if kind not in ("text", "refusal"):
         raise Refused(f"{at}.type must be 'text', not {str(kind)[:40]!r}", f"{at}.type")

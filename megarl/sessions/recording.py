@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -15,21 +15,18 @@ import numpy as np
 from megarl.config import ConfigError, RolloutConfig
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Generation, Policy, RequestFailed
-from megarl.rollout.messages import call_id
 from megarl.rollout.multi_turn import Halted, sample_seed
 from megarl.rollout.partial import Partial
-from megarl.rollout.reasoning import is_open
-from megarl.rollout.tool_calls import Call, Parse, Reply
-from megarl.sessions.answers import Answered, Choice
+from megarl.rollout.room import joined
+from megarl.sessions.answers import Answered
 from megarl.sessions.asked import Asked
 from megarl.sessions.messages import Digest, Refused, extended, histories, normal
-from megarl.sessions.tree import Node, Tree
+from megarl.sessions.rendering import Rendering, last_of
+from megarl.sessions.tree import Node, Schemas, Tree
 from megarl.types import Ids, Message, Prompt, ids_of
 
 T = TypeVar("T")
 _LATE = "it was not done within rollout.step_timeout"
-_MARK = 16
-"""Tokens within which the head of a turn opens reasoning."""
 
 
 @dataclass
@@ -60,15 +57,10 @@ class Around:
     """What sessions need besides the policy. model: its name for clients. say: is told of each field that is not
     followed, once."""
 
-    chat: Chat
-    parse: Parse
+    rendering: Rendering
     config: RolloutConfig
     model: str = "policy"
     say: Callable[[str], None] = lambda line: None
-    dropped: dict[tuple[tuple[str, bool, bool], ...], bool] = field(default_factory=dict)
-    """Whether the template leaves out reasoning before such messages, as far as somebody wanted to know."""
-    spelled: dict[int, str] = field(default_factory=dict)
-    """The texts of tokens, likewise."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +85,9 @@ class Recording:
         prompt: Prompt,
         policy: Policy,
         params: Mapping[str, Any],
-        deadline: float | None,
-        seed: int,
+        deadline: float | None = None,
+        seed: int = 0,
+        halt: asyncio.Event | None = None,
     ) -> None:
         self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
         self.base_url = f"{url}/s/{self.id}/v1"
@@ -103,16 +96,23 @@ class Recording:
         self.figures = Figures(sessions=1)
         self.failure = ""
         self.params = dict(params)
-        self._around, self._prompt, self._policy, self._seed = around, prompt, policy, seed
-        self._deadline = deadline
+        self._around, self._prompt, self._seed = around, prompt, seed
+        self._seated = asyncio.Event()
+        self.seat(policy, halt or asyncio.Event(), deadline)
         self._work: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._unanswered: dict[Node, str] = {}
         self._broken: Exception | None = None
         self._asked: Counter[bytes] = Counter()
-        self._first = _first(around.chat, prompt)
+        self._first = _first(around.rendering.chat, prompt)
 
     # --- for its owner
+
+    def seat(self, policy: Policy, halt: asyncio.Event, deadline: float | None = None) -> None:
+        """Go on with another policy, as in a later step: also what was halted, with the tokens that it has. Where
+        `halt` is set, what the policy cuts off waits for the next one; its client does not notice."""
+        self._policy, self._halt, self._deadline = policy, halt, deadline
+        self._seated.set()
 
     def fail(self, reason: str) -> None:
         """Its branches are aborted, for this reason, and nothing more is answered. The first one counts."""
@@ -135,7 +135,7 @@ class Recording:
         """Have the figures of what only its end can say."""
         leaves = self.tree.leaves()
         self.figures.branches = len(leaves)
-        self.figures.drift = sum(map(self._drifts, leaves))
+        self.figures.drift = sum(map(self._around.rendering.drifts, leaves))
 
     async def close(self) -> None:
         """Cancel the requests under way; nothing more is answered."""
@@ -172,7 +172,10 @@ class Recording:
         node = tree.context(found, known[-1])
         if node is None:
             try:
-                parent, ids = self._go_on(found, messages, count, asked.schemas)
+                if found is None:
+                    parent, ids = None, self._begin(messages, asked.schemas)
+                else:
+                    parent, ids = self._around.rendering.go_on(found, messages, count, asked.schemas)
             except ConfigError as error:
                 raise Refused(str(error), "messages") from None
             tokens = len(ids) + (0 if parent is None else len(parent.tokens))
@@ -188,14 +191,12 @@ class Recording:
         """What the policy says to it. Raises Refused."""
         node = place.node
         try:
+            said = await self._sample(asked, place)
             async with asyncio.timeout_at(self._deadline):
-                said = await self._sample(asked, place)
-                choices = [await self._read(one, asked, node) for one in said]
+                choices = [await self._around.rendering.read(one, asked, node) for one in said]
         except TimeoutError:
             self.fail(_LATE)
             raise self._failed(node, self.failure, 503) from None
-        except Halted:
-            raise self._failed(node, "generation was stopped", 503) from None
         except RequestFailed as error:
             raise self._failed(node, str(error), 500) from None
         except Exception as error:  # the engine is gone, or this is wrong: whoever has opened the session hears of it
@@ -221,48 +222,10 @@ class Recording:
 
     # --- tokens
 
-    def _go_on(
-        self, found: Node | None, messages: Sequence[Message], count: int, schemas: tuple[dict[str, Any], ...]
-    ) -> tuple[Node | None, Ids]:
-        """The answer behind which a context of these messages is to stand, and its ids. found: that which goes farthest
-        into them, `count` messages.
-
-        Where the template leaves out reasoning of earlier turns, what was said is kept by its ids without those of the
-        reasoning, from the first such turn on.
-        """
-        chat = self._around.chat
-        if found is None:
-            fresh = (tuple(messages), schemas) != self._first
-            return None, ids_of(chat.opening(messages, schemas)) if fresh else self._prompt.token_ids
-        behind = ids_of(chat.continuation(messages[count:], schemas, int(found.ids[-1])))
-        path = found.path()
-        cut = [bool(node.thought) and self._drops(messages[node.count :]) for node in path]
-        if True not in cut:
-            return found, behind
-        first = cut.index(True)
-        parts = [
-            node.ids[node.thought :] if own else self._shut(node.ids) if below else node.ids
-            for node, own, below in zip(path, cut, [*cut[1:], False], strict=True)
-        ]
-        return path[first - 1].parent, np.concatenate([*parts[first - 1 :], behind])
-
-    def _drops(self, behind: Sequence[Message]) -> bool:
-        """Whether the template leaves out the reasoning of a turn before these messages."""
-        kinds = tuple((one["role"], bool(one["content"]), bool(one.get("tool_calls"))) for one in behind)
-        known = self._around.dropped
-        if kinds not in known:
-            known[kinds] = self._around.chat.drops_reasoning(behind)
-        return known[kinds]
-
-    def _shut(self, ids: Ids) -> Ids:
-        """A context without the mark by which the template opens reasoning at its end."""
-        chat = self._around.chat
-        if chat.marks is not None:
-            for tail in range(1, min(len(ids), _MARK) + 1):
-                text = chat.text(ids[-tail:])
-                if chat.marks[0] in text:
-                    return ids[:-tail] if is_open(text, chat.marks) else ids
-        return ids
+    def _begin(self, messages: tuple[Message, ...], schemas: Schemas) -> Ids:
+        if (messages, schemas) == self._first:
+            return self._prompt.token_ids
+        return ids_of(self._around.rendering.chat.opening(messages, schemas))
 
     def _full(self, parent: Node | None, tokens: int) -> Refused:
         if parent is not None:
@@ -284,21 +247,39 @@ class Recording:
             params["stop"] = list(asked.stops)
         seeds = self._seeds(ids, asked.choices)
 
-        async def one(seed: dict[str, int]) -> Generation:
-            said = await self._policy.generate(ids, {**params, **seed}, place.routed)
-            over = len(said.token_ids) == budget or _last(said.token_ids) in self._around.chat.ends
-            if said.finish == "abort" and not over:
-                raise RequestFailed(said.reason or "the engine cut the answer off")
-            return said
-
         if asked.choices == 1:
-            return [await one(seeds[0])]
-        tasks = [asyncio.ensure_future(one(seed)) for seed in seeds]
+            return [await self._write(place, {**params, **seeds[0]})]
+        tasks = [asyncio.ensure_future(self._write(place, {**params, **seed})) for seed in seeds]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _write(self, place: Place, params: dict[str, Any]) -> Generation:
+        """One answer; where the policy is halted in the middle, what the next one makes of it."""
+        ids, routed, budget = place.ids, place.routed, params["max_new_tokens"]
+        said: Generation | None = None
+        while True:
+            await self._seated.wait()
+            policy, halt = self._policy, self._halt
+            written = 0 if said is None else len(said.token_ids)
+            context = ids if said is None else np.concatenate([ids, said.token_ids])
+            known = routed if said is None or said.routing is None else routed + len(said.routing)
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    more = await policy.generate(context, {**params, "max_new_tokens": budget - written}, known)
+                said = more if said is None else joined(said, more)
+            except Halted:
+                pass
+            else:
+                over = len(said.token_ids) == budget or last_of(said.token_ids) in self._around.rendering.chat.ends
+                if said.finish != "abort" or over:
+                    return said
+                if not halt.is_set():
+                    raise RequestFailed(said.reason or "the engine cut the answer off")
+            if policy is self._policy:
+                self._seated.clear()
 
     def _seeds(self, ids: Ids, count: int) -> list[dict[str, int]]:
         """Of so many answers to these ids: the run's own for the first, and others for all that follow, also in later
@@ -313,70 +294,8 @@ class Recording:
             for number in range(first, first + count)
         ]
 
-    async def _read(self, said: Generation, asked: Asked, node: Node) -> Choice:
-        """An answer as the client gets it."""
-        chat, ids = self._around.chat, ids_of(said.token_ids)
-        last, after = _last(ids), node.messages[-1]["role"]
-        own = ids[:-1] if last in chat.ends else ids
-        whole = chat.text(own)
-        stopped = [whole.find(stop) for stop in asked.stops if stop in whole]
-        thoughts, text = chat.reasoned(whole[: min(stopped)] if stopped else whole, after)
-        reply = Reply(text)
-        if asked.schemas and last is not None and last == chat.end_of_call:
-            reply = await self._around.parse(text, asked.schemas)
-        message: Message = {"role": "assistant", "content": reply.text}
-        if thoughts:
-            message["reasoning_content"] = thoughts
-        if reply.calls:
-            before = sum(one.calls for one in node.path())
-            message["tool_calls"] = [_call(call, number) for number, call in enumerate(reply.calls, before)]
-        cut = said.finish == "length" and last not in chat.ends and not stopped
-        return Choice(
-            message,
-            "tool_calls" if reply.calls else "length" if cut else "stop",
-            said,
-            spelled=tuple(map(self._spell, ids.tolist())) if asked.logprobs else None,
-            thought=self._thought(own, after),
-            errors=int(bool(reply.error)),
-        )
 
-    def _spell(self, token: int) -> str:
-        known = self._around.spelled
-        if token not in known:
-            known[token] = self._around.chat.text([token])
-        return known[token]
-
-    def _thought(self, ids: Ids, after: str) -> int:
-        """Tokens of an answer that are reasoning, and space behind it."""
-        chat = self._around.chat
-        span = chat.reasoning(ids, after)
-        end = 0 if span is None else span.stop
-        while 0 < end < len(ids) and not chat.text(ids[end : end + 1]).strip():
-            end += 1
-        return end
-
-    def _drifts(self, leaf: Node) -> bool:
-        path = leaf.path()[:-1]
-        if len(path) == 1:
-            return False  # it was rendered
-        messages = [message for node in path for message in node.messages]
-        try:
-            fresh = self._around.chat.opening(messages, path[0].schemas)
-        except ConfigError:
-            return True
-        return not np.array_equal(ids_of(fresh), path[-1].tokens)
-
-
-def _call(call: Call, number: int) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call_id(call.name, number), "type": "function", "function": function}
-
-
-def _last(ids: Ids) -> int | None:
-    return int(ids[-1]) if len(ids) else None
-
-
-def _first(chat: Chat, prompt: Prompt) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]] | None:
+def _first(chat: Chat, prompt: Prompt) -> tuple[tuple[Message, ...], Schemas] | None:
     """What a client asks with that begins with the prompt as it is; None where its ids are not there."""
     if not len(prompt.token_ids):
         return None

@@ -17,6 +17,7 @@ from megarl.sessions import answers
 from megarl.sessions.asked import Asked, read
 from megarl.sessions.messages import Refused
 from megarl.sessions.recording import Around, Figures, Recording
+from megarl.sessions.rendering import Rendering
 from megarl.types import Prompt
 
 MOST_BODY = 16 * 2**20
@@ -45,7 +46,7 @@ class SessionServer:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._say, self._said = say, set[str]()
-        self._around = Around(chat, parse, config, model, self._tell)
+        self._around = Around(Rendering(chat, parse), config, model, self._tell)
         self._open: dict[str, Recording] = {}
         self._closed = Figures()
         self._runner: web.AppRunner | None = None
@@ -71,12 +72,13 @@ class SessionServer:
         params: Mapping[str, Any],
         deadline: float | None = None,
         seed: int = 0,
+        halt: asyncio.Event | None = None,
     ) -> Recording:
         """A new session. params: of sampling, without max_new_tokens, as `sampling_params` gives them. deadline: in the
         loop's time; what is asked for later is refused, and what is under way then is cut off: the session has failed.
-        seed: that its rollouts carry."""
+        seed: that its rollouts carry. halt: as of `Recording.seat`."""
         assert self.url, "start comes first"
-        recording = Recording(self._around, self.url, prompt, policy, params, deadline, seed)
+        recording = Recording(self._around, self.url, prompt, policy, params, deadline, seed, halt)
         self._open[recording.id] = recording
         return recording
 

@@ -82,12 +82,15 @@ class Numbered:
         self.lines, self.tokens = list(lines), 0
         self.calls: list[tuple[list[int], dict[str, Any], int, Generation]] = []
 
+    def ids(self, text: str) -> Sequence[int]:
+        return ids(text)
+
     async def generate(self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         number = len(self.calls)
         line = self.lines[number % len(self.lines)]
         known = list(map(int, context))
         cut = line.endswith("...")
-        written = [*ids(line.removesuffix("...")), *(() if cut else (END,))][: params["max_new_tokens"]]
+        written = [*self.ids(line.removesuffix("...")), *(() if cut else (END,))][: params["max_new_tokens"]]
         first = self.tokens + 1
         self.tokens += len(written)
         places = torch.arange(routed, len(known) + len(written) - 1, dtype=torch.int16)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.sessions.asked import Asked, read
 from megarl.sessions.messages import Refused, extended, histories, normal, normal_tools
@@ -131,8 +134,6 @@ def test_histories_are_equal_where_the_conversation_is() -> None:
 
 
 def ask(**fields: Any) -> Asked:
-    import json
-
     return read(json.dumps({"model": "policy", "messages": [USER], **fields}).encode(), "policy", {"temperature": 0.7})
 
 
@@ -142,7 +143,9 @@ def test_a_request() -> None:
     assert found == Asked((USER,), (), 3, 7, ("x",), True, False, True)
     assert ask(stream=True, stream_options={"include_usage": True}).usage and ask(stop=["a", "b"]).stops == ("a", "b")
     assert ask(temperature=0.7, top_p=1, tools=None, stop=None, n=None, metadata={}, store=False).ignored == ()
-    assert ask(temperature=1.0, response_format={"type": "json_object"}, logit_bias={"1": 2}, top_logprobs=3).ignored == (
+    assert ask(
+        temperature=1.0, response_format={"type": "json_object"}, logit_bias={"1": 2}, top_logprobs=3
+    ).ignored == (
         "logit_bias",
         "response_format",
         "temperature",
@@ -180,3 +183,26 @@ def test_fields_that_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(Refused) as refused:
         ask(**fields)
     assert refused.value.param == param and param in str(refused.value) and refused.value.status == 400
+
+
+LEAF = st.sampled_from(
+    [None, True, 0, 3, -1, 1.5, float("nan"), 10**30, "", "user", "assistant", "tool", "text", "image_url", "function"]
+    + ["c", "{}", "f", "policy", "\ud83d", [], {}, [[]], {"type": "text", "text": "x"}, {"type": []}]
+)
+NAMES = ["role", "content", "tool_calls", "tool_call_id", "name", "type", "function", "arguments", "id"]
+THING = st.dictionaries(
+    st.sampled_from(NAMES), LEAF | st.dictionaries(st.sampled_from(NAMES), LEAF, max_size=3), max_size=4
+)
+PIECE = LEAF | THING | st.lists(LEAF | THING, max_size=3)
+FIELDS = ["messages", "tools", "n", "max_tokens", "stop", "stream", "logprobs", "tool_choice", "temperature", "odd"]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), PIECE))
+def test_whatever_comes_is_read_or_refused(fields: dict[str, Any]) -> None:
+    try:
+        found = ask(**{"messages": [USER], **fields})
+    except Refused as refused:
+        assert refused.status == 400 and str(refused)
+    else:
+        histories(found.messages, found.schemas)

@@ -14,6 +14,7 @@ from serving import PARAMS, Numbered
 from megarl.sessions.asked import Asked
 from megarl.sessions.messages import Refused
 from megarl.sessions.recording import Around, Recording
+from megarl.sessions.rendering import Rendering
 
 TOOLS = (CHAT.tools["calculator"].schema,)
 LINES = ("a", "b", " b ", call("1+2"), "so...", "<tool_call>{", call("2+1"))
@@ -46,7 +47,7 @@ def behind(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
 @given(st.lists(STEP, min_size=1, max_size=9), st.permutations(LINES), st.booleans())
 def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines: list[str], at_once: bool) -> None:
     policy = Numbered(*lines)
-    recording = Recording(Around(CHAT, parse, CONFIG), "", PROMPT, policy, PARAMS, None, 0)
+    recording = Recording(Around(Rendering(CHAT, parse), CONFIG), "", PROMPT, policy, PARAMS)
     heads: list[tuple[Any, ...]] = [()]
 
     async def ask(step: dict[str, Any]) -> None:

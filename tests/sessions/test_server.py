@@ -11,10 +11,12 @@ import aiohttp
 import httpx
 import openai
 import pytest
+import torch
 from scripted import CHAT, CONFIG, END, HEAD, PROMPT, Fails, Script, call, ids, said
 from serving import ASK, PARAMS, Numbered, Served, run, serving
 
 from megarl.rollout.client import RequestFailed
+from megarl.rollout.multi_turn import Halted
 from megarl.sessions.server import MOST_BODY
 from megarl.types import ids_of
 
@@ -59,7 +61,10 @@ def test_a_conversation_is_gone_on_with_by_its_ids() -> None:
         assert json.loads(called.function.arguments) == {"expression": "1+2"}
         messages += [message, {"role": "tool", "tool_call_id": called.id, "content": "3"}]
         answer = await served.create(messages, tools=TOOLS)
-        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": [{"type": "text", "text": "Sure?"}]}]
+        messages += [
+            answer.choices[0].message.model_dump(),
+            {"role": "user", "content": [{"type": "text", "text": "Sure?"}]},
+        ]
         assert (await served.create(messages, tools=TOOLS)).choices[0].message.content == "Yes"
         (branch,) = served.recording.branches()
         texts = served.texts()[0]
@@ -484,3 +489,41 @@ def test_the_prompts_own_ids_are_used_where_the_client_begins_with_them() -> Non
         assert policy.calls[0][0] == own.tolist() and policy.calls[1][0] == list(FIRST)
 
     run(test, policy, prompt=replace(PROMPT, token_ids=own))
+
+
+def test_what_is_halted_goes_on_by_the_next_policy_and_its_client_does_not_notice() -> None:
+    """One answer was cut off in the middle, another had not begun."""
+    halt = asyncio.Event()
+
+    class Halts(Numbered):
+        async def generate(self, context: Any, params: dict[str, Any], routed: int = 0) -> Any:
+            if halt.is_set():
+                raise Halted
+            whole = await super().generate(context, params, routed)
+            halt.set()
+            assert whole.routing is not None
+            part = replace(whole, token_ids=whole.token_ids[:2], logprobs=whole.logprobs[:2], finish="abort")
+            return replace(part, routing=whole.routing[: len(context) + 1 - routed], weight_version=3)
+
+    async def test(served: Served) -> None:
+        recording = served.recording
+        recording.seat(Halts("It is 3"), halt)
+        first = asyncio.create_task(served.create(ASK, max_tokens=5))
+        while not halt.is_set():
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(served.create([*ASK, *ASK]))
+        while recording.figures.requests < 2:
+            await asyncio.sleep(0.01)
+        later = Numbered("so...")
+        recording.seat(later, asyncio.Event())
+        assert (await first).choices[0].message.content == CHAT.text(ids("It is 3")[:2]) + "so"
+        assert (await second).choices[0].message.content == "so"
+        context, params, routed, _ = next(one for one in later.calls if one[0][: len(FIRST)] == list(FIRST))
+        assert context == [*FIRST, *ids("It is 3")[:2]] and params["max_new_tokens"] == 3
+        assert routed == len(context) - 1
+        branch = recording.branches()[0]
+        assert branch.turns[1].logprobs.tolist()[:2] == [-1, -2] and branch.status == "length"
+        assert branch.turns[1].runs[0] == (3, 2)
+        assert torch.cat(branch.routing)[:, 0, 0].tolist() == list(range(branch.num_tokens - 1))
+
+    run(test, Numbered("never"))

@@ -26,13 +26,13 @@ def says(content: str, *tokens: int, routed: int, asked: int, **fields: object) 
 
 
 class Grown:
-    """        1 2          9 9
-             /   \\         |
-          3 4     5 6      30
-         /   \\     |
-       7       8  10 11
-       |       |
-      12      13 14
+    """1 2          9 9
+           /   \\         |
+        3 4     5 6      30
+       /   \\     |
+     7       8  10 11
+     |       |
+    12      13 14
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,186 @@
+"""Through the server against asking the engine directly: the same ids, log-probs and routing, and no text is made into
+tokens that the policy wrote."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from compare import recorded
+from conftest import Running, start
+from openai import AsyncOpenAI
+
+from megarl.rollout.chat import Chat
+from megarl.rollout.client import Client, Generation
+from megarl.rollout.multi_turn import sampling_params
+from megarl.rollout.partial import Partial
+from megarl.rollout.tool_calls import parser
+from megarl.sessions import SessionServer
+from megarl.types import Prompt, ids_of
+
+ASK = {"role": "user", "content": "What is 1+2?"}
+PROMPT = Prompt("p", (ASK,))
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def running(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with start(host, tiny_models.qwen3_moe(), tmp_path_factory.mktemp("sessions")) as found:
+        yield found
+
+
+class Watched(Chat):
+    """Keeps the texts that it makes into tokens."""
+
+    texts: list[str]
+
+    def _ids(self, text: str) -> list[int]:
+        self.texts.append(text)
+        return super()._ids(text)
+
+
+def everything(running: Running, test: Any) -> None:
+    async def run() -> None:
+        engine = running.engine
+        chat = Watched.load(str(running.folder))
+        chat.texts = []
+        chat.ends  # noqa: B018  what it finds out of the template
+        async with Client(engine.url, engine.api_key, 300.0, recorded(engine), engine.version) as client:
+            parse = parser(client, engine.tool_call_parser, engine.tool_call_marker)
+            server = SessionServer(chat, parse, running.config.rollout)
+            await server.start()
+            try:
+                await test(server, client, chat)
+            finally:
+                await server.aclose()
+
+    asyncio.run(asyncio.wait_for(run(), 300))
+
+
+def same(found: Partial, at: int, direct: Generation, parts: slice = slice(None)) -> None:
+    """That a branch's turn is what the engine says when it is asked directly."""
+    turn = found.turns[at]
+    assert turn.token_ids.tolist() == direct.token_ids.tolist() and turn.is_action
+    assert np.abs(turn.logprobs - direct.logprobs).max() < 1e-5
+    assert turn.weight_version == direct.weight_version and direct.routing is not None
+    assert torch.equal(torch.cat(found.routing[parts]), direct.routing)
+
+
+def test_a_conversation_is_the_one_that_the_engine_has_when_it_is_asked_directly(running: Running) -> None:
+    config = running.config.rollout
+
+    async def test(server: SessionServer, client: Client, chat: Watched) -> None:
+        params = sampling_params(config, chat, False, SEED)
+        recording = server.open(PROMPT, client, params, seed=SEED)
+        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key) as outside:
+            messages: list[Any] = [ASK]
+            contexts: list[list[int]] = []
+            known, routed = chat.render(PROMPT), 0
+            chat.texts.clear()
+            said = []
+            for words in ("Sure?", "And 2+2?", "Bye"):
+                answer = await outside.chat.completions.create(model="policy", messages=messages)
+                said.append(answer.choices[0].message.content or "")
+                messages += [answer.choices[0].message, {"role": "user", "content": words}]
+                contexts.append(list(known))
+                (branch,) = recording.branches()
+                known = branch.token_ids.tolist()
+                known += chat.continuation([messages[-1]], (), known[-1])
+            (branch,) = recording.branches()
+            assert not [text for text in chat.texts for one in said if len(one) > 3 and one in text]
+        assert [turn.is_action for turn in branch.turns] == [False, True] * 3
+        for number, context in enumerate(contexts):
+            direct = await client.generate(context, {**params, "max_new_tokens": config.max_new_tokens}, routed)
+            same(branch, 2 * number + 1, direct, slice(number, number + 1))
+            routed += len(branch.routing[number])
+            whole = [*context, *direct.token_ids.tolist()]
+            assert branch.token_ids.tolist()[: len(whole)] == whole and routed == len(whole) - 1
+
+    everything(running, test)
+
+
+def test_choices_are_those_of_their_seeds(running: Running) -> None:
+    config = running.config.rollout
+
+    async def test(server: SessionServer, client: Client, chat: Watched) -> None:
+        params = sampling_params(config, chat, False, SEED)
+        seeds: list[int] = []
+
+        class Between:
+            async def generate(self, ids: Any, params: dict[str, Any], routed: int = 0) -> Generation:
+                seeds.append(params["sampling_seed"])
+                return await client.generate(ids, params, routed)
+
+            async def stop(self) -> None: ...
+
+        recording = server.open(PROMPT, Between(), params)
+        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key) as outside:
+            answer = await outside.chat.completions.create(model="policy", messages=[ASK], n=3, logprobs=True)  # type: ignore[list-item]
+        branches = recording.branches()
+        assert seeds[0] == SEED and len(set(seeds)) == 3 and len(branches) == 3
+        for branch, seed, choice in zip(branches, seeds, answer.choices, strict=True):
+            full = {**params, "sampling_seed": seed, "max_new_tokens": config.max_new_tokens}
+            same(branch, 1, await client.generate(chat.render(PROMPT), full))
+            told = [one.logprob for one in choice.logprobs.content]  # type: ignore[union-attr]
+            assert np.array_equal(np.float32(told), branch.turns[1].logprobs)
+
+    everything(running, test)
+
+
+def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it(running: Running) -> None:
+    """What the engine sampled is recorded, the string included; the client gets what is before it."""
+    config = replace(running.config.rollout, max_new_tokens=40)
+
+    async def test(server: SessionServer, client: Client, chat: Watched) -> None:
+        params = {**sampling_params(config, chat, True, SEED), "max_new_tokens": 40}
+        whole = (await client.generate(chat.render(PROMPT), params)).token_ids
+        at = next(
+            n for n in range(3, len(whole)) if (text := chat.text(whole[n : n + 1])).isascii() and text.isprintable()
+            and text not in chat.text(whole[:n])
+        )  # fmt: skip
+        stop = chat.text(whole[at : at + 1])
+        server._around = replace(server._around, config=config)
+        recording = server.open(PROMPT, client, {name: params[name] for name in params if name != "max_new_tokens"})
+        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key) as outside:
+            answer = await outside.chat.completions.create(model="policy", messages=[ASK], stop=[stop])  # type: ignore[list-item]
+        (branch,) = recording.branches()
+        assert branch.turns[1].token_ids.tolist() == ids_of(whole[: at + 1]).tolist()
+        assert answer.choices[0].finish_reason == "stop" and branch.status == "stop"
+        assert answer.choices[0].message.content == chat.text(whole[: at + 1]).partition(stop)[0]
+        assert torch.cat(branch.routing).shape[0] == branch.num_tokens - 1
+
+    everything(running, test)
+
+
+def test_a_client_that_goes_away_frees_the_engine(running: Running) -> None:
+    config = replace(running.config.rollout, max_new_tokens=200)
+
+    async def test(server: SessionServer, client: Client, chat: Watched) -> None:
+        server._around = replace(server._around, config=config)
+        params = {**sampling_params(config, chat, False, SEED), "ignore_eos": True}
+        recording = server.open(PROMPT, client, params)
+        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, max_retries=0) as outside:
+            asking = asyncio.create_task(outside.chat.completions.create(model="policy", messages=[ASK]))  # type: ignore[list-item]
+            while not recording.figures.requests:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            asking.cancel()
+            assert len((await outside.models.list()).data) == 1
+        for _ in range(300):
+            try:
+                await asyncio.to_thread(running.engine._call, "/flush_cache")  # it refuses while it has anything to do
+                break
+            except Exception:
+                await asyncio.sleep(0.1)
+        else:
+            pytest.fail("the engine goes on with what nobody waits for")
+        (branch,) = recording.branches()
+        assert branch.status == "aborted" and branch.failure == "the session asked the policy for nothing"
+
+    everything(running, test)
