@@ -168,7 +168,11 @@ def from_record(record: dict[str, Any], get: Get) -> Partial:
         fields["prompt"] = _prompt(fields["prompt"], get)
         fields["task"] = None if fields.get("task") is None else _prompt(fields["task"], get)
         if (said := fields.get("verdict")) is not None:
-            fields["verdict"] = Failed(str(said["why"])) if "why" in said else Reward(**said)
+            fields["verdict"] = (
+                Failed(str(said["why"]))
+                if "why" in said
+                else Reward(said["reward"], said["parts"], tuple(said["turns"]))
+            )
         fields["messages"] = tuple(fields["messages"])
         fields["turns"] = tuple(
             Turn(
