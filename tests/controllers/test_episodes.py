@@ -1,0 +1,310 @@
+"""An episode in branches comes to the same as one that is whole: the same advantages, returns, weights and figures, for
+each token that the policy chose; on one rank, and on several."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import as_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from played import Played  # noqa: E402
+
+from megarl.algorithms.advantages import gae  # noqa: E402
+from megarl.algorithms.rewards import token_rewards  # noqa: E402
+from megarl.config import Config, from_dict  # noqa: E402
+from megarl.controllers.base import mini_batches  # noqa: E402
+from megarl.controllers.buffer import Buffer  # noqa: E402
+from megarl.controllers.losses import weighted  # noqa: E402
+from megarl.controllers.pf_ppo import reliable  # noqa: E402
+from megarl.controllers.registry import make_controller  # noqa: E402
+from megarl.types import (  # noqa: E402
+    ALONE,
+    Counts,
+    Episodes,
+    Everyone,
+    ModelOutput,
+    Prompt,
+    Rollout,
+    Rollouts,
+    Status,
+    TrainBatch,
+    Turn,
+    as_branches,
+)
+
+VOCABULARY = 4096
+"""Ids of actions are from 1 on, each once, and 0 is what the policy did not choose."""
+
+
+def episodes(step: int, groups: int = 5, samples: int = 4) -> list[list[Rollout]]:
+    """Each as its branches, in the order of groups."""
+    draw, token, found = random.Random(f"episodes/{step}"), step % 100 * 1000, []
+    for group in range(groups):
+        for sample in range(samples):
+            status: Status = draw.choices(["stop", "length", "aborted"], (8, 2, 1))[0]
+            reward = draw.choice([0.0, 0.25, 1.0])
+            branches, shares = draw.choice([1, 1, 2, 3, 4]), []
+            for branch in range(branches):
+                turns = [Turn((0,) * draw.randint(1, 5))]
+                for _ in range(draw.randint(1, 3)):
+                    count = draw.randint(1, 6)
+                    ids, logprobs = range(token + 1, token + 1 + count), [-draw.random() for _ in range(count)]
+                    of_turn = draw.choice([0.0, 0.5]) if branch == branches - 1 and status != "aborted" else 0.0
+                    turns += [Turn(ids, logprobs, True, 0, reward=of_turn), Turn((0,) * draw.randint(0, 3))]
+                    token += count
+                shares.append(Rollout(Prompt(f"{step}/{group}", ()), tuple(turns), status, group=group))
+            reward += sum(turn.reward for turn in shares[-1].turns)
+            unscored = {"part": "it raised"} if draw.random() < 0.1 else {}
+            parts = {"right": float(reward >= 1)}
+            shares = [replace(one, reward=0.0 if unscored else reward, reward_parts=parts) for one in shares]
+            found.append(list(as_branches([replace(one, unscored=unscored) for one in shares], sample)))
+    assert token < step % 100 * 1000 + 1000
+    return found
+
+
+def whole(branches: Sequence[Rollout]) -> Rollout:
+    """The same actions in one sequence."""
+    turns = tuple(turn for one in branches for turn in one.turns)
+    return replace(branches[0], turns=turns, episode=-1)
+
+
+class Told:
+    """A flow whose roles say of a token what its id says, and note what they are asked to learn."""
+
+    def __init__(self, config: Config, in_branches: bool, everyone: Everyone, world: int) -> None:
+        self.config, self.in_branches, self.everyone, self.world = config, in_branches, everyone, world
+        numbers = torch.Generator().manual_seed(1)
+        self.columns = torch.randn(3, VOCABULARY, generator=numbers)
+        self.rollout = self.reward = self.loader = self.clock = self
+        self.phase = lambda name: nullcontext()
+        self.actor, self.critic, self.reference = Role(self, "actor"), Role(self, "critic"), Role(self, "reference")
+        self.step = 0
+        self.learned: list[dict[str, Any]] = []
+
+    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+        """A rank has every `world`-th group."""
+        given = episodes(100 + self.step if greedy else self.step, samples=samples)
+        mine = [one for one in given if one[0].group % self.world == self.everyone.rank]
+        here = [branch for one in mine for branch in (one if self.in_branches else [whole(one)])]
+        return Rollouts.of(here, [one.group for one in here], self.everyone)
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        return rollouts
+
+    def sleep(self) -> None: ...
+
+    def update_weights(self, actor: Any) -> None:
+        self.step += 1
+
+
+class Role:
+    def __init__(self, flow: Told, name: str) -> None:
+        self.flow, self.name = flow, name
+
+    def forward(self, batch: TrainBatch) -> ModelOutput:
+        """The policy is near what the engine said, and so is the reference."""
+        near, other, values = self.flow.columns[:, batch.tokens.long()]
+        apart = 0.1 * near if self.name == "actor" else 0.1 * other
+        return ModelOutput(logprobs=batch.rollout_logprobs + apart, values=values)
+
+    def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
+        """By the id of each action: what the loss is told of it, and what it says of it."""
+        near = self.flow.columns[0][batch.tokens.long()]
+        logprobs, zeros = batch.rollout_logprobs + 0.1 * near + 0.02, torch.zeros_like(near)
+        output = ModelOutput(logprobs=logprobs, entropy=zeros, values=zeros)
+        result, table = loss_fn(output, batch), {}
+        found = {"loss": result.loss, **{name: getattr(batch, name) for name in batch.columns()}}
+        for name, column in found.items():
+            of_tokens = torch.zeros(VOCABULARY, dtype=torch.float64)
+            of_tokens[batch.tokens[batch.loss_mask].long()] = column[batch.loss_mask].double()
+            table[name] = batch.total(of_tokens)
+        assert batch.counts is not None
+        self.flow.learned.append({"critic": float(self.name == "critic"), "tokens": batch.counts.actions, **table})
+        return {}
+
+
+TREES: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": "grpo", "kl": {"place": "reward", "coef": 0.5}},
+    "grpo, a mean over sequences": {"algorithm": "grpo", "loss": {"mean": "sequence"}},
+    "dr_grpo": {"algorithm": "dr_grpo"},
+    "rloo": {"algorithm": "rloo", "loss": {"mean": "sequence", "truncated": "mask"}},
+    "opo": {"algorithm": "opo", "loss": {"truncated": "drop"}},
+    "reinforce_pp": {"algorithm": "reinforce_pp", "kl": {"place": "reward", "coef": 0.5}},
+    "reinforce_pp_baseline": {"algorithm": "reinforce_pp_baseline"},
+    "remax": {"algorithm": "remax", "loss": {"mean": "sequence"}},
+    "dapo": {"algorithm": "dapo", "loss": {"length": 20}, "options": {"generations": 1}},
+    "clip_cov": {"algorithm": "clip_cov"},
+    "corrected": {"algorithm": "grpo", "correction": {"kind": "tis", "level": "sequence", "high": 1.2}},
+    "rejected": {"algorithm": "grpo", "correction": {"kind": "reject", "high": 1.25, "low": 0.8}},
+    "ppo": {"algorithm": "ppo", "kl": {"place": "reward", "coef": 0.5}, "advantage": {"gamma": 0.9, "lam": 0.8}},
+    "ppo, a mean over sequences": {"algorithm": "ppo", "loss": {"mean": "sequence"}, "options": {"critic_lam": 1.0}},
+    "vapo": {"algorithm": "vapo", "options": {"length_adaptive": 0.5}, "critic": {"warmup_steps": 0}},
+    "pf_ppo": {"algorithm": "pf_ppo", "options": {"filter": 0.7, "buffer": 12}, "kl": {"place": "none"}},
+}
+
+
+def taken(tree: dict[str, Any], in_branches: bool, everyone: Everyone, world: int) -> list[dict[str, Any]]:
+    """Three steps."""
+    config = from_dict(tree | {"run": {"num_update": 4, "epochs": 2}, "rollout": {"samples_per_prompt": 4}})
+    controller, flow = make_controller(config), Told(config, in_branches, everyone, world)
+    prompts = [Prompt(str(i), ()) for i in range(5)]
+    metrics = [controller.step(flow, prompts).metrics for _ in range(3)]  # type: ignore[arg-type]
+    names = ("rollout/filtered_frac", "rollout/buffer", "rollout/reward_greedy", "actor/kl_coef")
+    return [*flow.learned, *({name: one[name] for name in names if name in one} for one in metrics)]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_branches_come_to_the_same_as_what_is_whole(name: str) -> None:
+    """Rounding apart: a KL is added up over other parts."""
+    expected = taken(TREES[name], False, ALONE, 1)
+    assert len(expected) in (15, 27) and all(one["loss"].any() for one in expected[:-3])
+    found = taken(TREES[name], True, ALONE, 1)
+    # A mark is drawn by a token's place, which is another one.
+    own = {"marked", "loss"} if name == "clip_cov" else set()
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for what in one.keys() - own:
+            torch.testing.assert_close(one[what], other[what], rtol=2e-5, atol=2e-6, msg=what)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_branches_come_to_the_same_on_several_ranks(name: str) -> None:
+    alone = taken(TREES[name], True, ALONE, 1)
+    first, *others = as_ranks(3, lambda everyone: taken(TREES[name], True, everyone, 3))
+    for steps in others:
+        torch.testing.assert_close(steps, first, rtol=0, atol=0)
+    torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_of_what_is_alone_change_nothing() -> None:
+    """An episode of one branch is what it was without a number, bit by bit."""
+    given = [whole(one) for one in episodes(0)]
+    for tree in TREES.values():
+        config = from_dict(tree | {"run": {"num_update": 2}})
+        rewarded = [replace(one, episode=number) for number, one in enumerate(given)]
+        plain, marked = (TrainBatch.from_rollouts(some) for some in (given, rewarded))
+        marked = marked.with_(episode=torch.arange(len(given)))
+        for one, other in zip(mini_batches(plain, config, 3), mini_batches(marked, config, 3), strict=True):
+            assert one.loss_weights is not None and other.loss_weights is not None
+            assert torch.equal(one.loss_weights, other.loss_weights) and one.counts == other.counts
+
+
+# --- by hand --------------------------------------------------------------------------------------------------
+
+
+def said(group: int, reward: float, actions: int, episode: int = -1) -> Rollout:
+    turns = (Turn((9,)), Turn(range(1, 1 + actions), (-1.0,) * actions, True, 0))
+    return Rollout(Prompt(str(group), ()), turns, "stop", reward, group=group, episode=episode)
+
+
+BRANCHED = [said(0, 1.0, 1, 5), said(0, 1.0, 3, 5), said(0, 0.0, 2), said(0, 0.0, 2)]
+"""Three episodes of a prompt: of 4 action tokens in two branches, 2 and 2; of rewards 1, 0 and 0."""
+
+
+def of_actions(flow: Any, name: str) -> list[float]:
+    (batch,) = flow.saw
+    return getattr(batch, name)[batch.loss_mask].tolist()
+
+
+class Given(Played):
+    def __init__(self, config: Config, rollouts: Sequence[Rollout]) -> None:
+        super().__init__(config, [])
+        self.rollouts = rollouts
+        self.saw: list[TrainBatch] = []
+        update = self.policy.update
+        self.policy.update = lambda batch, loss: (self.saw.append(batch), update(batch, loss))[1]  # type: ignore
+
+    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+        return Rollouts.of(self.rollouts)
+
+
+def test_groups_by_hand() -> None:
+    """Mean 1/3, not 1/2; of OPO (4 * 1) / (4 + 2 + 2) = 1/2; each episode a third of the mean over sequences."""
+    for kind, first in (("group", 2 / 3), ("rloo", 1.0), ("opo", 1 / 2)):
+        tree = {"algorithm": "grpo", "advantage": {"kind": kind, "group_std": False}, "loss": {"mean": "sequence"}}
+        config = from_dict(tree | {"kl": {"place": "none"}})
+        flow: Any = Given(config, BRANCHED)
+        make_controller(config).step(flow, [])
+        other = {"group": -1 / 3, "rloo": -1 / 2, "opo": -1 / 2}[kind]
+        assert of_actions(flow, "advantages") == pytest.approx([first] * 4 + [other] * 4)
+        assert of_actions(flow, "loss_weights") == pytest.approx([1 / 12] * 4 + [1 / 6] * 4)
+
+
+def test_ppo_by_hand() -> None:
+    """gamma 1, lambda 0, values 0.1 k of the k-th action: an action is worth the next one's value, across the branch's
+    end, and the last one of the last branch the reward, less its own."""
+    batch = TrainBatch.from_rollouts(BRANCHED[:2])
+    values = torch.tensor([9.0, 0.1, 9.0, 0.2, 0.3, 0.4])
+    cu = batch.cu_episodes
+    rewards = token_rewards(torch.tensor([1.0]), cu, batch.loss_mask)
+    assert rewards.tolist() == [0, 0, 0, 0, 0, 1.0]
+    advantages, returns = gae(rewards, values, batch.loss_mask, cu, 1.0, 0.0)
+    assert advantages.tolist() == pytest.approx([0, 0.1, 0, 0.1, 0.1, 0.6])
+    assert returns.tolist() == pytest.approx([0, 0.2, 0, 0.3, 0.4, 1.0])
+    _, returns = gae(rewards, values, batch.loss_mask, cu, 1.0, 1.0)
+    assert returns.tolist() == pytest.approx([0, 1, 0, 1, 1, 1])
+
+
+def test_means_by_hand() -> None:
+    batch = TrainBatch.from_rollouts(BRANCHED)
+    for mean, weights in (("token", [1 / 8] * 8), ("constant", [1 / 21] * 8)):
+        config = from_dict({"loss": {"mean": mean, "length": 7}})
+        mini = weighted(batch, torch.tensor([1, 3, 2, 2]), config)
+        assert mini.loss_weights is not None
+        assert mini.loss_weights[mini.loss_mask].tolist() == pytest.approx(weights)
+        assert mini.counts == Counts(actions=8, sequences=4, rewarded=4)
+
+
+def test_branches_stay_together_in_mini_batches() -> None:
+    given = [one for sample in range(6) for one in as_branches([said(0, 1.0, 2)] * (1 + sample % 3), sample)]
+    batch = TrainBatch.from_rollouts(given)
+    for seed in range(5):
+        parts = list(mini_batches(batch, from_dict({"run": {"num_update": 4, "epochs": 2}}), seed))
+        assert [len(part.episodes) for part in parts] == [3] * 4
+        for one, other in (parts[:2], parts[2:]):
+            numbers = [sorted(part.episode.tolist()) for part in (one, other) if part.episode is not None]
+            assert sorted(sum(numbers, [])) == Rollouts.of(given).episode.tolist()
+            assert not set(numbers[0]) & set(numbers[1])
+
+
+def test_samples_are_relied_on_with_all_of_their_branches() -> None:
+    given = [said(0, 0.0, 1), said(0, 1.0, 1)]
+    given += [one for number in range(500) for one in as_branches([said(0, 0.5, 1)] * 3, number)]
+    rollouts = Rollouts.of(given)
+    kept = reliable(rollouts, 0.8, torch.Generator().manual_seed(1))
+    groups = kept[2:].view(500, 3)
+    assert bool((groups == groups[:, :1]).all()) and 60 < int(groups[:, 0].sum()) < 140 and bool(kept[:2].all())
+
+
+def test_a_buffer_counts_episodes_and_knows_those_of_each_step(tmp_path: Path) -> None:
+    """Groups and episodes of each step have the same numbers."""
+    buffer = Buffer(3)
+    for step in range(3):
+        one, other = as_branches([said(0, float(step), 1)] * 2, 0)
+        buffer.add(Rollouts.of([one, other]))
+    buffer.add(Rollouts.of([said(0, 7.0, 1)]))
+    kept = buffer._kept
+    assert kept is not None and len(buffer) == 3
+    assert kept.reward.tolist() == [1, 1, 2, 2, 7] and kept.episodes.row.tolist() == [0, 0, 1, 1, 2]
+    drawn = buffer.drawn(2, torch.Generator().manual_seed(3))
+    assert drawn is not None and len(drawn.episodes) == 2
+    assert drawn.reward.tolist() in ([1, 1, 2, 2], [1, 1, 7], [2, 2, 7])
+    buffer.save(tmp_path)
+    restored = Buffer(3)
+    restored.restore(tmp_path, ALONE)
+    assert restored._kept is not None and len(restored) == 3
+    assert restored._kept.reward.tolist() == kept.reward.tolist()
+    assert torch.equal(restored._kept.episodes.row, kept.episodes.row)
+    both = TrainBatch.from_rollouts(Rollouts.joined([kept, Rollouts.of(as_branches([said(0, 5.0, 1)] * 2, 0))]))
+    assert both.episodes.row.tolist() == [0, 0, 1, 1, 2, 3, 3]
+    assert torch.equal(both.episodes_here.row, Episodes.of(both.sequence_reward).row)
