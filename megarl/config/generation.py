@@ -53,7 +53,7 @@ class RolloutConfig:
     language and the like, and no others: no tokens, no keys."""
     max_observation: Count = 1024
     """Tokens of one tool's result that the policy gets to see: of a longer one its beginning and its end, and a mark
-    between that says how many are cut. All results of a turn are cut further where `rollout.max_context` has no room."""
+    between that says how many are cut. Results are cut further where `rollout.max_context` has no room for them."""
     tool_call_parser: str = ""
     """SGLang's parser for this model's tool calls; empty for that of the model's family."""
     draft_tokens: Annotated[int, Range(0, 1024)] = 0

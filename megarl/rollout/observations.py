@@ -9,6 +9,9 @@ from megarl.data.text import encodable
 from megarl.rollout.chat import Chat
 from megarl.types import Message
 
+_CHARACTERS = 16
+"""Of the beginning and of the end of a text are read for each token that may be shown: most tokens have fewer."""
+
 
 def observed(
     chat: Chat, results: Sequence[Message], schemas: Sequence[dict[str, Any]], each: int, room: int, spare: int
@@ -20,7 +23,7 @@ def observed(
     cut to the same length. spare: so many of these are left where that is possible. None where not even a mark in place
     of each result fits.
     """
-    texts = [_Text(chat, encodable(str(message["content"]))) for message in results]
+    texts = [_Text(chat, encodable(str(message["content"])), each) for message in results]
     for most, room_now in ((each, room - spare), (0, room)):
         while True:
             said = [{**message, "content": text.cut(most)} for message, text in zip(results, texts, strict=True)]
@@ -30,7 +33,7 @@ def observed(
                 return said, ids
             if most == 0:
                 break
-            most = _lowered(most, [len(text.ids) for text in texts], over)
+            most = _lowered(most, [text.length for text in texts], over)
     return None
 
 
@@ -48,31 +51,41 @@ def _lowered(most: int, lengths: Sequence[int], over: int) -> int:
 
 
 class _Text:
-    """What a tool says, without control tokens, and its ids."""
+    """What a tool says. length: in tokens; of a flood it is an estimate, for only its beginning and its end are read.
 
-    def __init__(self, chat: Chat, text: str) -> None:
+    most: tokens that will ever be shown of it.
+    """
+
+    def __init__(self, chat: Chat, text: str, most: int) -> None:
         self._chat, self._text = chat, text
-        self._safe = chat.controls.escape(text)
-        self.ids = chat.ids(self._safe)
+        window = _CHARACTERS * most
+        self._about, beyond = "", len(text) - 2 * window
+        if beyond <= 0:
+            self._begin = self._end = chat.ids(chat.controls.escape(text))
+            self.length = len(self._begin)
+            return
+        self._begin, self._end = (chat.ids(chat.controls.escape(part)) for part in (text[:window], text[-window:]))
+        read = len(self._begin) + len(self._end)
+        self._about, self.length = "about ", read + beyond * read // (2 * window)
 
     def cut(self, most: int) -> str:
         """The text with at most so many tokens: a mark in place of its middle says how many are left out. It is all of
         the text where the mark would be longer."""
-        chat, ids = self._chat, self.ids
-        mark = _mark(len(ids))
-        if len(ids) <= max(most, len(chat.ids(mark))):
+        chat = self._chat
+        mark = self._mark(self.length)
+        if self.length <= max(most, len(chat.ids(mark))):
             return self._text
         kept = most - len(chat.ids(mark))
         while kept > 0:
-            head, tail = (kept + 1) // 2, kept // 2  # where a character is split over tokens, half of it is left out
-            begin, end = chat.text(ids[:head]).rstrip("\ufffd"), chat.text(ids[len(ids) - tail :]).lstrip("\ufffd")
-            shown = begin + _mark(len(ids) - kept) + end
+            head, tail = self._begin[: (kept + 1) // 2], self._end[len(self._end) - min(kept // 2, len(self._end)) :]
+            left_out = self._mark(self.length - len(head) - len(tail))
+            # Where a character is split over tokens, half of it is left out.
+            shown = chat.text(head).rstrip("\ufffd") + left_out + chat.text(tail).lstrip("\ufffd")
             over = len(chat.ids(shown)) - most  # tokens may be others beside a mark
             if over <= 0:
                 return shown
             kept -= over
         return mark.strip()
 
-
-def _mark(count: int) -> str:
-    return f"\n... ({count} tokens cut) ...\n"
+    def _mark(self, count: int) -> str:
+        return f"\n... ({self._about}{count} tokens cut) ...\n"
