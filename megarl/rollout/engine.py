@@ -260,7 +260,7 @@ class Engine:
         if version is None:
             return
         if not self._holds:
-            self._call("/flush_cache")  # it is of the old weights
+            self._flush()  # it is of the old weights
         self._call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.version, self.usable = version, True
 
@@ -278,17 +278,20 @@ class Engine:
     def drop_requests(self) -> None:
         """Have it let go of every request, also of those whose client has given up; return when it is idle."""
         self._call("/abort_request", {"abort_all": True})
-        self._call(f"/flush_cache?timeout={self._order_timeout / 2:g}")  # it answers when nothing runs any more
+        self._flush()
+
+    def _flush(self) -> None:
+        """Drop the KV cache. It answers when nothing runs any more: what has been answered may still be leaving."""
+        self._call(f"/flush_cache?timeout={self._order_timeout / 2:g}")
 
     def sleep(self) -> None:
         """Give the device to training: free what is awake where there is a GPU, else drop the KV cache."""
         awake = [part for part in _PARTS if part not in self._asleep]  # SGLang wants no part twice
         if not awake:
             return
+        self._flush()
         if self._platform.has_memory_saver():
             self._call("/release_memory_occupation", {"tags": awake})
-        else:
-            self._call("/flush_cache")
         self._asleep.update(awake)
 
     def wake_weights(self) -> None:

@@ -27,7 +27,7 @@ from engine_config import make_config
 from megarl.config import ConfigError
 from megarl.rollout import engine_cpu, engine_host, gathering
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client, RequestFailed
+from megarl.rollout.client import Client, Generation, RequestFailed
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine, EngineError, start_host
 from megarl.rollout.hosting import SHARED, Hosted
@@ -45,6 +45,23 @@ def test_sleep_and_wake(qwen3_moe: Running) -> None:
     assert [out.token_ids.tolist() for out in generate(qwen3_moe.engine)] == [out.token_ids.tolist() for out in before]
 
 
+def test_it_sleeps_when_what_it_is_at_is_done(qwen3_moe: Running) -> None:
+    """An answer may have arrived of which the engine has not yet let go: it would refuse to drop the cache."""
+
+    async def at_work() -> list[Generation]:
+        engine = qwen3_moe.engine
+        async with Client(engine.url, engine.api_key, 60.0) as client:
+            params = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}
+            answers = [asyncio.ensure_future(client.generate([5 + n, 6, 7], params)) for n in range(8)]
+            await asyncio.sleep(0.3)
+            assert not any(answer.done() for answer in answers)
+            await asyncio.to_thread(engine.sleep)
+            return await asyncio.gather(*answers)
+
+    assert [len(answer.token_ids) for answer in asyncio.run(at_work())] == [100] * 8
+    qwen3_moe.engine.wake()
+
+
 def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,19 +74,23 @@ def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
         calls.clear()
         return found
 
-    monkeypatch.setattr(engine, "_call", lambda path, body: calls.append((path, body["tags"])))
+    def call(path: str, body: dict[str, Any] | None = None) -> None:
+        calls.append((path.partition("=")[0], body["tags"] if body else []))
+
+    monkeypatch.setattr(engine, "_call", call)
     monkeypatch.setattr(engine_cpu, "has_memory_saver", lambda: True)
+    idle: tuple[str, list[str]] = ("/flush_cache?timeout", [])  # SGLang ends itself where it is to sleep at work
     engine.usable = True
     engine.wake()
     engine.sleep()
     engine.sleep()
-    assert asked() == [("/release_memory_occupation", ["weights", "kv_cache", "cuda_graph"])] and engine.usable
+    assert asked() == [idle, ("/release_memory_occupation", ["weights", "kv_cache", "cuda_graph"])] and engine.usable
     engine.wake_weights()
     engine.wake_weights()
     assert asked() == [("/resume_memory_occupation", ["weights"])] and not engine.usable
     engine.usable = True  # after a push
     engine.sleep()  # without having generated
-    assert asked() == [("/release_memory_occupation", ["weights"])]
+    assert asked() == [idle, ("/release_memory_occupation", ["weights"])]
     engine.wake_weights()
     engine.usable = True
     engine.wake()
@@ -81,7 +102,7 @@ def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
     ]
     engine.sleep()
     engine.wake()  # without a push: weights without contents
-    assert asked()[1] == ("/resume_memory_occupation", ["weights", "kv_cache", "cuda_graph"]) and not engine.usable
+    assert asked()[2] == ("/resume_memory_occupation", ["weights", "kv_cache", "cuda_graph"]) and not engine.usable
 
 
 def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
