@@ -281,7 +281,12 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> 
     name, kl, samples = declared.name, config.kl, config.rollout.samples_per_prompt
     if not declared.generates:
         return
-    known_of(config.rollout)
+    agents = [one.spec for one in known_of(config.rollout).environments.values() if one.kind == "agent"]
+    if agents and config.rollout.oversample > 1:
+        raise ConfigError(
+            f"rollout.oversample={config.rollout.oversample:g} stops conversations and goes on with them in a later "
+            f"step, which the agent {agents[0]} cannot know of; set it to 1, or use rollout.asynchronous"
+        )
     for name in config.rollout.pass_env:
         if name not in os.environ:
             warnings.append(f"rollout.pass_env: {name} is not set here, so tools and rewards will not have it")

@@ -24,7 +24,6 @@ from megarl.processes.process import Gone, Nursery, Process
 from megarl.rewards.functions import RewardError, reward_of
 from megarl.types import Failed, Message, Prompt, Verdict
 
-
 OF_AGENTS = ("openai", "openai.resources.chat")
 """What most agents import, which takes a second: once for all of their processes, where it is installed."""
 

@@ -28,7 +28,7 @@ class Node:
     Of a context: schemas, the tools that there were. Of an answer: said, by the engine; routed, tokens whose routing
     was known before it was asked for; calls of tools; errors, calls that could not be read; thought, tokens that it
     begins with that are reasoning; full, whether there was no room for what a client wanted to say behind it; gone_on,
-    whether something was said behind it, by these ids or without its reasoning.
+    whether something was said behind it, by these ids or without its reasoning; number, how many answers came before.
     """
 
     parent: Node | None
@@ -42,6 +42,7 @@ class Node:
     thought: int = 0
     full: bool = False
     gone_on: bool = False
+    number: int = 0
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
@@ -137,6 +138,7 @@ class Tree:
             calls=len(choice.message.get("tool_calls", ())),
             errors=choice.errors,
             thought=choice.thought,
+            number=sum(map(len, self._answers.values())),
         )
         context.children.append(node)
         self._answers.setdefault(history, []).append(node)
@@ -156,7 +158,7 @@ class Tree:
         return tuple(found)
 
     def leaves(self) -> list[Node]:
-        """Answers without another one below them."""
+        """Answers without another one below them, in the order in which they came."""
         found: list[Node] = []
         left = self.roots[::-1]
         while left:
@@ -167,7 +169,7 @@ class Tree:
                 below = [answer for context in node.children for answer in context.children]
                 found += [] if below else [node]
             left += below[::-1]
-        return found
+        return sorted(found, key=lambda node: node.number)
 
 
 def _partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, seed: int) -> Partial:

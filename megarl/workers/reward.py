@@ -35,6 +35,7 @@ from megarl.workers.context import Context, Worker
 _A_DAY_S = 86400.0
 ENVIRONMENT = "environment"
 """The part of a reward that the environment itself gives."""
+NOBODY = "its agent returned no reward, and there are no reward.functions"
 _MOST = 64
 """Processes of a machine, where `reward.processes` does not say how many."""
 
@@ -121,6 +122,8 @@ class RewardWorker(Worker):
                 found = self._in_process(whole)
             for verdicts, rollout in zip(found, whole.here, strict=True):
                 verdicts |= self._by_environment(rollout)
+                if not verdicts and not self.judges:
+                    verdicts[ENVIRONMENT] = Failed(NOBODY)
             if self.judges and len(whole):
                 together(lambda: None)  # who judges has a patience of its own, which begins when all are there
                 for verdicts, verdict in zip(found, self.judged(whole), strict=True):

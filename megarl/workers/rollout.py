@@ -25,6 +25,7 @@ from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
+from megarl.workers.agents import Agents
 from megarl.workers.context import Context, Worker
 from megarl.workers.oversampling import Oversampling
 from megarl.workers.push import WeightPush
@@ -74,6 +75,8 @@ class RolloutWorker(Worker):
             replays = self.config.train.replay_routing
             routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
             self._talks = Conversations(lead, context.chat, self.config.rollout, routing, context.ended)
+        agents = any(one.kind == "agent" for one in context.chat.known.environments.values())
+        self._agents = Agents(agents, everyone.AllRanks(), self._talks)
         number = None if lead is None else self.index
         self._surplus = Oversampling(
             self.config.rollout, context.source, everyone.AllRanks(), number, len(self.engines)
@@ -163,6 +166,7 @@ class RolloutWorker(Worker):
                     rollouts = self._go_on(prompts, samples)
                 else:
                     rollouts = self._generate(prompts, samples, greedy)
+            self._agents.note()
             check_aborted(rollouts, config)
             return rollouts
 
@@ -281,7 +285,9 @@ class RolloutWorker(Worker):
             self._on_leads(Engine.sleep)
 
     def figures(self) -> dict[str, float]:
-        return {} if self.config.rollout.replay else self._surplus.figures | self._stream.figures
+        if self.config.rollout.replay:
+            return {}
+        return self._surplus.figures | self._stream.figures | self._agents.figures
 
     def save(self, folder: Path) -> dict[Path, Entry]:
         """Conversations that a later step goes on with."""
