@@ -17,7 +17,7 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +155,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def make_tokenizer() -> Any:
-    """A byte-level BPE tokenizer of exactly VOCABULARY ids with the chat template above.
+Shown = Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]]]]
+"""Conversations, each with the schemas of its tools."""
+
+
+def make_tokenizer(shown: Shown) -> Any:
+    """A byte-level BPE tokenizer of exactly VOCABULARY ids with the chat template above, for text like what is shown.
 
     Words are split around digits and operators only, so each of these is a token of its own wherever it stands and the
     constant text between them, trained on below, collapses to very few. A role's line is split off, too: the
@@ -177,8 +181,8 @@ def make_tokenizer() -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = CHAT_TEMPLATE
 
-    messages = [question("1"), tool_call("1"), {"role": "tool", "content": "1"}, statement(1)]
-    text = str(tokenizer.apply_chat_template(messages, tools=[calculator.schema], tokenize=False))
+    texts = [str(tokenizer.apply_chat_template(said, tools=tools, tokenize=False)) for said, tools in shown]
+    text = "\0".join(texts)
     for token in (*SPECIAL, *ADDED):
         text = text.replace(token, "\0")
     constant = [part for part in text.split("\0") if part]
@@ -256,12 +260,14 @@ def published_form(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def write_model(folder: Path, family: str, seed: int) -> int:
-    """Write an HF folder that transformers and SGLang load; returns the number of parameters."""
+def write_model(folder: Path, family: str, seed: int, shown: Shown = ()) -> int:
+    """Write an HF folder that transformers and SGLang load; returns the number of parameters. shown: as of
+    `make_tokenizer`; a conversation of the task by default."""
     import torch
 
     torch.manual_seed(seed)
-    tokenizer = make_tokenizer()
+    example = [question("1"), tool_call("1"), {"role": "tool", "content": "1"}, statement(1)]
+    tokenizer = make_tokenizer(shown or [(example, [calculator.schema])])
     model = make_model(family, tokenizer.eos_token_id, tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,0 +1,40 @@
+"""A game that has to be played to be won: find a number by asking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Guess:
+    """`ground_truth` is the number, from 1 to `most`. The reward is 1 where it was guessed, less a little for each try
+    beyond the first; a guess of what is excluded already costs that turn as much again."""
+
+    most = 100
+    cost = 0.02
+
+    def reset(self, ground_truth: int, most: int = 0) -> None:
+        self._number, self._range = int(ground_truth), (1, most or self.most)
+        self._tries, self._found = 0, False
+
+    def guess(self, number: int) -> str:
+        """Guess the number. The answer is `higher`, `lower` or `right`.
+
+        Args:
+            number: a whole number
+        """
+        if self._found:
+            return "right, and found before"
+        least, most = self._range
+        self._tries += 1 + (not least <= number <= most)
+        if number == self._number:
+            self._found = True
+            return "right"
+        if number < self._number:
+            self._range = (max(least, number + 1), most)
+            return "higher"
+        self._range = (least, min(most, number - 1))
+        return "lower"
+
+    def reward(self) -> dict[str, Any]:
+        worth = max(0.0, 1.0 - self.cost * (self._tries - 1)) if self._found else 0.0
+        return {"reward": worth, "parts": {"tries": self._tries}}

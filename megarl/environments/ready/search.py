@@ -1,0 +1,59 @@
+"""Search in documents of one's own, for questions whose answer stands in them; the reward is
+`megarl.rewards.squad:exact_match`, or another that reads the answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from functools import cache
+from pathlib import Path
+
+MOST = 10
+SHOWN = 1000
+"""Characters of a document."""
+
+
+class Search:
+    """By words, ranked by BM25 (sqlite's FTS5). The documents are of the file that a prompt's column `corpus` names, or
+    the class: `class OfTheLab(Search): corpus = "docs.jsonl"`; a line for each, {"title", "text"}."""
+
+    corpus = ""
+
+    def reset(self, corpus: str = "") -> None:
+        if not (corpus or self.corpus):
+            raise ValueError("there is no corpus: give each prompt a column `corpus`, or a class of your own one")
+        self._index = index_of(corpus or self.corpus)
+
+    def search(self, query: str, count: int = 3) -> str:
+        """Find documents by words that stand in them; the best first.
+
+        Args:
+            query: words, in any order
+            count: how many documents to show
+        """
+        words = re.findall(r"\w+", query)
+        if not words:
+            raise ValueError("the query has no word")
+        wanted = " OR ".join(f'"{word}"' for word in words)
+        found = self._index.execute(
+            "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY bm25(documents), rowid LIMIT ?",
+            (wanted, max(1, min(count, MOST))),
+        ).fetchall()
+        return "\n".join(f"{title}: {text[:SHOWN]}" for title, text in found) or "nothing found"
+
+
+@cache
+def index_of(corpus: str) -> sqlite3.Connection:
+    """Made once in a process. Raises ValueError for a line that is no document, OSError."""
+    index = sqlite3.connect(":memory:")
+    index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter')")
+    with Path(corpus).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                document = json.loads(line)
+                row = (str(document.get("title", "")), str(document["text"]))
+            except (ValueError, LookupError, AttributeError, TypeError) as error:
+                raise ValueError(f"{corpus}, line {number}, is no document with a `text`: {error!r}") from None
+            index.execute("INSERT INTO documents VALUES (?, ?)", row)
+    return index

@@ -1,0 +1,81 @@
+"""Agents as users write them: they know an OpenAI client, and nothing of MegaRL but one tool."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from megarl.rollout.calculator import calculate
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+
+
+async def calculating(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Lets the policy calculate; 1 for a statement of the right result."""
+    messages = list(row["prompt"])
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(4):
+            completion = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+            said = completion.choices[0].message
+            messages.append(said.model_dump(exclude_none=True))
+            if not said.tool_calls:
+                return float((said.content or "").strip().rstrip(".").endswith(f" {row['ground_truth']}"))
+            messages += [
+                {"role": "tool", "tool_call_id": call.id, "content": observed(call.function.arguments)}
+                for call in said.tool_calls
+            ]
+    return 0.0
+
+
+def observed(arguments: str) -> str:
+    try:
+        return str(calculate(**json.loads(arguments)))
+    except Exception as error:
+        return f"Error: {error}"
+
+
+async def branching(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """Asks, forgets what was said first, and asks again: two sequences, one episode. What it says comes of its row."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+
+        async def says(*messages: dict[str, Any]) -> str:
+            completion = await client.chat.completions.create(model="policy", messages=messages)
+            return completion.choices[0].message.content or ""
+
+        first = await says(*row["prompt"])
+        kept = [{"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
+        second = await says(*row["prompt"], *kept)
+        third = await says({"role": "user", "content": "Shortly, what was it?"})
+    return {"reward": len({first, second, third}) / 4, "parts": {"said": 3.0}}
+
+
+async def odd(row: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Does what its row says."""
+    how = row["ground_truth"]
+    if how == "asks nothing":
+        return 1.0
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        await client.chat.completions.create(model="policy", messages=row["prompt"])
+    if how == "raises":
+        raise ValueError("it is odd")
+    if how == "leaves":
+        os._exit(3)
+    if how == "hangs":
+        await asyncio.sleep(3600)
+    return {"nothing": None, "text": "well done", "nan": math.nan, "fine": 0.5}[how]

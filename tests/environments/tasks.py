@@ -1,0 +1,152 @@
+"""Five small tasks, one for each kind of environment that MegaRL has ready, that a tiny model learns in minutes.
+
+`write(folder)` leaves model/, sft.jsonl and train.jsonl. The warm-up shows how each is done in a minority of the
+conversations, WELL of them; the others guess. So all skills are there, and what is left to find is that they pay.
+
+    python tests/environments/tasks.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+WELL = 0.3
+NAMES = ("Tom", "Ann", "Kim", "Leo", "Eva", "Max")
+PLACES = ("Rome", "Oslo", "Bern", "Lima", "Cairo", "Paris")
+MOST = 5
+"""Of the numbers that are guessed."""
+
+Conversation = list[dict[str, Any]]
+Row = dict[str, Any]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def calls(name: str, answer: str, **arguments: Any) -> Conversation:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return [call, {"role": "tool", "name": name, "content": answer}]
+
+
+def tool(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversation]:
+    a, b = draw.randint(1, 9), draw.randint(1, 9)
+    row = {"prompt": [user(f"What is {a}*{b}?")], "ground_truth": str(a * b), "environment": "Calculator"}
+    said = calls("calculator", str(a * b), expression=f"{a}*{b}") if well else []
+    return row, [*said, says(f"The answer is {a * b if well else draw.randint(1, 81)}.")]
+
+
+def maths(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversation]:
+    a, b = draw.randint(1, 9), draw.randint(1, 9)
+    row = {"prompt": [user(f"How much is {a} less {b}?")], "ground_truth": str(a - b), "environment": "Python"}
+    said = calls("python", str(a - b), code=f"{a}-{b}") if well else []
+    return row, [*said, says(f"The answer is {a - b if well else draw.randint(-8, 8)}.")]
+
+
+def code(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversation]:
+    a = draw.randint(1, 9)
+    tests = {"fn_name": "f", "inputs": [[n] for n in (0, 3, 10)], "outputs": [n + a for n in (0, 3, 10)]}
+    row = {"prompt": [user(f"Write f, which adds {a}.")], "ground_truth": tests, "environment": "Python"}
+    return row, [says(f"```python\ndef f(n):\n    return n+{a if well else draw.randint(1, 9)}\n```")]
+
+
+def game(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversation]:
+    number = draw.randint(1, MOST)
+    row = {"prompt": [user("Guess my number.")], "ground_truth": number, "most": MOST, "environment": "Guess"}
+    said: Conversation = []
+    least, most = 1, MOST
+    for _ in range(MOST if well else 1):
+        guess = draw.randint(least, most)
+        answer = "right" if guess == number else "higher" if guess < number else "lower"
+        said += calls("guess", answer, number=guess)
+        least, most = (max(least, guess + 1), most) if guess < number else (least, min(most, guess - 1))
+        if guess == number:
+            break
+    return row, [*said, says("done")]
+
+
+def search(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversation]:
+    file = corpus / f"{draw.randint(0, 3)}.jsonl"
+    known = dict(json.loads(line).values() for line in file.read_text().splitlines())
+    name = draw.choice(NAMES)
+    row: Row = {"prompt": [user(f"Where is {name}?")], "ground_truth": known[name].split()[-1], "environment": "Search"}
+    said = calls("search", f"{name}: {known[name]}", query=name) if well else []
+    row["corpus"] = str(file)
+    return row, [*said, says(row["ground_truth"] if well else draw.choice(PLACES))]
+
+
+TASKS: dict[str, Callable[[random.Random, bool, Path], tuple[Row, Conversation]]] = {
+    "tool": tool,
+    "maths": maths,
+    "code": code,
+    "game": game,
+    "search": search,
+}
+
+
+def schemas() -> dict[str, list[dict[str, Any]]]:
+    """Of the tools of each task's environment."""
+    from megarl.environments.ready.calculator import Calculator
+    from megarl.environments.ready.guess import Guess
+    from megarl.environments.ready.python import Python
+    from megarl.environments.ready.search import Search
+    from megarl.environments.schemas import schema_of
+
+    def of(function: Any) -> list[dict[str, Any]]:
+        return [schema_of(function, function.__name__, bound=True)]
+
+    python = of(Python.python)
+    return {
+        "tool": of(Calculator.calculator),
+        "maths": python,
+        "code": python,
+        "game": of(Guess.guess),
+        "search": of(Search.search),
+    }
+
+
+def write(folder: Path, train: int, demonstrations: int, seed: int = 1) -> None:
+    import make_quickstart
+
+    draw = random.Random(seed)
+    corpus = folder / "corpus"
+    corpus.mkdir(parents=True)
+    for number in range(4):
+        places = draw.sample(PLACES, len(NAMES))
+        lines = [
+            json.dumps({"title": name, "text": f"lives in {place}"}) for name, place in zip(NAMES, places, strict=True)
+        ]
+        (corpus / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    tools = schemas()
+
+    def made(count: int, share: float) -> Iterator[tuple[str, Row, Conversation]]:
+        for number in range(count):
+            name = list(TASKS)[number % len(TASKS)]
+            yield name, *TASKS[name](draw, draw.random() < share, corpus)
+
+    rows = ({**row, "id": str(i), "data_source": name} for i, (name, row, _) in enumerate(made(train, WELL)))
+    make_quickstart.write_jsonl(folder / "train.jsonl", rows)
+    shown = (
+        {"id": str(i), "messages": [*row["prompt"], *said], "tools": tools[name]}
+        for i, (name, row, said) in enumerate(made(demonstrations, WELL))
+    )
+    make_quickstart.write_jsonl(folder / "sft.jsonl", shown)
+    conversations = [([*row["prompt"], *said], tools[name]) for name, row, said in made(5 * len(TASKS), 1.0)]
+    make_quickstart.write_model(folder / "model", "qwen3_moe", seed, conversations)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), 2000, 12800)
