@@ -91,10 +91,13 @@ class Partial:
         return min((version for turn in self.turns if turn.is_action for version, _ in turn.runs), default=None)
 
     def rollouts(self, group: int, sample: int) -> list[Rollout]:
-        """What it is where it has ended, as the sample of this number: its branches, one where it has no others."""
+        """What it is where it has ended, as the sample of this number: its branches, one where it has no others. They
+        have all ended as the last did."""
         if not self.before:
             return [self.rollout(group)]
-        return [replace(one.rollout(group), episode=sample) for one in (*self.before, self)]
+        assert self.status is not None
+        branches = [one.rollout(group) for one in (*self.before, self)]
+        return [replace(one, episode=sample, status=self.status, failure=self.failure) for one in branches]
 
     def rollout(self, group: int) -> Rollout:
         """This sequence, where it has ended."""

@@ -1,0 +1,58 @@
+"""Agents train a policy: processes of their own, OpenAI's own client, the real engine, Megatron and reshard."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from whole_run import ROOT, make_folder, metrics_of, train
+
+from megarl.observe.rollout_log import read_rollouts
+
+BLACK_BOX = f"{sys.executable} {ROOT / 'tests' / 'black_box.py'}"
+AGENTS = ("calculating", "branching", BLACK_BOX)
+SPECS = ["agents_of_tests:calculating", "agents_of_tests:branching", f"program:{BLACK_BOX}"]
+
+
+@pytest.fixture(scope="module")
+def run(host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of GRPO: four prompts of each step, dealt out to the agents in turn, four episodes of each."""
+    folder = make_folder(tmp_path_factory.mktemp("agents") / "q", "qwen3_moe")
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    given = [json.dumps({**row, "environment": AGENTS[i % 3], "tools": []}) for i, row in enumerate(rows)]
+    (folder / "train.jsonl").write_text("\n".join(given) + "\n")
+    run_dir = folder.parent / "run"
+    overrides = ["algorithm=grpo", "rollout.tools=[]", f"rollout.environments={json.dumps(SPECS)}", "run.save_every=0"]
+    train(folder, run_dir, *overrides, "reward.functions=[sum_reward:even]", "data.shuffle=false", host=host)
+    return run_dir
+
+
+def test_what_the_engine_saw_is_what_is_trained(run: Path) -> None:
+    rows = [row for row in metrics_of(run) if "rollout/reward_mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["rollout/logprob_diff_mean"] < 1e-5 and row["actor/grad_norm"] > 0  # and each push has arrived
+        assert row["agents/failed"] == row["agents/refused"] == 0 and row["rollout/aborted_frac"] == 0
+        assert row["agents/sessions"] == 16 and row["agents/branches"] > 16
+        assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
+
+
+def test_episodes_are_recorded_with_their_branches(run: Path) -> None:
+    found = read_rollouts(run, 1)
+    by_agent = {name: [one for one in found if one.prompt.extra["environment"] == name] for name in AGENTS}
+    assert {name: len({(one.group, one.episode, one.seed) for one in by_agent[name]}) for name in AGENTS} == {
+        "calculating": 8,
+        "branching": 4,
+        BLACK_BOX: 4,
+    }
+    assert len(by_agent["branching"]) == 8  # two branches each
+    for one in found:
+        parts = one.reward_parts
+        assert one.reward == pytest.approx(parts["even"] + parts["environment"])
+    for episode in {(one.group, one.episode) for one in by_agent["branching"]}:
+        first, last = [one for one in by_agent["branching"] if (one.group, one.episode) == episode]
+        assert first.reward == last.reward
+        assert sum(turn.is_action for turn in first.turns) == 2 and sum(turn.is_action for turn in last.turns) == 1
