@@ -143,6 +143,8 @@ async def carry_on(
 
     async def converse(one: Partial, seat: Seat) -> Partial:
         params = sampling_params(around.config, around.chat, greedy, one.seed)
+        if one.session is None and around.chat.known.environments:
+            seat.rest()  # a reset may take a while
         try:
             by_agent = around.chat.known.by_agent(one.prompt)
             done = await (run_agent if by_agent else run_conversation)(one, seat, around, params, deadline)
