@@ -33,11 +33,11 @@ def gae(
         delta_k = r_k + gamma * V_{k+1} - V_k,  A_k = delta_k + gamma * lam * A_{k+1}   for action k of a sequence
 
     Of episodes in several branches it is given the `cu_seqlens` of episodes, so that the action after the last one of a
-    branch is the first one of the next. That is what came after it: the agent went on, with a history that it had
-    shortened, and V_{k+1} is the critic's word on the state that it made of it. Were a branch's end an end, its value
-    would be 0, and the critic would be taught that an agent which sums up what it knows has lost; were the reward at
-    the end of each branch, an episode's would count as often as it has branches, and no action would be told of what
-    later branches made of it, such as their turns' rewards.
+    branch is the first one of the next. That is what came after it: the agent went on, from a history that it had
+    shortened or gone back in, and V_{k+1} is the critic's word on the state that it made of it. Were a branch's end an
+    end with nothing behind it, the critic would be taught that an agent which sums up what it knows has lost. Were the
+    reward at each branch's end, as if it were an episode by itself, no action would be told of what later branches cost
+    or were paid, such as their KL and their turns' rewards, and a summary would be judged by no critic.
     """
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     lengths = cu_seqlens.diff().tolist()

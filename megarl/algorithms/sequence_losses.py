@@ -2,7 +2,8 @@
 
 Each action token is given the loss of its sequence. So with `loss.mean: sequence` the mean over tokens gives a
 sequence's loss back, and what is minimised is the papers' mean over sequences; with `token` a sequence counts with its
-length. Sequences must be whole, which they are in a micro-batch on every rank that computes a loss.
+length. Sequences must be whole, which they are in a micro-batch on every rank that computes a loss; a branch of an
+episode is one by itself.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class LossConfig:
     """What the losses of an update are a mean of: its action tokens, each counting alike, as in DAPO (arXiv:2503.14476
     section 3.3); or its sequences, each of which is the mean of its action tokens, as in GRPO's paper
     (arXiv:2402.03300 eq. 3), where a token of a long answer counts for less; or `constant`, its sequences, each the sum
-    over its action tokens divided by `loss.length`, as in Dr. GRPO (arXiv:2503.20783). Metrics are means over action
-    tokens under each."""
+    over its action tokens divided by `loss.length`, as in Dr. GRPO (arXiv:2503.20783). An agent's episode is one of
+    them, however many sequences it became. Metrics are means over action tokens under each."""
     length: Count | None = None
     """Of `loss.mean=constant`; null for the tokens that the policy may write in a conversation, which are
     `rollout.max_new_tokens` times `rollout.max_turns`, at most `rollout.max_context`."""

@@ -88,6 +88,7 @@ class Told:
         self.rollout = self.reward = self.loader = self.clock = self
         self.phase = lambda name: nullcontext()
         self.actor, self.critic, self.reference = Role(self, "actor"), Role(self, "critic"), Role(self, "reference")
+        self.teacher = self.reference
         self.step = 0
         self.learned: list[dict[str, Any]] = []
 
@@ -149,6 +150,7 @@ TREES: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": "ppo", "kl": {"place": "reward", "coef": 0.5}, "advantage": {"gamma": 0.9, "lam": 0.8}},
     "ppo, a mean over sequences": {"algorithm": "ppo", "loss": {"mean": "sequence"}, "options": {"critic_lam": 1.0}},
     "vapo": {"algorithm": "vapo", "options": {"length_adaptive": 0.5}, "critic": {"warmup_steps": 0}},
+    "distill": {"algorithm": "distill", "options": {"reward": 0.5}, "loss": {"mean": "sequence"}},
     "pf_ppo": {"algorithm": "pf_ppo", "options": {"filter": 0.7, "buffer": 12}, "kl": {"place": "none"}},
 }
 

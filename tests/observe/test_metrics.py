@@ -10,7 +10,7 @@ from thread_ranks import Thread, as_ranks
 
 from megarl.observe import metrics as metrics_module
 from megarl.observe.metrics import SourceMeans, batch_metrics, rollout_metrics
-from megarl.types import Prompt, Rollout, Rollouts, Shares, Status, Support, TrainBatch, Turn
+from megarl.types import Prompt, Rollout, Rollouts, Shares, Status, Support, TrainBatch, Turn, as_branches
 
 
 def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, errors: int, status: Status) -> Rollout:
@@ -86,6 +86,31 @@ def test_those_without_a_reward_count_in_nothing_that_is_said_of_rewards() -> No
     assert "rollout/zero_spread_frac" not in found and found["rollout/response_length_mean"] == 4.0
     nothing = rollout_metrics(Rollouts.of(failed))
     assert nothing["rollout/reward_failed_frac"] == 1.0 and "rollout/reward_mean" not in nothing
+
+
+def test_an_episode_counts_as_one_by_hand() -> None:
+    """Three branches of reward 1, of 4 + 2 + 3 tokens, beside a conversation of reward 0, and one that was aborted."""
+    branches = [
+        rollout(0, 1.0, (4,), 1, 0, "stop"),
+        rollout(0, 1.0, (2,), 0, 0, "stop"),
+        rollout(0, 1.0, (1, 2), 2, 1, "stop"),
+    ]
+    alone, aborted = rollout(0, 0.0, (5,), 0, 0, "length"), rollout(0, 0.0, (9,), 9, 9, "aborted")
+    found = rollout_metrics(Rollouts.of([*as_branches(branches, 0), alone, *as_branches([aborted] * 4, 1)]))
+    whole = rollout_metrics(Rollouts.of([rollout(0, 1.0, (4, 2, 1, 2), 3, 1, "stop"), alone, aborted]))
+    lengths = {"rollout/length_max": 12.0, "rollout/branches_mean": 2.0}  # the longest sequence, with its prompt
+    assert found == whole | lengths
+    assert found["rollout/reward_mean"] == 0.5 and found["rollout/response_length_mean"] == 7.0
+    assert found["rollout/aborted_frac"] == pytest.approx(1 / 3) and found["rollout/truncated_frac"] == 0.5
+    shares = [[*as_branches(branches, 0)], [alone, *as_branches([aborted] * 4, 1)]]
+    assert as_ranks(2, lambda rank: rollout_metrics(Rollouts.of(shares[rank.rank], None, rank))) == [found] * 2
+
+
+def test_a_reward_that_failed_failed_once_for_an_episode() -> None:
+    failed = replace(rollout(0, 0.0, (2,), 0, 0, "stop"), unscored={"a": "it raised"})
+    given = [*as_branches([failed] * 3, 0), rollout(0, 1.0, (2,), 0, 0, "stop")]
+    found = rollout_metrics(Rollouts.of(given))
+    assert found["rollout/reward_failed_frac"] == found["reward/a_failed_frac"] == 0.5
 
 
 def test_a_part_that_is_weighed_is_said_beside_the_reward() -> None:

@@ -84,7 +84,7 @@ def written(run_dir: Path, rollouts: Sequence[Rollout], advantages: Any = None, 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     rollouts = [example(), example(group=3), Rollout(Prompt(id="empty", messages=()), turns=(Turn((1,)),))]
-    rollouts.append(example(status="aborted", failure="it was late"))
+    rollouts.append(example(status="aborted", failure="it was late", episode=2**40))
     rollouts.append(example(turns=(Turn(()), Turn((), (), is_action=True, weight_version=3), Turn((2**31 - 1,)))))
     file = written(tmp_path, rollouts)
     assert file == tmp_path / "rollouts/step_000012/rank_00000.parquet"
@@ -352,6 +352,20 @@ def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
     file.mkdir()
     with pytest.raises(ConfigError, match=damaged):
         read_rollouts(tmp_path, 12)
+
+
+@pytest.mark.parametrize(("lacking", "fits"), [(0, True), (1, False)])
+def test_a_step_has_as_many_episodes_as_samples(tmp_path: Path, lacking: int, fits: bool) -> None:
+    """Of each of two prompts three: one of several branches, one of one that has a number, and one alone."""
+    rollouts = [example(group, episode=number) for group in range(2) for number in (4, 4, 4, 5, -1)]
+    written(tmp_path, rollouts[lacking * 4 :], step=1)
+    tree: dict[str, Any] = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 2}}
+    tree["rollout"] = {"replay": str(tmp_path), "samples_per_prompt": 3, "max_context": 64, "max_new_tokens": 8}
+    if fits:
+        check_replay(from_dict(tree))
+        return
+    with pytest.raises(ConfigError, match="holds 4 rollouts of 2 prompts, not 3 of each of 2"):
+        check_replay(from_dict(tree))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards.fusion import checked_weights, fused, unfused
-from megarl.types import Prompt, Rollout, Turn
+from megarl.rewards.fusion import checked_weights, fused, fused_episodes, unfused
+from megarl.types import Prompt, Rollout, Rollouts, Turn, as_branches
 from megarl.types.verdicts import Failed, Reward, Verdict
 
 ROLLOUT = Rollout(
@@ -82,3 +82,24 @@ def test_weights_that_are_none(given: Any, complaint: str) -> None:
 def test_weights() -> None:
     assert checked_weights({"model": 2, "gsm8k": -0.5}, ("gsm8k", "model")) == {"model": 2.0, "gsm8k": -0.5}
     assert checked_weights({}, ()) == {}
+
+
+def test_the_last_branch_is_judged_and_the_reward_is_of_all() -> None:
+    """What is said of turns is of the last one's; what a branch had before is gone."""
+    turn = Turn((7,), (0.0,), True, reward=3.0)
+    branches = as_branches([replace(ROLLOUT, turns=(Turn((1,)), turn)), ROLLOUT], 0)
+    aborted = as_branches([ROLLOUT, replace(ROLLOUT, status="aborted", failure="late")], 1)
+    given = Rollouts.of([*branches, *aborted, ROLLOUT, *as_branches([ROLLOUT] * 3, 2)])
+    said: list[dict[str, Verdict]] = [
+        {"a": Reward(1.0, {"b": 2.0}, (0.25, 0.5))},
+        {"a": Reward(5.0)},
+        {"a": Failed("x")},
+    ]
+    first, last, *gone, alone, one, two, three = fused_episodes(given, said, {"a": 2.0})
+    assert last == fused(branches[1], said[0], {"a": 2.0}) and [turn.reward for turn in last.turns] == [0, 0.5, 0, 1.0]
+    assert first.turns == (Turn((1,)), replace(turn, reward=0.0)) and first.messages == branches[0].messages
+    assert first.reward == last.reward == 3.5 and first.reward_parts == last.reward_parts == {"a": 1.75, "a/b": 2.0}
+    assert gone == [unfused(rollout) for rollout in aborted]
+    assert alone == fused(ROLLOUT, said[1], {"a": 2.0}) and alone.reward == 10.0
+    assert one.unscored == two.unscored == three.unscored == {"a": "x"} and one.reward == 0.0
+    assert [rollout.episode for rollout in (first, last, *gone, alone, one)] == [0, 0, 1, 1, -1, 2]

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config import ConfigError, RewardConfig
 from megarl.rewards.unscored import check_unscored, unscored_reasons
-from megarl.types import Prompt, Rollout, Rollouts, Turn
+from megarl.types import Prompt, Rollout, Rollouts, Turn, as_branches
 
 
 def rollout(number: int, unscored: dict[str, str], aborted: bool = False) -> Rollout:
@@ -34,3 +34,11 @@ def test_nothing_to_complain_of() -> None:
     for rollouts in (Rollouts.of([]), Rollouts.of([rollout(0, {}, aborted=True)])):
         check_unscored(rollouts, RewardConfig(max_failed=0.0))
         assert unscored_reasons(rollouts) == ""
+
+
+def test_an_episode_is_one_however_many_its_branches() -> None:
+    failed = as_branches([rollout(0, {"a": "it raised"})] * 5, 0)
+    rollouts = Rollouts.of([*failed, rollout(1, {}), *as_branches([rollout(2, {})] * 4, 1)])
+    check_unscored(rollouts, RewardConfig(max_failed=1 / 3))
+    with pytest.raises(ConfigError, match="^1 of 3 rollouts have no reward.* allows: 1 x a: it raised"):
+        check_unscored(rollouts, RewardConfig(max_failed=0.33))

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.rollout.aborted import abort_reasons, check_aborted
-from megarl.types import Prompt, Rollout, Rollouts, Turn
+from megarl.types import Prompt, Rollout, Rollouts, Turn, as_branches
 
 WHOLE = Rollout(Prompt("p", ()), (Turn((1,)),))
 
@@ -34,3 +34,11 @@ def test_the_share_is_the_last_that_is_allowed() -> None:
     text = str(failure.value)
     assert text.startswith("2 of 9 rollouts were aborted, more than rollout.max_aborted=0.1 allows: 2 x late. ")
     assert "runs/x/logs" in text and "raise rollout.request_timeout" in text and "\n" not in text
+
+
+def test_an_episode_is_one_however_many_its_branches() -> None:
+    rollouts = Rollouts.of([WHOLE] * 8 + [*as_branches([aborted("late")] * 5, 0), *as_branches([WHOLE] * 3, 1)])
+    assert abort_reasons(rollouts) == "1 x late"
+    check_aborted(rollouts, config(0.1))
+    with pytest.raises(ConfigError, match="^1 of 10 rollouts were aborted"):
+        check_aborted(rollouts, config(0.09))

@@ -110,6 +110,14 @@ def test_rollouts_in_the_terminal(with_rollouts: Path, capsys: pytest.CaptureFix
     assert "policy & \\x1b[31mred [bold]x[/bold]" in shown  # neither the terminal nor the display's markup obeys it
 
 
+def test_branches_say_which_episode_they_are_of(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = Rollout(Prompt("p", ()), (Turn((1,)), Turn((3,), (0.0,), True, 0)), group=2, episode=7)
+    write_part(part_file(with_rollouts, 5, 0), 5, 2, [0, 1], [one, dataclasses.replace(one, episode=-1)])
+    assert tool("view_rollouts").main([str(with_rollouts)]) == 0
+    shown = capsys.readouterr().out
+    assert "prompt p  group 2  episode 7  reward 0" in shown and "prompt p  group 2  reward 0" in shown
+
+
 def test_rollouts_as_a_page_escape_everything(with_rollouts: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert tool("view_rollouts").main([str(with_rollouts), "--step", "3", "--html", str(page)]) == 0

@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from megarl.config import Config, ConfigError, ParallelConfig, RewardConfig, RolloutConfig, RunConfig  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import everyone, ranks  # noqa: E402
-from megarl.types import Failed, Prompt, Reward, Rollout, Rollouts, Turn  # noqa: E402
+from megarl.types import Failed, Prompt, Reward, Rollout, Rollouts, Turn, as_branches  # noqa: E402
 from megarl.workers.context import Ended  # noqa: E402
 from megarl.workers.reward import RewardWorker  # noqa: E402
 
@@ -63,19 +63,22 @@ def facts(scored: Rollouts) -> dict[str, Any]:
     }
 
 
-def tried(reward: RewardConfig, function: Any = None, told: int = 0, weights: Any = None) -> Any:
+def tried(
+    reward: RewardConfig, function: Any = None, told: int = 0, weights: Any = None, given: Rollouts | None = None
+) -> Any:
     """told: of how many of those that are here the worker has been told before."""
+    given = MINE if given is None else given
     about = context(reward)
     worker = RewardWorker(about, reward_fn=function)
     try:
         worker.ready()
-        for rollout in MINE.here[:told]:
+        for rollout in given.here[:told]:
             about.ended(rollout)
         if told and worker._pool is not None:  # all that was begun is done
             list(map(lambda known: known[1].result(), worker._ahead._begun.values()))
         if weights is not None:
             worker.control("reward.weights", worker.controls()["reward.weights"](weights))
-        found = facts(worker.score(MINE))
+        found = facts(worker.score(given))
         return found | {"figures": worker.figures()}
     except ConfigError as error:
         return str(error)
@@ -93,6 +96,8 @@ def main() -> None:
         "leaves": tried(RewardConfig(timeout=30.0, max_failed=0.99), leaves),
         "pool": tried(RewardConfig(lab, weights={"length": 0.5}), told=1),
         "changed": tried(RewardConfig(lab, processes=4), weights={"later": 2}),
+        "branches": tried(RewardConfig(lab), given=branched()),
+        "branches here": tried(RewardConfig(timeout=30.0), lambda rollout: rollout.num_tokens, given=branched()),
         "dies": tried(RewardConfig(dies)),
         "one dies": tried(RewardConfig(dies, **half)),
         "no such part": tried_weights({"lenght": 1.0}),
@@ -123,6 +128,14 @@ def of_environment(reward: RewardConfig, verdicts: Any, spec: str = "odd_worlds:
     found = facts(worker.score(MINE.with_(here)))
     worker.close()
     return found
+
+
+def branched() -> Rollouts:
+    """Of each rank an episode in two branches, of three tokens and of four, and one alone."""
+    alone = replace(ROLLOUTS[JOB.rank], group=JOB.rank)
+    longer = replace(alone, turns=(Turn((1, 2, 4)), *alone.turns[1:]))
+    here = [*as_branches([alone, longer], 0), alone]
+    return Rollouts.of(here, [one.group for one in here], everyone.AllRanks())
 
 
 def tried_weights(weights: dict[str, float]) -> str:
