@@ -27,6 +27,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.data.text import media
 from megarl.environments.loading import TOOLS, Loaded, load, with_schemas
 from megarl.environments.tools import Tool, worded
 from megarl.processes.frames import frame, orders, read_order
@@ -193,6 +194,10 @@ def as_text(value: Any) -> str:
     """What a tool returned, for the policy. Raises TypeError or ValueError for what JSON cannot hold."""
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError("the tool returned bytes; it must return text, or what JSON can hold")
+    if kind := media(value):
+        raise TypeError(
+            f"the tool returned a part of type {kind!r}; only text can be read here, it must say it in words"
+        )
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

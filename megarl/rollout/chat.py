@@ -329,6 +329,7 @@ class Chat:
     def _find_form(self, pattern: _Pattern, behind: bool) -> Form | ConfigError:
         messages = [_stand_in(*kind, number) for number, kind in enumerate(pattern)]
         problem: ConfigError | None = None
+        found: list[tuple[int, Form]] = []
         for form in FORMS if any(calls for _, _, calls in pattern) else FORMS[:1]:
             given = [form(message) for message in messages]
             try:
@@ -349,7 +350,9 @@ class Chat:
             if behind and (end is None or any(text.find(word) < end.start for word in words)):
                 problem = problem or ConfigError("the chat template of model.path ends a turn with no control token")
             else:
-                return form
+                found.append((len(text), form))
+        if found:  # some write an empty turn more for no words, or what Python calls nothing
+            return min(found, key=lambda item: item[0])[1]
         assert problem is not None
         return problem
 

@@ -51,6 +51,8 @@ def plain(message: Message, number: int = 0) -> Message:
         if thought:
             found["reasoning_content"] = encodable(str(thought))
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list | tuple):
+                raise ConfigError(f"{where} has tool_calls that are no list")
             found["tool_calls"] = [_call(call, where) for call in calls]
     return found
 
@@ -109,12 +111,16 @@ def withheld(message: Message) -> Message:
     return {**message, "content": _WITHHELD} if message["role"] == "user" else message
 
 
+def _text(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
 def _formed(content: str | None, as_text: bool) -> Form:
     def form(message: Message) -> Message:
         if not message.get("tool_calls"):
             return message
         calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            {**call, "function": {**call["function"], "arguments": _text(call["function"]["arguments"])}}
             if as_text and not isinstance(call["function"]["arguments"], str)
             else call
             for call in message["tool_calls"]

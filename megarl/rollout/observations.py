@@ -11,6 +11,8 @@ from megarl.types import Message
 
 _CHARACTERS = 16
 """Of the beginning and of the end of a text are read for each token that may be shown: most tokens have fewer."""
+_STEPS = 64
+"""The length to which results are cut is found but for such a part of `each`."""
 
 
 def observed(
@@ -24,30 +26,26 @@ def observed(
     of each result fits.
     """
     texts = [_Text(chat, encodable(str(message["content"])), each) for message in results]
-    for most, room_now in ((each, room - spare), (0, room)):
-        while True:
-            said = [{**message, "content": text.cut(most)} for message, text in zip(results, texts, strict=True)]
-            ids = chat.continuation(said, schemas)
-            over = len(ids) - room_now
-            if over <= 0:
-                return said, ids
-            if most == 0:
-                break
-            most = _lowered(most, [text.length for text in texts], over)
-    return None
 
+    def cut(most: int) -> tuple[list[Message], list[int]]:
+        said = [{**message, "content": text.cut(most)} for message, text in zip(results, texts, strict=True)]
+        return said, chat.continuation(said, schemas)
 
-def _lowered(most: int, lengths: Sequence[int], over: int) -> int:
-    """The largest length, below `most`, by which all texts together lose at least `over` tokens; 0 if there is none."""
-    goal = sum(min(length, most) for length in lengths) - over
-    low, high = 0, most - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sum(min(length, middle) for length in lengths) <= goal:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    def fits(found: tuple[list[Message], list[int]], left: int) -> bool:
+        return len(found[1]) <= room - left
+
+    whole = cut(each)
+    if fits(whole, spare):
+        return whole
+    best = cut(0)
+    if not fits(best, spare):
+        return best if fits(best, 0) else None
+    low, high = 0, each  # by what the template makes of it: one that shows results as JSON writes more than they are
+    while high - low > max(1, each // _STEPS):
+        middle = (low + high) // 2
+        found = cut(middle)
+        low, high, best = (middle, high, found) if fits(found, spare) else (low, middle, best)
+    return best
 
 
 class _Text:

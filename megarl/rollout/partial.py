@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.environments.sessions import Session
-from megarl.types import Failed, Ids, Message, Prompt, Reward, Rollout, Status, Support, Turn, Verdict
+from megarl.types import Failed, Ids, Message, Prompt, Reward, Rollout, Status, Support, Turn, Verdict, as_branches
 
 Put = Callable[[npt.NDArray[Any]], int]
 """Keeps an array; what it is found again by."""
@@ -93,11 +93,7 @@ class Partial:
     def rollouts(self, group: int, sample: int) -> list[Rollout]:
         """What it is where it has ended, as the sample of this number: its branches, one where it has no others. They
         have all ended as the last did."""
-        if not self.before:
-            return [self.rollout(group)]
-        assert self.status is not None
-        branches = [one.rollout(group) for one in (*self.before, self)]
-        return [replace(one, episode=sample, status=self.status, failure=self.failure) for one in branches]
+        return list(as_branches([one.rollout(group) for one in (*self.before, self)], sample))
 
     def rollout(self, group: int) -> Rollout:
         """This sequence, where it has ended."""
