@@ -1,21 +1,21 @@
 """Seconds of conversations through the session server, over those of asking the engine directly.
 
-    .venv/bin/python tools/bench_sessions.py FOLDER [--conversations 64] [--turns 3] [--tokens 32] [--rounds 5] [--played]
+    .venv/bin/python tools/bench_sessions.py FOLDER [--conversations 64] [--turns 3] [--tokens 32] [--rounds 5]
 
-with the quickstart's model, as tools/make_quickstart.py leaves it in the folder, by a real engine; or by a played one
+with the quickstart's model, as tools/make_quickstart.py leaves it in the folder, by a real engine; with --played by one
 that answers at once, so that all of the time is the server's and its clients'.
 
 Both ways in turn, in as many rounds: the same conversations, each turn of the policy of the same number of tokens, the
-user's words between them the same. Directly: in one event loop, ids in and ids out, as the rollout loop does it. Through
-the server: from a process of its own, which sends text and gets text. No prompt comes twice, so that neither way finds
-the other's keys and values. The figure is of the medians.
+user's words between them the same. Directly: in one event loop, ids in and ids out, as the rollout loop does it. By the
+server: clients in a process of their own, which send text and get text. No prompt comes twice, so that neither way
+finds the other's keys and values. The figures are of the medians; beside other work, the seconds that this process
+computes say more than those of the clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import statistics
@@ -62,42 +62,36 @@ async def parse(text: str, schemas: Any) -> Reply:
     return Reply(text)
 
 
-def prompts(options: argparse.Namespace, number: int) -> list[Prompt]:
-    """Of a round of one way; their first words are in no other."""
+def prompts(chat: Chat, options: argparse.Namespace, number: int) -> list[Prompt]:
+    """Of a round of one way, rendered; their first words are in no other."""
     first = number * options.conversations
     asked = (
         {"role": "user", "content": f"{at:07d}: what is {at} + {2 * at}?"}
         for at in range(first, first + options.conversations)
     )
-    return [Prompt(str(at), (message,)) for at, message in enumerate(asked)]
+    return [Prompt("", (message,), ids_of(chat.render(Prompt("", (message,))))) for message in asked]
 
 
-def params_of(config: RolloutConfig, chat: Chat, options: argparse.Namespace) -> dict[str, Any]:
-    return {**sampling_params(config, chat, False, 1), "ignore_eos": True}
-
-
-async def directly(policy: Policy, chat: Chat, asked: list[Prompt], params: dict[str, Any], options: Any) -> float:
-    """Seconds."""
+async def directly(policy: Policy, chat: Chat, asked: list[Prompt], params: dict[str, Any], options: Any) -> None:
 
     async def converse(prompt: Prompt) -> None:
-        ids, routed = ids_of(chat.render(prompt)), 0
-        for _ in range(options.turns):
+        ids, routed = prompt.token_ids, 0
+        for turn in range(options.turns):
             said = await policy.generate(ids, {**params, "max_new_tokens": options.tokens}, routed)
             routed += 0 if said.routing is None else len(said.routing)
+            await parse(chat.text(said.token_ids), ())
+            if turn == options.turns - 1:
+                return
             behind = ids_of(chat.continuation([WORDS], (), int(said.token_ids[-1])))
-            chat.text(said.token_ids)
             ids = np.concatenate([ids, said.token_ids, behind])
 
-    start = time.perf_counter()
     await asyncio.gather(*map(converse, asked))
-    return time.perf_counter() - start
 
 
 async def through(
     server: SessionServer, policy: Policy, asked: list[Prompt], params: dict[str, Any], clients: Any
-) -> float:
-    """Seconds, with all that is done until the branches are there."""
-    start = time.perf_counter()
+) -> None:
+    """To the branches that come of it."""
     recordings: list[Recording] = [server.open(prompt, policy, params) for prompt in asked]
     clients.send(
         [(one.base_url, one.key, list(prompt.messages)) for one, prompt in zip(recordings, asked, strict=True)]
@@ -106,11 +100,11 @@ async def through(
     for recording in recordings:
         recording.branches()
         await server.close(recording)
-    return time.perf_counter() - start
 
 
-def play_clients(pipe: Any, turns: int) -> None:
+def play_clients(pipe: Any, other_end: Any, turns: int) -> None:
     """The process of the clients."""
+    other_end.close()  # so that it is told of the parent's end
 
     async def converse(http: aiohttp.ClientSession, url: str, key: str, messages: list[Message]) -> None:
         for _ in range(turns):
@@ -126,16 +120,20 @@ def play_clients(pipe: Any, turns: int) -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             await asyncio.gather(*(converse(http, *session) for session in sessions))
 
-    while (sessions := pipe.recv()) is not None:
+    while True:
+        try:
+            sessions = pipe.recv()
+        except EOFError:
+            return
         asyncio.run(all_of_them(sessions))
         pipe.send(None)
 
 
 async def compare(
     chat: Chat, config: RolloutConfig, engine: Engine | None, options: argparse.Namespace, clients: Any
-) -> dict[str, list[float]]:
-    """Seconds of every round, of both ways."""
-    found: dict[str, list[float]] = {"directly": [], "through the server": []}
+) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, seconds that this process computed) of every round, of both ways."""
+    found: dict[str, list[tuple[float, float]]] = {"directly": [], "by the server": []}
     async with AsyncExitStack() as stack:
         policy: Policy = Played()
         if engine is not None:
@@ -144,15 +142,17 @@ async def compare(
         server = SessionServer(chat, parse, replace(config, max_new_tokens=options.tokens))
         await server.start()
         stack.push_async_callback(server.aclose)
-        params = params_of(config, chat, options)
+        params = {**sampling_params(config, chat, False, 1), "ignore_eos": True}
         for number in range(options.rounds + 1):  # the first is not counted
             for way in sorted(found, reverse=bool(number % 2)):
-                asked = prompts(options, 2 * number + (way == "directly"))
+                asked = prompts(chat, options, 2 * number + (way == "directly"))
+                start = time.perf_counter(), time.process_time()
                 if way == "directly":
-                    seconds = await directly(policy, chat, asked, params, options)
+                    await directly(policy, chat, asked, params, options)
                 else:
-                    seconds = await through(server, policy, asked, params, clients)
-                found[way] += [seconds] if number else []
+                    await through(server, policy, asked, params, clients)
+                took = time.perf_counter() - start[0], time.process_time() - start[1]
+                found[way] += [took] if number else []
         figures = server.figures
         expected = (options.rounds + 1) * options.conversations
         assert (figures.branches, figures.forks) == (expected, 0), figures
@@ -168,29 +168,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("fork")
     clients, theirs = context.Pipe()
-    process = context.Process(target=play_clients, args=(theirs, options.turns), daemon=True)
+    process = context.Process(target=play_clients, args=(theirs, clients, options.turns), daemon=True)
     process.start()
+    theirs.close()
     try:
         with tempfile.TemporaryDirectory() as folder:
             found = _found(options, Path(folder), clients)
-        clients.send(None)
     finally:
-        process.kill() if sys.exc_info()[0] else process.join(10)
-    print(json.dumps({way: [round(one, 3) for one in seconds] for way, seconds in found.items()}))
-    direct, served = (statistics.median(found[way]) for way in ("directly", "through the server"))
+        clients.close()
+        process.join()
     requests = options.conversations * options.turns
-    print(
-        f"directly {direct:.3f} s, through the server {served:.3f} s: {served / direct - 1:+.1%}, "
-        f"{1000 * (served - direct) / requests:+.2f} ms a request, {requests} requests a round"
-    )
+    for at, what in enumerate(("seconds", "seconds of this process")):
+        rounds = {way: [round(took[at], 3) for took in found[way]] for way in found}
+        direct, served = (statistics.median(rounds[way]) for way in ("directly", "by the server"))
+        print(
+            f"{what}: directly {direct:.3f}, by the server {served:.3f}: {served / direct - 1:+.1%}, "
+            f"{1000 * (served - direct) / requests:+.2f} ms a request; {requests} requests a round\n  {rounds}"
+        )
     return 0
 
 
-def _found(options: argparse.Namespace, run: Path, clients: Any) -> dict[str, list[float]]:
+def _found(options: argparse.Namespace, run: Path, clients: Any) -> dict[str, list[tuple[float, float]]]:
     model = options.folder.resolve() / "model"
     settings = {"max_context": 2048, "max_new_tokens": options.tokens, "concurrency": options.conversations}
     config: Config = from_dict(
-        {"run": {"dir": str(run)}, "model": {"path": str(model), "dtype": "float32"}, "rollout": settings}
+        {
+            "run": {"dir": str(run)},
+            "model": {"path": str(model), "dtype": "float32"},
+            "rollout": settings,
+            "train": {"replay_routing": True},
+        }
     )
     chat = Chat.load(str(model))
     if options.played:
