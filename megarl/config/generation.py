@@ -41,6 +41,9 @@ class RolloutConfig:
     """Tools as `module:name`; a prompt may call those that it lists, or all where it lists none."""
     tool_timeout: Seconds = 30.0
     """Seconds that a tool may take before it is killed; the policy then sees the time-out as its observation."""
+    max_observation: Count = 1024
+    """Tokens of one tool's result that the policy gets to see: of a longer one its beginning and its end, and a mark
+    between that says how many are cut. Results are cut further where `rollout.max_context` has no room for them."""
     tool_call_parser: str = ""
     """SGLang's parser for this model's tool calls; empty for that of the model's family."""
     draft_tokens: Annotated[int, Range(0, 1024)] = 0

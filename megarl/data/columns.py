@@ -42,6 +42,16 @@ def present(row: dict[str, Any]) -> str:
     return ", ".join(name for name, value in row.items() if value is not None) or "none"
 
 
+def check_text_only(row: dict[str, Any], where: str) -> None:
+    """Raise ConfigError where the columns that verl, TRL and others have images, videos or sound in hold some."""
+    for name in ("images", "videos", "audios"):
+        if row.get(name):
+            raise ConfigError(
+                f"{where} has {name!r}; only text can be trained on: drop the row, or say in words what is in them and "
+                "leave the column out"
+            )
+
+
 def row_id(row: dict[str, Any], where: str, name: str, default: str) -> str:
     """Of a row, by its column `id`, which is unique in a data set only and so goes after its name; or the default."""
     identity = row.get("id")

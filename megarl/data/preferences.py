@@ -21,7 +21,7 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.data.chats import chat_messages, tool_schemas
-from megarl.data.columns import answer_messages, present, row_id, row_source, sharegpt
+from megarl.data.columns import answer_messages, check_text_only, present, row_id, row_source, sharegpt
 from megarl.data.order import Keys
 from megarl.data.sft import conversation
 from megarl.data.table import Table
@@ -139,6 +139,7 @@ def _messages(row: dict[str, Any], key: str, where: str) -> tuple[Message, ...]:
     value, prompt, before = row.get(key), row.get("prompt"), row.get("conversations")
     if value is None:
         raise ConfigError(f"{where}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {present(row)}")
+    check_text_only(row, where)
     head: tuple[Message, ...] = ()
     if prompt is not None:
         head = chat_messages(prompt, where, "prompt")

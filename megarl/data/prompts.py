@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from megarl.config import Config, ConfigError
 from megarl.data.chats import chat_messages, tool_names
-from megarl.data.columns import present, row_id, row_source
+from megarl.data.columns import check_text_only, present, row_id, row_source
 from megarl.data.mixture import Joined, Stream
 from megarl.data.order import SPREAD, Keys, ascending
 from megarl.data.rows import read_rows
@@ -218,6 +218,7 @@ class PromptLoader(Generic[Item]):
 
 
 def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str, name: str) -> Prompt:
+    check_text_only(row, where)
     rest = dict(row)
     messages = chat_messages(_take(rest, prompt_key, where, "data.prompt_key"), where, prompt_key)
     if messages[-1]["role"] == "assistant":

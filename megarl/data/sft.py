@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.data.chats import tool_schemas
-from megarl.data.columns import conversation_messages, row_id, row_source
+from megarl.data.columns import check_text_only, conversation_messages, row_id, row_source
 from megarl.data.order import Keys
 from megarl.data.table import Table
 from megarl.types import Message, Prompt, Rollout, Turn, ids_of
@@ -85,6 +85,7 @@ class Demonstrations(Sequence[Rollout]):
 
 def _checked(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
     """The row in the form that `conversation` reads. Raises ConfigError where the assistant has not the last word."""
+    check_text_only(row, where)
     messages = conversation_messages(row, where, prompt_key, answer_key)
     roles = [message["role"] for message in messages]
     if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":

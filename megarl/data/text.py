@@ -7,6 +7,17 @@ from typing import Any
 MOST_LEVELS = 100
 """Of lists and objects inside of each other. Python's own JSON stops near a thousand, depending on who asks."""
 
+_OTHER_KINDS = ("image_url", "image", "input_audio", "audio", "video_url", "video", "file")
+
+
+def media(value: Any) -> str:
+    """The kind of the first part of what a tool returned that is no text, in OpenAI's or MCP's form; "" if all are."""
+    for part in value if isinstance(value, list) else [value]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _OTHER_KINDS and {kind, "data", "source"} & part.keys():
+            return str(kind)
+    return ""
+
 
 def encodable(value: Any, levels: int = MOST_LEVELS) -> Any:
     """The value, as of JSON, with U+FFFD for every lone surrogate in its texts, such as of an emoji cut in half, which

@@ -91,12 +91,16 @@ class Chat:
 
     def render(self, prompt: Prompt) -> list[int]:
         """Ids of the prompt's messages, its tools and the head of the policy's first turn."""
-        return self._ids(self._text(prompt.messages, self.schemas(prompt), generate=True))
+        return self.ids(self._text(prompt.messages, self.schemas(prompt), generate=True))
 
     def text(self, ids: Ids | Sequence[int]) -> str:
         """What ids say, control tokens included."""
         own = ids_of(ids).tolist()
         return str(self.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def ids(self, text: str) -> list[int]:
+        """Of a text, with whatever control tokens it spells and none besides."""
+        return list(self.tokenizer.encode(encodable(text), add_special_tokens=False))
 
     @cached_property
     def end_of_turn(self) -> int:
@@ -144,7 +148,7 @@ class Chat:
         Raises ConfigError, which names the role, where the template has no place for such a message, and for one that
         holds what is not text.
         """
-        return self._escaped(messages, lambda ready: self._ids(self._behind(ready, schemas, last)))
+        return self._escaped(messages, lambda ready: self.ids(self._behind(ready, schemas, last)))
 
     def _behind(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]], last: int | None = None) -> str:
         """`continuation` of messages that are plain, as text."""
@@ -162,7 +166,7 @@ class Chat:
 
         def make(ready: Sequence[Message]) -> list[int]:
             form = self._form(_pattern(ready), behind=False)
-            return self._ids(self._text([form(message) for message in ready], schemas, generate=True))
+            return self.ids(self._text([form(message) for message in ready], schemas, generate=True))
 
         return self._escaped(messages, make)
 
@@ -190,9 +194,12 @@ class Chat:
         """(reasoning, content) of a turn's text without what ends it, as OpenAI's messages have them, without marks;
         see `reasoning`."""
         found = self._reasoned(text, after)
-        if found is None:
-            return "", text
-        return text[found.inner : found.end].strip(), text[found.stop :].lstrip()
+        return (text[found.inner : found.end].strip(), text[found.stop :].lstrip()) if found else ("", text)
+
+    def content_begins(self, text: str, after: str = "user") -> int:
+        """Where in a turn's text its reasoning is over; 0 where there is none."""
+        found = self._reasoned(text, after)
+        return found.stop if found else 0
 
     def drops_reasoning(self, behind: Sequence[Message]) -> bool:
         """Whether the template's own rule leaves out the reasoning of the policy's turn where these messages follow it:
@@ -307,6 +314,7 @@ class Chat:
     def _find_form(self, pattern: _Pattern, behind: bool) -> Form | ConfigError:
         messages = [_stand_in(*kind, number) for number, kind in enumerate(pattern)]
         problem: ConfigError | None = None
+        found: list[tuple[int, Form]] = []
         for form in FORMS if any(calls for _, _, calls in pattern) else FORMS[:1]:
             given = [form(message) for message in messages]
             try:
@@ -327,7 +335,9 @@ class Chat:
             if behind and (end is None or any(text.find(word) < end.start for word in words)):
                 problem = problem or ConfigError("the chat template of model.path ends a turn with no control token")
             else:
-                return form
+                found.append((len(text), form))
+        if found:  # some write an empty turn more for no words, or what Python calls nothing
+            return min(found, key=lambda item: item[0])[1]
         assert problem is not None
         return problem
 
@@ -351,9 +361,6 @@ class Chat:
             raise ConfigError(
                 f"the chat template of model.path cannot render the roles {_roles(messages)}: {reason}"
             ) from None
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(encodable(text), add_special_tokens=False))
 
 
 def _roles(messages: Sequence[Message]) -> str:

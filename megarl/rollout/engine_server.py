@@ -15,11 +15,13 @@ from typing import Any
 
 
 def tool_call_marker(parser: str) -> str:
-    """The text that a reply contains exactly when SGLang's parser sees a tool call in it; empty if there is none."""
+    """The text that a reply contains once for each call where SGLang's parser has a word for that, or else exactly when
+    it sees calls at all; empty if there is none."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     detector = FunctionCallParser(tools=[], tool_call_parser=parser).detector
-    marker = str(getattr(detector, "bot_token", "") or "").strip()
+    words = (getattr(detector, name, "") for name in ("tool_call_start_token", "bot_token"))
+    marker = next((str(word).strip() for word in words if word), "")
     unmarked = ("", '{"name": "f", "arguments": {}}', "[f(a=1)]")
     return "" if any(detector.has_tool_call(text) for text in unmarked) else marker
 

@@ -39,16 +39,20 @@ def plain(message: Message, number: int = 0) -> Message:
             raise ConfigError(f"{where}, of role {role}, has {name!r}; only text can be trained on: say it in words")
     text = content_text(content, where) if isinstance(content, list) else "" if content is None else str(content)
     found: Message = {"role": role, "content": encodable(text)}
+    if message.get("name"):
+        found["name"] = encodable(str(message["name"]))
     if role == "tool":
         own = str(message.get("tool_call_id") or "")
         named = _OWN_ID.fullmatch(own)
-        name = str(message.get("name") or (named[1] if named else "tool"))
-        found |= {"name": encodable(name), "tool_call_id": encodable(own or call_id(name, 0))}
+        name = found.get("name") or (encodable(named[1]) if named else "tool")
+        found |= {"name": name, "tool_call_id": encodable(own or call_id(name, 0))}
     elif role == "assistant":
         thought = message.get("reasoning_content") or message.get("reasoning")
         if thought:
             found["reasoning_content"] = encodable(str(thought))
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list | tuple):
+                raise ConfigError(f"{where} has tool_calls that are no list")
             found["tool_calls"] = [_call(call, where) for call in calls]
     return found
 
@@ -107,12 +111,16 @@ def withheld(message: Message) -> Message:
     return {**message, "content": _WITHHELD} if message["role"] == "user" else message
 
 
+def _text(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
 def _formed(content: str | None, as_text: bool) -> Form:
     def form(message: Message) -> Message:
         if not message.get("tool_calls"):
             return message
         calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            {**call, "function": {**call["function"], "arguments": _text(call["function"]["arguments"])}}
             if as_text and not isinstance(call["function"]["arguments"], str)
             else call
             for call in message["tool_calls"]

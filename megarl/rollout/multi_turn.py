@@ -12,12 +12,16 @@ from megarl.config import RolloutConfig
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Policy, RequestFailed
 from megarl.rollout.messages import call_id
+from megarl.rollout.observations import observed
 from megarl.rollout.partial import Partial, joined
 from megarl.rollout.tool_calls import Parse, Reply
 from megarl.rollout.tools import ToolPool, ToolResult
 from megarl.types import Message, Rollout, Status, Turn, ids_of
 
 T = TypeVar("T")
+
+_ANSWER_SHARE = 16
+"""Of `max_context`: results are cut so that such a part of it is left to the policy, or `max_new_tokens` if less."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,11 @@ async def run_conversation(
 
     params: SGLang's sampling parameters but for max_new_tokens, which follows from the budget. The whole conversation
     stays within `max_context` tokens, the policy within `max_turns` turns, and each of these within `max_new_tokens`,
-    however often it was stopped. Status: `stop` when the policy ended a turn without a call, or with an end token that
-    leaves no room for an answer; `length` when a turn or the context was full; `max_turns`; `aborted` when the engine
-    cut it off, a request of it failed, or it was not done by `deadline`, in the event loop's time: then `failure` says
-    which, and the turns are those it had.
+    however often it was stopped; results of tools are cut to
+    `max_observation` tokens each, and together to what room there is. Status: `stop` when the policy ended a turn
+    without a call, or with an end token that leaves no room for an answer; `length` when a turn or the context was
+    full; `max_turns`; `aborted` when the engine cut it off, a request of it failed, or it was not done by `deadline`,
+    in the event loop's time: then `failure` says which, and the turns are those it had.
 
     One that is stopped keeps every token that the policy has chosen. Of a turn whose tools were at work the calls are
     made anew.
@@ -139,7 +144,10 @@ class _Talk:
         """What the tools say to the policy's turn; None where it is the policy's turn again."""
         around, now = self._around, self.now
         chat, config = around.chat, around.config
-        reply = await self._unless_halted(around.parse(self._said(), self._schemas))
+        turn = self._said()
+        begins = chat.content_begins(turn, str(now.messages[-1]["role"]))  # calls in its reasoning are none
+        reply = await self._unless_halted(around.parse(turn[begins:], self._schemas))
+        reply = replace(reply, text=turn[:begins] + reply.text)
         allowed = {schema["function"]["name"] for schema in self._schemas}
         names = [call.name if call.name in allowed else "error" for call in reply.calls]
         ids = [call_id(name, number) for number, name in enumerate([*names, "error"], now.tool_calls)]
@@ -157,15 +165,18 @@ class _Talk:
             {"role": "tool", "name": name, "tool_call_id": own, "content": text}
             for name, own, text in zip([*names, "error"], ids, texts, strict=False)
         ]
-        observed = chat.continuation(answers, self._schemas)
+        room = config.max_context - now.num_tokens - 1
+        spare = min(config.max_new_tokens, config.max_context // _ANSWER_SHARE)
+        found = observed(chat, answers, self._schemas, config.max_observation, room, spare)
         failed = sum(not result.ok for result in results) + bool(reply.error)
         now = replace(now, tool_calls=now.tool_calls + len(results), tool_errors=now.tool_errors + failed)
         self.now = now
         self._say(said)
-        if now.num_tokens + len(observed) >= config.max_context:
+        if found is None:
             return "length"
-        self._say(*answers)
-        self.now = replace(self.now, turns=(*now.turns, Turn(ids_of(observed))), written=0, whole=False)
+        shown, ids_shown = found
+        self._say(*shown)
+        self.now = replace(self.now, turns=(*now.turns, Turn(ids_of(ids_shown))), written=0, whole=False)
         return None
 
     async def _unless_halted(self, work: Awaitable[T]) -> T:

@@ -85,9 +85,12 @@ def parser_name(setting: str, hf: HFConfig) -> str:
     return setting or family_of(hf).parser(hf)
 
 
-def rehearse(chat: Chat, url: str, api_key: str, name: str, marker: str, timeout: float) -> str:
+def rehearse(
+    chat: Chat, url: str, api_key: str, name: str, marker: str, timeout: float, of_family: bool = False
+) -> str:
     """What is wrong with calls of the tools between this model's template and the engine's parser `name`, in one line;
-    empty if nothing is. Each tool is called once as the template writes it: the parser must read the same call."""
+    empty if nothing is. Each tool is called once as the template writes it: the parser must read the same call.
+    of_family: it is the parser of the model's family, for nobody has set another."""
 
     async def reads(client: Client, parser: str, tool: str) -> bool:
         for text, arguments in chat.calls(tool):
@@ -104,10 +107,14 @@ def rehearse(chat: Chat, url: str, api_key: str, name: str, marker: str, timeout
                 if await reads(client, name, tool):
                     continue
                 others = [parser for parser in parsers() if await reads(client, parser, tool)]
-                advice = f"set it to {' or '.join(others)}" if others else "no other of SGLang's parsers does either"
+                which = (
+                    f"{name}, the parser of the model's family," if of_family else f"rollout.tool_call_parser={name}"
+                )
+                advice = f"set rollout.tool_call_parser to {' or '.join(others)}"
                 return (
-                    f"rollout.tool_call_parser={name} does not read how the chat template of model.path calls the tool "
-                    f"{tool}, {chat.calls(tool)[0][0][:200]!r}; {advice}"
+                    f"{which} does not read how the chat template of model.path calls the tool {tool}, "
+                    f"{chat.calls(tool)[0][0][:200]!r}; "
+                    + (advice if others else "no other of SGLang's parsers does either: use the template of the model")
                 )
         return ""
 

@@ -23,6 +23,7 @@ import traceback
 from typing import IO, Any
 
 from megarl.config import ConfigError
+from megarl.data.text import media
 from megarl.rollout.engine_host import die_with_parent
 from megarl.rollout.tools import Tool, load_tool, worded
 
@@ -35,6 +36,10 @@ def as_text(value: Any) -> str:
     """What a tool returned, for the policy. Raises TypeError or ValueError for what JSON cannot hold."""
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError("the tool returned bytes; it must return text, or what JSON can hold")
+    if kind := media(value):
+        raise TypeError(
+            f"the tool returned a part of type {kind!r}; only text can be read here, it must say it in words"
+        )
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 LOAD_LIMIT_S = 120.0
 """How long the tools' modules may take to be imported."""
 _END_LIMIT_S = 8.0
-_LINE = 1 << 18  # bytes of an answer: what a tool may say, each character escaped, and a traceback
+_LINE = 1 << 20  # bytes of an answer: what a tool may say, each character escaped, and a traceback
 _TAIL = 4096  # bytes of stderr that are kept
 
 

@@ -25,8 +25,9 @@ from megarl.data.text import encodable
 from megarl.rollout.calculator import calculate
 from megarl.rollout.tool_worker import ToolWorker, describe
 
-OUTPUT_LIMIT = 4096
-"""Characters of a tool's output that the policy gets to see."""
+OUTPUT_LIMIT = 1 << 16
+"""Characters of a tool's output that are kept at all, against floods. What the policy gets to see of them is counted in
+tokens, `rollout.max_observation`."""
 _NOTES_OF_A_KIND = 10  # an untrained policy can do the same thing wrong a million times
 _MOST_KINDS = 100
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")

@@ -121,12 +121,13 @@ class RolloutWorker(Worker):
 
     def _rehearse_calls(self) -> None:
         """See to it that the engine's parser reads the tool calls that the model's template writes."""
-        chat, limit = self.context.chat, self.config.rollout.request_timeout
+        chat, config = self.context.chat, self.config.rollout
         if not chat.tools:
             return
+        limit, of_family = config.request_timeout, not config.tool_call_parser
         complaint = self._on_leads(
             lambda engine: rehearse(
-                chat, engine.url, engine.api_key, engine.tool_call_parser, engine.tool_call_marker, limit
+                chat, engine.url, engine.api_key, engine.tool_call_parser, engine.tool_call_marker, limit, of_family
             )
         )
         for text in ranks.all_gather_objects(complaint):

@@ -157,6 +157,7 @@ LINES = [
     prompt("no role", ("not a message with role",), {"prompt": [{"content": "x"}], "ground_truth": 1}),
     prompt("a foreign role", ("'human'", "roles are"), {"prompt": [{"role": "human", "content": "x"}], "label": 1}),
     prompt("sharegpt", ("not a message with role",), {"prompt": [{"from": "human", "value": "x"}], "label": 1}),
+    prompt("a column of images", ("'images'", "only text"), {"prompt": "x", "label": 1, "images": [{"path": "a.png"}]}),
     prompt("an image", ("'image_url'", "text"), {"prompt": [USER | {"content": [{"type": "image_url"}]}], "label": 1}),
     prompt("a part without text", ("the part",), {"prompt": [USER | {"content": [{"type": "text"}]}], "label": 1}),
     prompt("ends with an answer", ("nothing to answer",), {"prompt": [USER, ANSWER], "ground_truth": 1}),

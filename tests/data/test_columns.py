@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.columns import answer_messages, conversation_messages, row_id, row_source
+from megarl.data.columns import answer_messages, check_text_only, conversation_messages, row_id, row_source
 
 QUESTION, ANSWER = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
 SAID = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
@@ -108,6 +108,13 @@ def test_what_cannot_be_meant(name: str) -> None:
     row, message = MISTAKES[name]
     with pytest.raises(ConfigError, match=message):
         talk(row)
+
+
+def test_columns_of_what_is_no_text_are_refused_by_name_unless_they_are_empty() -> None:
+    check_text_only({"images": [], "videos": None, "image": "a container's"}, "f:1")
+    for name in ("images", "videos", "audios"):
+        with pytest.raises(ConfigError, match=f"f:1 has '{name}'; only text can be trained on: drop the row"):
+            check_text_only({name: [{"bytes": b"x"}]}, "f:1")
 
 
 def test_dialogues_of_hh() -> None:

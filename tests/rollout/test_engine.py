@@ -257,7 +257,7 @@ def test_a_call_of_each_family_is_written_by_its_template_and_read_by_its_parser
         assert rehearse(chat, *access, family.parser, "", 60.0) == "", name
         wrong = rehearse(chat, *access, "qwen25" if family.parser != "qwen25" else "glm45", "", 60.0)
         assert "does not read how the chat template" in wrong and "\n" not in wrong
-        assert family.parser in wrong.partition("set it to ")[2], wrong
+        assert family.parser in wrong.partition("set rollout.tool_call_parser to ")[2], wrong
     chat = Chat(templates.PUBLISHED["qwen"].tokenizer(), tools)
     assert rehearse(chat, *access, "qwen25", "<another>", 60.0)
     without = tiny_models.tokenizer()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import templates
 import torch
+from reasoning_templates import REASONING, reasoning_tokenizer
 from scripted import (
     CHAT,
     CONFIG,
@@ -244,6 +245,48 @@ def test_an_observation_that_does_not_fit_ends_the_rollout() -> None:
     rollout, script = converse(call("1+2"), "3", max_context=size + 5)
     assert rollout.status == "length" and len(script.asked) == 1
     assert rollout.num_tokens == size and rollout.messages[-1]["role"] == "assistant"
+
+
+def test_a_long_result_is_cut_to_its_share_and_to_the_room_there_is() -> None:
+    number, value = call("9**70"), str(9**70)
+    size = len(CHAT.render(PROMPT)) + len(said(number).token_ids)
+    frame = len(CHAT.continuation([{"role": "tool", "content": ""}]))
+    for settings in ({"max_observation": 48}, {"max_context": size + frame + 60}):
+        rollout, script = converse(number, "done", **settings)
+        assert rollout.status == "stop" and len(script.asked) == 2
+        result = rollout.messages[2]["content"]
+        assert result.startswith(value[:4]) and result.endswith(value[-4:]) and "tokens cut" in result
+        assert 30 <= len(ids(result)) <= 50
+        answer = [{"role": "tool", "name": "calculator", "tool_call_id": "functions.calculator:0", "content": result}]
+        assert rollout.turns[2].token_ids.tolist() == CHAT.continuation(answer, [CHAT.tools["calculator"].schema])
+    assert script.asked[1][1]["max_new_tokens"] >= (size + frame + 60) // 16
+
+
+def test_a_call_that_is_quoted_in_reasoning_is_none() -> None:
+    tokenizer = reasoning_tokenizer(REASONING["qwen3"])
+    chat = Chat(tokenizer, CHAT.tools)
+
+    def line(text: str) -> Generation:
+        tokens = [*chat.ids(text), chat.end_of_turn]
+        return Generation(tokens, [-0.1] * len(tokens), "stop", 7)  # type: ignore[arg-type]
+
+    async def run(*lines: str) -> Rollout:
+        async with aclosing(ToolPool(chat.tools, CONFIG.tool_timeout, 1)) as pool:
+            around = Surroundings(chat, pool, parse, CONFIG)
+            ended = await run_conversation(begun(PROMPT, 9, chat), Script(*map(line, lines)), around, {})
+            return ended.rollout(group=5)
+
+    quoted = f"<think>\nI could say {call('1+1')}</think>\n\n"
+    rollout = asyncio.run(run(quoted + call("1+2"), f"<think>{call('4')}</think>It is 3.", "never said"))
+    assert rollout.status == "stop" and rollout.tool_calls == 1 and len(rollout.turns) == 4
+    asked, answered, said_last = rollout.messages[1:]
+    assert asked["content"] == quoted.rstrip() and asked["tool_calls"][0]["function"]["arguments"] == {
+        "expression": "1+2"
+    }
+    assert answered["content"] == "3" and said_last["content"] == f"<think>{call('4')}</think>It is 3."
+    assert rollout.turns[1].token_ids.tolist() == [*chat.ids(quoted + call("1+2")), chat.end_of_turn]
+    never_closed = asyncio.run(run(f"<think>{call('4')}"))
+    assert never_closed.status == "stop" and never_closed.tool_calls == 0
 
 
 def test_a_prompt_that_fills_the_context_has_no_action() -> None:
