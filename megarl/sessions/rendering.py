@@ -68,7 +68,7 @@ class Rendering:
 
     async def read(self, said: Generation, asked: Asked, node: Node) -> Choice:
         """An answer as the client gets it."""
-        chat, ids = self.chat, ids_of(said.token_ids)
+        chat, ids = self.chat, np.asarray(said.token_ids, np.int32)
         last, after = last_of(ids), node.messages[-1]["role"]
         own = ids[:-1] if last in chat.ends else ids
         whole = chat.text(own)
@@ -102,7 +102,7 @@ class Rendering:
     def _thought(self, ids: Ids, after: str) -> int:
         """Tokens of an answer that are reasoning, and space behind it."""
         chat = self.chat
-        span = chat.reasoning(ids, after)
+        span = chat.reasoning(ids, after) if chat.marks is not None else None
         end = 0 if span is None else span.stop
         while 0 < end < len(ids) and not chat.text(ids[end : end + 1]).strip():
             end += 1

@@ -16,7 +16,7 @@ from megarl.rollout.client import Generation
 from megarl.rollout.partial import Partial
 from megarl.sessions.answers import Choice
 from megarl.sessions.messages import Digest
-from megarl.types import Ids, Message, Prompt, Status, Support, Turn, ids_of
+from megarl.types import Ids, Message, Prompt, Status, Support, Turn
 
 Schemas = tuple[dict[str, Any], ...]
 
@@ -119,7 +119,7 @@ class Tree:
     ) -> Node:
         """A new context behind an answer, None for a root. found: the answer that messages go on from, which is another
         where its reasoning is left out. history: of all messages down to here."""
-        node = self._contexts[found, history] = Node(parent, ids_of(ids), tuple(messages), schemas)
+        node = self._contexts[found, history] = Node(parent, ids, tuple(messages), schemas)
         siblings = self.roots if parent is None else parent.children
         self.forks += bool(siblings)
         siblings.append(node)
@@ -131,7 +131,7 @@ class Tree:
         """What was sampled behind a context. history: with this message, as it is returned."""
         node = Node(
             context,
-            ids_of(choice.said.token_ids),
+            np.asarray(choice.said.token_ids, np.int32),
             (choice.message,),
             said=choice.said,
             routed=routed,

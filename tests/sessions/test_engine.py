@@ -76,7 +76,7 @@ def test_a_conversation_is_the_one_that_the_engine_has_when_it_is_asked_directly
     config = running.config.rollout
 
     async def test(server: SessionServer, client: Client, chat: Watched) -> None:
-        params = sampling_params(config, chat, False, SEED)
+        params = sampling_params(config, chat, True, SEED)
         recording = server.open(PROMPT, client, params, seed=SEED)
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key) as outside:
             messages: list[Any] = [ASK]
@@ -105,30 +105,42 @@ def test_a_conversation_is_the_one_that_the_engine_has_when_it_is_asked_directly
     everything(running, test)
 
 
-def test_choices_are_those_of_their_seeds(running: Running) -> None:
+def test_what_was_sampled_is_what_is_recorded_bit_for_bit(running: Running) -> None:
     config = running.config.rollout
 
     async def test(server: SessionServer, client: Client, chat: Watched) -> None:
         params = sampling_params(config, chat, False, SEED)
-        seeds: list[int] = []
+        asked: list[tuple[list[int], int]] = []
+        said: list[Generation] = []
 
         class Between:
             async def generate(self, ids: Any, params: dict[str, Any], routed: int = 0) -> Generation:
-                seeds.append(params["sampling_seed"])
-                return await client.generate(ids, params, routed)
+                asked.append((list(ids), params["sampling_seed"]))
+                answer = await client.generate(ids, params, routed)
+                said.append(answer)
+                return answer
 
             async def stop(self) -> None: ...
 
         recording = server.open(PROMPT, Between(), params)
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key) as outside:
-            answer = await outside.chat.completions.create(model="policy", messages=[ASK], n=3, logprobs=True)  # type: ignore[list-item]
+            create = outside.chat.completions.create
+            answer = await create(model="policy", messages=[ASK], n=3, logprobs=True)  # type: ignore[list-item]
+            last: Any = answer.choices[1].message
+            await create(model="policy", messages=[ASK, last, ASK])  # type: ignore[list-item]
         branches = recording.branches()
-        assert seeds[0] == SEED and len(set(seeds)) == 3 and len(branches) == 3
-        for branch, seed, choice in zip(branches, seeds, answer.choices, strict=True):
-            full = {**params, "sampling_seed": seed, "max_new_tokens": config.max_new_tokens}
-            same(branch, 1, await client.generate(chat.render(PROMPT), full))
-            told = [one.logprob for one in choice.logprobs.content]  # type: ignore[union-attr]
-            assert np.array_equal(np.float32(told), branch.turns[1].logprobs)
+        assert len(branches) == 3 and len({seed for _, seed in asked[:3]}) == 3 and asked[0][1] == SEED
+        found = {turn.logprobs.tobytes(): turn for branch in branches for turn in branch.turns if turn.is_action}
+        assert found.keys() == {one.logprobs.tobytes() for one in said} and len(found) == 4
+        for one in said:
+            assert np.array_equal(found[one.logprobs.tobytes()].token_ids, one.token_ids)
+        long = next(branch for branch in branches if branch.taken == 2)
+        assert asked[3][0] == long.token_ids.tolist()[: len(asked[3][0])]
+        for branch in branches:
+            assert torch.cat(branch.routing).shape == (branch.num_tokens - 1, 2, 2)
+        for choice in answer.choices:
+            told = np.float32([one.logprob for one in choice.logprobs.content])  # type: ignore[union-attr]
+            assert told.tobytes() in found
 
     everything(running, test)
 

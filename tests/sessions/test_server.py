@@ -17,6 +17,8 @@ from serving import ASK, PARAMS, Numbered, Served, run, serving
 
 from megarl.rollout.client import RequestFailed
 from megarl.rollout.multi_turn import Halted
+from megarl.sessions.asked import Asked
+from megarl.sessions.messages import Refused
 from megarl.sessions.server import MOST_BODY
 from megarl.types import ids_of
 
@@ -376,6 +378,19 @@ def test_closing_answers_what_is_under_way() -> None:
 
     lines: Any = (None, None)
     run(test, Fails(*lines), retries=2)
+
+
+def test_closing_ends_what_has_not_begun_either() -> None:
+    async def begun_late() -> None:
+        lines: Any = (None,)
+        async with serving(Fails(*lines)) as served:
+            asked = Asked(tuple(ASK))
+            work = served.recording.answer(asked, served.recording.place(asked))
+            await served.server.close(served.recording)
+            with pytest.raises(Refused, match="the session is closed"):
+                await served.recording.run(work)
+
+    asyncio.run(asyncio.wait_for(begun_late(), 60))
 
 
 def test_a_client_that_goes_away_cancels_its_own_request_only() -> None:

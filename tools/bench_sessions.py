@@ -1,0 +1,218 @@
+"""Seconds of conversations through the session server, over those of asking the engine directly.
+
+    .venv/bin/python tools/bench_sessions.py FOLDER [--conversations 64] [--turns 3] [--tokens 32] [--rounds 5]
+
+with the quickstart's model, as tools/make_quickstart.py leaves it in the folder, by a real engine; with --played by one
+that answers at once, so that all of the time is the server's and its clients'.
+
+Both ways in turn, in as many rounds: the same conversations, each turn of the policy of the same number of tokens, the
+user's words between them the same. Directly: in one event loop, ids in and ids out, as the rollout loop does it. By the
+server: clients in a process of their own, which send text and get text. No prompt comes twice, so that neither way
+finds the other's keys and values. The figures are of the medians; beside other work, the seconds that this process
+computes say more than those of the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.config import Config, RolloutConfig, from_dict
+from megarl.models.registry import load_hf_config
+from megarl.models.routing import routing_shape
+from megarl.rollout.chat import Chat
+from megarl.rollout.client import Client, Generation, Policy
+from megarl.rollout.engine import Engine, start_host
+from megarl.rollout.hosting import SHARED
+from megarl.rollout.multi_turn import sampling_params
+from megarl.rollout.tool_calls import Reply
+from megarl.sessions import Recording, SessionServer
+from megarl.types import Ids, Message, Prompt, ids_of
+
+WORDS = {"role": "user", "content": "Are you sure? Say it again, and say how you have found it."}
+
+
+class Played:
+    """Answers at once, with as many tokens as are asked for."""
+
+    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        tokens = np.resize(ids_of(ids)[-16:], params["max_new_tokens"])
+        return Generation(tokens, np.zeros(len(tokens), np.float32), "length", 0)
+
+    async def stop(self) -> None:
+        """It has."""
+
+
+async def parse(text: str, schemas: Any) -> Reply:
+    return Reply(text)
+
+
+def prompts(chat: Chat, options: argparse.Namespace, number: int) -> list[Prompt]:
+    """Of a round of one way, rendered; their first words are in no other."""
+    first = number * options.conversations
+    asked = (
+        {"role": "user", "content": f"{at:07d}: what is {at} + {2 * at}?"}
+        for at in range(first, first + options.conversations)
+    )
+    return [Prompt("", (message,), ids_of(chat.render(Prompt("", (message,))))) for message in asked]
+
+
+async def directly(policy: Policy, chat: Chat, asked: list[Prompt], params: dict[str, Any], options: Any) -> None:
+
+    async def converse(prompt: Prompt) -> None:
+        ids, routed = prompt.token_ids, 0
+        for turn in range(options.turns):
+            said = await policy.generate(ids, {**params, "max_new_tokens": options.tokens}, routed)
+            routed += 0 if said.routing is None else len(said.routing)
+            await parse(chat.text(said.token_ids), ())
+            if turn == options.turns - 1:
+                return
+            behind = ids_of(chat.continuation([WORDS], (), int(said.token_ids[-1])))
+            ids = np.concatenate([ids, said.token_ids, behind])
+
+    await asyncio.gather(*map(converse, asked))
+
+
+async def through(
+    server: SessionServer, policy: Policy, asked: list[Prompt], params: dict[str, Any], clients: Any
+) -> None:
+    """To the branches that come of it."""
+    recordings: list[Recording] = [server.open(prompt, policy, params) for prompt in asked]
+    clients.send(
+        [(one.base_url, one.key, list(prompt.messages)) for one, prompt in zip(recordings, asked, strict=True)]
+    )
+    await asyncio.to_thread(clients.recv)
+    for recording in recordings:
+        recording.branches()
+        await server.close(recording)
+
+
+def play_clients(pipe: Any, other_end: Any, turns: int) -> None:
+    """The process of the clients."""
+    other_end.close()  # so that it is told of the parent's end
+
+    async def converse(http: aiohttp.ClientSession, url: str, key: str, messages: list[Message]) -> None:
+        for _ in range(turns):
+            body = {"model": "policy", "messages": messages}
+            async with http.post(
+                f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
+            ) as told:
+                answer = await told.json()
+                assert told.status == 200, answer
+            messages += [answer["choices"][0]["message"], WORDS]
+
+    async def all_of_them(sessions: list[tuple[str, str, list[Message]]]) -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            await asyncio.gather(*(converse(http, *session) for session in sessions))
+
+    while True:
+        try:
+            sessions = pipe.recv()
+        except EOFError:
+            return
+        asyncio.run(all_of_them(sessions))
+        pipe.send(None)
+
+
+async def compare(
+    chat: Chat, config: RolloutConfig, engine: Engine | None, options: argparse.Namespace, clients: Any
+) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, seconds that this process computed) of every round, of both ways."""
+    found: dict[str, list[tuple[float, float]]] = {"directly": [], "by the server": []}
+    async with AsyncExitStack() as stack:
+        policy: Policy = Played()
+        if engine is not None:
+            shape = routing_shape(load_hf_config(engine.config.model.path), {})
+            policy = await stack.enter_async_context(Client(engine.url, engine.api_key, 600.0, shape, engine.version))
+        server = SessionServer(chat, parse, replace(config, max_new_tokens=options.tokens))
+        await server.start()
+        stack.push_async_callback(server.aclose)
+        params = {**sampling_params(config, chat, False, 1), "ignore_eos": True}
+        for number in range(options.rounds + 1):  # the first is not counted
+            for way in sorted(found, reverse=bool(number % 2)):
+                asked = prompts(chat, options, 2 * number + (way == "directly"))
+                start = time.perf_counter(), time.process_time()
+                if way == "directly":
+                    await directly(policy, chat, asked, params, options)
+                else:
+                    await through(server, policy, asked, params, clients)
+                took = time.perf_counter() - start[0], time.process_time() - start[1]
+                found[way] += [took] if number else []
+        figures = server.figures
+        expected = (options.rounds + 1) * options.conversations
+        assert (figures.branches, figures.forks) == (expected, 0), figures
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="of tools/make_quickstart.py")
+    parser.add_argument("--played", action="store_true", help="no real engine: one that answers at once")
+    for name, value in {"conversations": 64, "turns": 3, "tokens": 32, "rounds": 5}.items():
+        parser.add_argument(f"--{name}", type=count(), default=value)
+    options = parser.parse_args(arguments)
+    context = multiprocessing.get_context("fork")
+    clients, theirs = context.Pipe()
+    process = context.Process(target=play_clients, args=(theirs, clients, options.turns), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = _found(options, Path(folder), clients)
+    finally:
+        clients.close()
+        process.join()
+    requests = options.conversations * options.turns
+    for at, what in enumerate(("seconds", "seconds of this process")):
+        rounds = {way: [round(took[at], 3) for took in found[way]] for way in found}
+        direct, served = (statistics.median(rounds[way]) for way in ("directly", "by the server"))
+        print(
+            f"{what}: directly {direct:.3f}, by the server {served:.3f}: {served / direct - 1:+.1%}, "
+            f"{1000 * (served - direct) / requests:+.2f} ms a request; {requests} requests a round\n  {rounds}"
+        )
+    return 0
+
+
+def _found(options: argparse.Namespace, run: Path, clients: Any) -> dict[str, list[tuple[float, float]]]:
+    model = options.folder.resolve() / "model"
+    settings = {"max_context": 2048, "max_new_tokens": options.tokens, "concurrency": options.conversations}
+    config: Config = from_dict(
+        {
+            "run": {"dir": str(run)},
+            "model": {"path": str(model), "dtype": "float32"},
+            "rollout": settings,
+            "train": {"replay_routing": True},
+        }
+    )
+    chat = Chat.load(str(model))
+    if options.played:
+        return asyncio.run(compare(chat, config.rollout, None, options, clients))
+    host = start_host(config, threads=1)
+    os.environ[SHARED] = host.path
+    engine = Engine(config, threads=1)
+    try:
+        engine.start()
+        engine.wait_ready()
+        return asyncio.run(compare(chat, config.rollout, engine, options, clients))
+    finally:
+        engine.shutdown()
+        host.close()
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(main))
