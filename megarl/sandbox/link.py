@@ -110,6 +110,11 @@ class Link:
                 self._lost()
                 raise SandboxError(f"the process that starts boxes has ended: {error}") from None
 
+    @property
+    def pid(self) -> int:
+        """Of the process that starts boxes; 0 where there is none."""
+        return self._process.pid if self._process is not None and self._owner == os.getpid() else 0
+
     def number(self) -> int:
         return next(self._numbers)
 
