@@ -27,13 +27,14 @@ _NAME = "solution"
 _CHUNK = 1 << 16
 
 
-def load(sources: list[str], before: str) -> dict[str, Any]:
-    """The names of an answer: of the first source that is Python. Raises whatever it does."""
+def load(sources: list[str], before: str, behind: str) -> dict[str, Any]:
+    """The names of an answer: of the first source that is Python, with what it is given. Raises whatever it does."""
     module = ModuleType(_NAME)
     sys.modules[_NAME] = module
     sys.setrecursionlimit(50_000)
     exec(compile(before, "<given>", "exec"), module.__dict__)
     exec(_compiled(sources), module.__dict__)
+    exec(compile(behind, "<given>", "exec"), module.__dict__)
     return module.__dict__
 
 
@@ -65,7 +66,7 @@ def main(send: Callable[[int, Any], None], job: Mapping[str, Any]) -> None:
     for number in (0, 1):
         os.dup2(out, number)
     try:
-        names = load(job["sources"], job["before"]) if job["kind"] == "calls" else {}
+        names = load(job["sources"], job["before"], job["behind"]) if job["kind"] == "calls" else {}
         program = _compiled(job["sources"]) if job["kind"] == "programs" else None
     except BaseException as error:  # noqa: B036
         sys.stderr.write(f"{type(error).__name__}: {error}"[:1000])

@@ -16,48 +16,65 @@ from typing import Any
 
 from megarl.rewards.code.problems import Call, Judged, Problem, Test
 
-_BUILTIN = frozenset(dir(builtins))
+_BUILTIN = frozenset([*dir(builtins), "__name__"])
+_ANSWERS = ("solution", "answer", "main", "__main__")
+"""Modules that tests import the answer from."""
+_CALLED = {"np": "numpy as np"}
 
 
-def of_statements(sources: Sequence[str], setup: str = "", shown: bool = True) -> Problem:
+def of_statements(
+    sources: Sequence[str], setup: str = "", shown: bool = True, functions: Sequence[str] = ()
+) -> Problem:
     """Each source is a test: statements that assert something of functions that the answer has (MBPP's `test_list`).
 
-    setup: Python that all of them need, and `shown` whether the answer may have it, too. Raises ValueError for what is
-    no Python, and for a test that says nothing of an answer.
+    setup: Python that all of them need, and `shown` whether the answer may have it, too. functions: those that the
+    answer has; where nobody says it, what is not defined is the answer's. Raises ValueError for what is no Python, and
+    for a test that asks nothing of an answer, or may do so by a name that is missing.
     """
     trees = [_without_nothing(parsed(source, f"its test {source[:80]!r}")) for source in sources]
-    setup = "\n".join([*_imports(trees), setup]).strip()
-    known = _BUILTIN | defined(parsed(setup, "its setup"))
+    missing = _modules(trees) - defined(parsed(setup, "its setup"))
+    setup = "\n".join([*(f"import {_CALLED.get(name, name)}" for name in sorted(missing)), setup]).strip()
+    prepared = parsed(setup, "its setup")
+    known = _BUILTIN | defined(prepared)
     tests: list[Test] = []
     names: set[str] = set()
     for source, tree in zip(sources, trees, strict=True):
-        wanted = called(tree) - known - defined(tree)
+        free = read(tree) - known - defined(tree)
+        wanted = free & set(functions) if functions else free
         if not wanted:
             raise ValueError(f"its test {source[:80]!r} calls no function of an answer")
-        names |= wanted
         simple = taken_apart(tree.body[0], wanted, shown) if len(tree.body) == 1 else None
+        if odd := _missing(free, functions, simple):
+            raise ValueError(f"its test {source[:80]!r} uses {', '.join(odd)}, which nothing defines")
+        names |= wanted
         tests.append(simple or Judged(ast.unparse(tree)))
     if not tests:
         raise ValueError("it has no tests")
-    return Problem(tuple(tests), before=setup if shown else "", judge=setup, names=tuple(sorted(names)))
+    given = setup if shown else ""
+    late = bool(read(prepared) - known)  # of classes that the answer has
+    return Problem(
+        tuple(tests),
+        before="" if late else given,
+        behind=given if late else "",
+        judge=setup,
+        names=tuple(sorted(names)),
+    )
 
 
 def of_module(source: str, setup: str = "") -> Problem:
     """Tests as a text of Python: each function `test_..`, or else each assertion at the top, is one; what is left is
-    for all of them. Raises ValueError as above."""
-    body = [one for one in parsed(source, "its test").body if not _imports_the_answer(one)]
-    functions = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
-    if functions:
-        if taking := [one.name for one in functions if one.args.args]:
-            raise ValueError(f"its test {taking[0]} takes arguments, which nobody gives it")
-        others = ast.unparse(ast.Module([one for one in body if one not in functions], []))
-        return of_statements([_as_statements(one) for one in functions], f"{setup}\n{others}", shown=False)
-    straight = all(isinstance(one, ast.Assert | ast.Import | ast.ImportFrom) for one in body)
-    if straight:
-        asserts = [one for one in body if isinstance(one, ast.Assert) and not _says_nothing(one)]
-        others = ast.unparse(ast.Module([one for one in body if not isinstance(one, ast.Assert)], []))
-        return of_statements(list(map(ast.unparse, asserts)), f"{setup}\n{others}", shown=False)
-    return of_statements([ast.unparse(ast.Module(body, []))], setup, shown=False)
+    for all of them. `from solution import f` says what the answer has. Raises ValueError as above."""
+    module = parsed(source, "its test")
+    imports = [one for one in module.body if isinstance(one, ast.ImportFrom) and one.module in _ANSWERS]
+    named = [alias.name for one in imports for alias in one.names if alias.name != "*"]
+    body = [one for one in module.body if one not in imports]
+    chosen: list[ast.stmt] = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
+    if not chosen and all(isinstance(one, ast.Assert | ast.Import | ast.ImportFrom) or _text(one) for one in body):
+        chosen = [one for one in body if isinstance(one, ast.Assert) and not _says_nothing(one)]
+    if not chosen:
+        return of_statements([ast.unparse(ast.Module(body, []))], setup, False, named)
+    others = ast.unparse(ast.Module([one for one in body if one not in chosen], []))
+    return of_statements(list(map(_as_statements, chosen)), f"{setup}\n{others}", False, named)
 
 
 def of_check(test: str, entry: str, prompt: str) -> Problem:
@@ -82,7 +99,7 @@ def of_check(test: str, entry: str, prompt: str) -> Problem:
         check.args, check.body = ast.parse("lambda: 0", mode="eval").body.args, body  # type: ignore[attr-defined]
         sources = [_as_statements(check)]
     given = _without(prompt, entry)
-    return replace(of_statements(sources, f"{given}\n{others}", shown=False), before=given, beginning=prompt)
+    return replace(of_statements(sources, f"{given}\n{others}", False, [entry]), before=given, beginning=prompt)
 
 
 def taken_apart(statement: ast.stmt, names: set[str], shown: bool = True) -> Call | None:
@@ -139,8 +156,8 @@ def defined(tree: ast.AST) -> set[str]:
     return found
 
 
-def called(tree: ast.AST) -> set[str]:
-    """Names that something in there reads: functions are handed on, too, as in `map(f, values)`."""
+def read(tree: ast.AST) -> set[str]:
+    """Names that something in there reads: functions are not only called, as in `map(f, values)`."""
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
@@ -148,7 +165,7 @@ def _calls(node: ast.expr, names: set[str], shown: bool) -> bool:
     """Whether it is a call of one of the names, and of nothing that the answer's box lacks."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in names:
         return False
-    return shown or not called(node) - names - _BUILTIN
+    return shown or not read(node) - names - _BUILTIN
 
 
 def _says_nothing(statement: ast.stmt) -> bool:
@@ -160,17 +177,27 @@ def _without_nothing(tree: ast.Module) -> ast.Module:
     return ast.Module([one for one in tree.body if not _says_nothing(one)], [])
 
 
-def _imports(trees: Sequence[ast.Module]) -> list[str]:
-    """Of modules whose members the tests name, as data sets often leave it to whoever runs them."""
+def _modules(trees: Sequence[ast.Module]) -> set[str]:
+    """Those whose members the tests name, as data sets often leave it to whoever runs them to import them."""
     bases = {
         node.value.id
         for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    bases -= set().union(*map(defined, trees))
-    modules = [f"import {name}" for name in sorted(bases & sys.stdlib_module_names)]
-    return [*modules, *(["import numpy as np"] if "np" in bases else [])]
+    return (bases - set().union(*map(defined, trees))) & (sys.stdlib_module_names | _CALLED.keys())
+
+
+def _missing(free: set[str], functions: Sequence[str], simple: Call | None) -> list[str]:
+    """Of the names that nothing defines, those that may be what a test compares by: `assert close(f(1), 2)`. An answer
+    that had them would judge itself. Where it has to give a value, or they are classes, that is no matter."""
+    if functions:
+        return sorted(free - set(functions))
+    if simple is not None and simple.by == "equal" and simple.expected is not None:
+        if not isinstance(simple.expected, bool):
+            return []
+    functional = [name for name in sorted(free) if simple is None or not name[0].isupper()]
+    return functional if len(functional) > 1 else []
 
 
 def _text(statement: ast.stmt) -> bool:
@@ -179,18 +206,17 @@ def _text(statement: ast.stmt) -> bool:
 
 def _runs(statement: ast.stmt) -> bool:
     """A call at the top of HumanEval's tests, of `check` itself."""
-    return isinstance(statement, ast.Expr) and "check" in called(statement)
+    return isinstance(statement, ast.Expr) and "check" in read(statement)
 
 
-def _imports_the_answer(statement: ast.stmt) -> bool:
-    """`from solution import f`: it is there without."""
-    return isinstance(statement, ast.ImportFrom) and statement.module in ("solution", "answer", "main", "__main__")
-
-
-def _as_statements(function: ast.FunctionDef) -> str:
-    if len(function.body) == 1 and isinstance(function.body[0], ast.Assert):
-        return ast.unparse(function.body[0])
-    return f"{ast.unparse(function)}\n{function.name}()"
+def _as_statements(test: ast.stmt) -> str:
+    if not isinstance(test, ast.FunctionDef):
+        return ast.unparse(test)
+    if taking := test.args.args:
+        raise ValueError(f"its test {test.name} takes {taking[0].arg}, which nobody gives it")
+    if len(test.body) == 1 and isinstance(test.body[0], ast.Assert):
+        return ast.unparse(test.body[0])
+    return f"{ast.unparse(test)}\n{test.name}()"
 
 
 def _without(prompt: str, entry: str) -> str:

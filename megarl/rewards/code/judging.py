@@ -33,7 +33,6 @@ class Run:
 
     def __init__(self, setup: str, source: str, names: list[str], nan: bool) -> None:
         self.calls, self.lost, self.nan = 0, False, nan
-        self.raised: BaseException | None = None
         self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.heard: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self.space: dict[str, Any] = {"__name__": "tests"}
@@ -47,7 +46,7 @@ class Run:
             stage = "a test"
             exec(compile(source, "<test>", "exec"), self.space)
         except Exception as error:
-            wrong = stage == "its setup" or isinstance(error, NameError | ImportError) and error is not self.raised
+            wrong = stage == "its setup" or (isinstance(error, NameError | ImportError) and not self.calls)
             self._end(False, f"{stage} raised {type(error).__name__}: {error}"[:300] if wrong else "")
         except BaseException:  # noqa: B036  a lost answer; sys.exit in a test
             self._end(False)
@@ -84,8 +83,7 @@ class Run:
                 if self.nan or not _has_nan(reply["value"]):
                     return value
         elif "raised" in reply:
-            self.raised = _exception(reply["raised"])
-            raise self.raised
+            raise _exception(reply["raised"])
         self.lost = True
         raise Stopped
 

@@ -48,6 +48,8 @@ class Problem:
     tests: tuple[Test, ...]
     before: str = ""
     """Python that is run before the answer, in its box: imports, classes that it is given. Holds no expected value."""
+    behind: str = ""
+    """The same, but run behind the answer, of which it has classes."""
     beginning: str = ""
     """What an answer that is no program of its own goes on from: a signature and a docstring."""
     judge: str = ""

@@ -83,19 +83,16 @@ class PlainBoxes(Sandbox):
     ) -> Collected:
         self.seen += [harness, *(data.decode() for data in files.values()), stdin.decode()]
         with tempfile.TemporaryDirectory() as folder:
-            for name, data in files.items():
-                (Path(folder) / name).write_bytes(data)
+            (Path(folder) / "stdin").write_bytes(stdin)
             reading, writing = os.pipe()
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-c",
-                _SEND % writing + harness,
-                cwd=folder,
-                pass_fds=(writing,),
-                stdin=-3,
-                stdout=-3,
-            )
+            with open(Path(folder) / "stdin", "rb") as given:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-c", _SEND % writing + harness),
+                    cwd=folder,
+                    pass_fds=(writing,),
+                    stdin=given,
+                    stdout=-3,
+                )
             os.close(writing)
             try:
                 with os.fdopen(reading, "rb") as file:
