@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -29,7 +30,8 @@ from megarl.sandbox.results import Limits
 _ROOM = (1 << 16, 1 << 22)
 _ALL = 1 << 26
 _AGAIN_S = 60.0
-_seen: WeakKeyDictionary[Sandbox, float] = WeakKeyDictionary()  # when a box was known to work
+_MOST_SEEN = 256
+_seen: WeakKeyDictionary[Sandbox, dict[str, float]] = WeakKeyDictionary()  # when a box was known to work with a setup
 _STARTING_S = 2.0
 _NAN = re.compile(r"(?i)(?<![a-z])(?:is)?nan(?![a-z])")  # a test that looks for it gets it
 _MARK = "\x1emegarl "
@@ -75,8 +77,7 @@ async def grade(code: str, problem: Problem, box: Sandbox, how: Grading = Gradin
         return Graded(0, len(chosen))
     sources = [code]
     if problem.beginning:
-        indented = "".join(f"    {line}" for line in code.splitlines(keepends=True))
-        sources.append(f"{problem.beginning}\n{indented}")
+        sources.append(f"{problem.beginning}\n{textwrap.indent(textwrap.dedent(code), '    ')}")
     simple = {number: test for number, test in chosen.items() if not isinstance(test, Judged)}
     judged = {number: test for number, test in chosen.items() if isinstance(test, Judged)}
     passed = await _simple(sources, problem, simple, box, how) if simple else 0
@@ -89,15 +90,32 @@ async def _simple(
     sources: list[str], problem: Problem, tests: Mapping[int, Program | Call], box: Sandbox, how: Grading
 ) -> int:
     found = await _collected(sources, problem, list(tests.values()), box, how)
-    if not found and monotonic() - _seen.get(box, -math.inf) > _AGAIN_S:
-        if not await _collected(["def f(): return 1"], Problem(()), [Call(1, source="f()")], box, how):
-            raise RuntimeError("nothing comes out of the sandbox, not even of a function that is known to be right")
-        _seen[box] = monotonic()
+    if not found:
+        await _known(problem.before, box, how)
     passed = 0
     for place, test in enumerate(tests.values()):
         passed += _came_right(test, found.get(place))
         await asyncio.sleep(0)  # megabytes take a while, and others wait
     return passed
+
+
+async def _known(before: str, box: Sandbox, how: Grading) -> None:
+    """See that something comes of an answer that is known to be right, so that what fails is not taken for a wrong one.
+
+    Asked once in a while. Raises RuntimeError where nothing does, ValueError where that is the fault of `before`.
+    """
+    seen = _seen.setdefault(box, {})
+    for given in ("", before):
+        if monotonic() - seen.get(given, -math.inf) < _AGAIN_S:
+            continue
+        known = Problem((), before=given)
+        if not await _collected(["def f(): return 1"], known, [Call(1, source="f()")], box, how):
+            if given:
+                raise ValueError("the setup of its tests does not run in the sandbox")
+            raise RuntimeError("nothing comes out of the sandbox, not even of a function that is known to be right")
+        seen[given] = monotonic()
+    if len(seen) > _MOST_SEEN:
+        seen.clear()
 
 
 async def _collected(
@@ -184,6 +202,10 @@ class _Turns:
             prepared = await who.run(boxed.modules(*names), _STARTING_S + self.how.seconds)
             if not prepared.ok:
                 raise RuntimeError(f"an interpreter of the sandbox does not run: {prepared.stderr or prepared.reason}")
+        alone = boxed.data({"sources": [""], "before": problem.before, "behind": ""})
+        prepared = await self.answer.run(f"{boxed.module('answering')}.load(**{alone})", self.how.seconds)
+        if not prepared.ok:
+            raise ValueError(f"the setup of its tests does not run in the sandbox: {prepared.stderr[-300:]}")
         given = boxed.data({"sources": sources, "before": problem.before, "behind": problem.behind})
         loaded = await self.answer.run(f"_megarl = {boxed.module('answering')}.load(**{given})", self.how.seconds)
         self.left -= loaded.seconds

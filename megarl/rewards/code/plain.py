@@ -49,6 +49,8 @@ def encode(value: Any, most: int = 1 << 20) -> Any:
         kind = type(value)
         if value is None or kind is bool:
             return value
+        if issubclass(kind, list | tuple | set | frozenset | dict) and len(value) > room[0]:
+            raise OverflowError("too much to be sent")
         if issubclass(kind, int):
             number = int.__index__(value)
             return number if -_SMALL < number < _SMALL else ["int", hex(number)]

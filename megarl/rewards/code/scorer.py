@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
+from functools import cached_property
 
 from megarl.rewards.code.answers import code_of
 from megarl.rewards.code.formats import problem_of
@@ -23,21 +22,19 @@ class HiddenTests:
 
     def __init__(self, how: Grading = Grading(), share: bool = False) -> None:  # noqa: B008
         self.how, self.share = how, share
-        self._boxes: tuple[int, asyncio.AbstractEventLoop, Sandbox] | None = None
 
     async def __call__(self, rollout: Rollout) -> Reward:
-        """Part `passed`: the share of tests. Raises ValueError for a ground truth without tests, or with wrong ones."""
+        """Part `passed`: the share of tests. Raises ValueError for a ground truth without tests, or with wrong ones,
+        ConfigError and RuntimeError where there can be no box."""
         problem = problem_of(rollout.prompt.ground_truth)
-        found = await grade(code_of(rollout.answer), problem, self._box(), self.how)
+        found = await grade(code_of(rollout.answer), problem, self._box, self.how)
         reward = found.share if self.share else float(found.passed == found.tests)
         return Reward(reward, parts={"passed": found.share})
 
+    @cached_property
     def _box(self) -> Sandbox:
-        """One for all calls of a process and of its loop."""
-        loop, process = asyncio.get_running_loop(), os.getpid()
-        if self._boxes is None or self._boxes[:2] != (process, loop):
-            self._boxes = process, loop, Sandbox.from_environment()
-        return self._boxes[2]
+        """By the settings of the run that this process belongs to, which are there when it is called."""
+        return Sandbox.from_environment()
 
 
 hidden_tests = HiddenTests()

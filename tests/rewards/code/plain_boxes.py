@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -92,15 +93,16 @@ class PlainBoxes(Sandbox):
                     pass_fds=(writing,),
                     stdin=given,
                     stdout=-3,
+                    start_new_session=True,
                 )
             os.close(writing)
-            try:
-                with os.fdopen(reading, "rb") as file:
-                    text = await asyncio.wait_for(asyncio.to_thread(file.read), limits.seconds)
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                status = await process.wait()
+            file = os.fdopen(reading, "rb")
+            reader = asyncio.create_task(asyncio.to_thread(file.read))
+            await asyncio.wait([reader], timeout=limits.seconds)
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            status, text = await process.wait(), await reader
+            file.close()
         lines = [json.loads(line) for line in text.splitlines()]
         results: dict[int, Any] = {}
         for number, value in lines:
