@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from typing import Any
 
 from megarl.rewards.code.plain import Opaque
@@ -69,7 +70,7 @@ def near(expected: float, value: float) -> bool:
 
 def same_output(expected: str, printed: str) -> bool:
     """Line by line without spaces at their ends and empty lines at the end; or word by word, where a number with a
-    point is expected, by value."""
+    point is compared by value: with a tolerance where it is expected, exactly with a whole number."""
     ours, theirs = _lines(expected), _lines(printed)
     if ours == theirs:
         return True
@@ -95,6 +96,8 @@ def _same_line(expected: str, printed: str) -> bool:
 def _same_word(expected: str, printed: str) -> bool:
     if expected == printed:
         return True
-    if not _NUMBER.fullmatch(expected) or _INTEGER.fullmatch(expected) or not _NUMBER.fullmatch(printed):
+    if not _NUMBER.fullmatch(printed) or _INTEGER.fullmatch(printed) and _INTEGER.fullmatch(expected):
         return False
-    return near(float(expected), float(printed))
+    if _INTEGER.fullmatch(expected):
+        return Decimal(expected) == Decimal(printed)
+    return bool(_NUMBER.fullmatch(expected)) and near(float(expected), float(printed))

@@ -50,9 +50,10 @@ class Grading:
     memory_mb: int = 0
     """Of the box; 0 for `sandbox.memory_mb`."""
 
-    def limits(self, room: int = 1 << 21) -> Limits:
-        """room: bytes of results."""
-        return Limits(seconds=self.total + _STARTING_S, memory_mb=self.memory_mb, output_bytes=room)
+    def limits(self, room: int = 1 << 21, given: int = 0) -> Limits:
+        """room: bytes of results. given: bytes of the largest input."""
+        disk = 64 + (given >> 20)
+        return Limits(self.total + _STARTING_S, self.memory_mb, disk_mb=disk, output_bytes=room)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ async def _collected(
     }
     harness = boxed.modules("plain", "answering")
     harness += f"{boxed.module('answering')}.main(send, json.load(sys.stdin.buffer))"
-    limits = how.limits(min(_ALL, 2 * room * len(tests) + _ROOM[0]))
+    given = max(len(test.stdin.encode(errors="replace")) if isinstance(test, Program) else 0 for test in tests)
+    limits = how.limits(min(_ALL, 2 * room * len(tests) + _ROOM[0]), given)
     return (await box.collect(harness, len(tests), stdin=json.dumps(job).encode(), limits=limits)).results
 
 

@@ -90,7 +90,7 @@ class Run:
 
 def _exception(name: Any) -> BaseException:
     kind = getattr(builtins, name, None) if isinstance(name, str) and name not in _NOT_RAISED else None
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError | ExceptionGroup):
         return kind("raised by the answer")
     return Raised("raised by the answer")
 

@@ -160,6 +160,14 @@ def test_a_judged_function_that_ends_its_process_loses_what_comes_behind(kind: s
     assert graded(kind, "import sys\ndef f(x):\n    return x if x != 2 else sys.exit(0)", truth, short).passed == 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_much_is_read_and_printed(kind: str) -> None:
+    text = " ".join(map(str, range(200_000)))
+    truth = {"inputs": [text, "1 2"], "outputs": [text.replace(" ", "\n"), "1\n2"]}
+    code = "import sys\nprint(*sys.stdin.read().split(), sep='\\n')\nprint('x' * 10**6, file=sys.stderr)"
+    assert graded(kind, code, truth) == Graded(2, 2)
+
+
 def test_a_part_of_the_tests() -> None:
     truth = {"inputs": [str(number) for number in range(30)], "outputs": [str(number) for number in range(30)]}
     assert graded("plain", "x = input()\nprint(x if x != '29' else 0)", truth, Grading(most=3)) == Graded(2, 3)
