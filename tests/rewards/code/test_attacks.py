@@ -15,8 +15,8 @@ import pytest
 from megarl.rewards.code import Graded, Grading
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attacks import ATTACKS  # noqa: E402
-from boxes import KINDS, graded  # noqa: E402
+from code_attacks import ATTACKS  # noqa: E402
+from grading_boxes import KINDS, graded  # noqa: E402
 
 SECRET = "Zq7-4815162342"
 HALVES = SECRET[:4], SECRET[4:]

@@ -16,7 +16,7 @@ from megarl.rewards.code.problems import Call, Program
 from megarl.sandbox.results import Collected, Output, Result
 
 sys.path.insert(0, str(Path(__file__).parent))
-from boxes import KINDS, QUICK, graded, run  # noqa: E402
+from grading_boxes import KINDS, QUICK, graded, run  # noqa: E402
 from plain_boxes import PlainBoxes  # noqa: E402
 
 HUMANEVAL = {
