@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 from megarl.rewards.choice import choice
+from megarl.rewards.code import hidden_tests
 from megarl.rewards.dapo import math_dapo
 from megarl.rewards.functions import RewardFunction
 from megarl.rewards.gsm8k import gsm8k
@@ -38,6 +43,13 @@ SOURCES: Mapping[str, RewardFunction] = {
     "cais/mmlu": choice,
     "allenai/ai2_arc": choice,
     "tau/commonsense_qa": choice,
+    "apps": hidden_tests,
+    "codecontests": hidden_tests,
+    "codeforces": hidden_tests,
+    "taco": hidden_tests,
+    "openai/openai_humaneval": hidden_tests,
+    "google-research-datasets/mbpp": hidden_tests,
+    "livecodebench/*": hidden_tests,
 }
 """The names are verl's, so that its parquet files do as they are; those with a `/` are of data sets on the Hub. One
 that ends with `*` is for all that begin like it."""
@@ -53,9 +65,16 @@ class BySource:
         self.sources = dict(sources)
         self._beginnings = sorted((name[:-1] for name in sources if name.endswith("*")), key=len, reverse=True)
 
-    def __call__(self, rollout: Rollout) -> float:
-        """Raises ValueError for a data source that has no function."""
-        return self.of(rollout.prompt.data_source)(rollout)
+    def __call__(self, rollout: Rollout) -> Any:
+        """What that function returns; a coroutine function is awaited here, so that calls of it are one after the other
+        in a process. Raises ValueError for a data source that has no function."""
+        found = self.of(rollout.prompt.data_source)(rollout)
+        return self._loop.run(found) if inspect.iscoroutine(found) else found
+
+    @cached_property
+    def _loop(self) -> asyncio.Runner:
+        """One for all calls, so that what a function has opened stays open."""
+        return asyncio.Runner()
 
     def of(self, source: str) -> RewardFunction:
         """Its own, or that of the longest beginning."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards.by_source import SOURCES, BySource, by_source
+from megarl.rewards.code import hidden_tests
 from megarl.rewards.functions import checked, load_functions
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,7 +37,7 @@ def test_each_source_has_its_own(source, right, truth, rewards):
     assert (by_source(said(right, truth, source)), by_source(said("no", truth, source))) == rewards
 
 
-@pytest.mark.parametrize("source", ["", "lighteval/math", "openai/gsm8k/main", "codecontests", "xaime"])
+@pytest.mark.parametrize("source", ["", "lighteval/math", "openai/gsm8k/main", "codecontest", "xaime"])
 def test_an_unknown_one_is_named(source):
     with pytest.raises(ValueError, match=f"^no reward for the data source {source!r} \\(known: openai/gsm8k, "):
         by_source(said("1", "1", source))
@@ -52,6 +53,16 @@ def test_sources_of_ones_own():
     mine = BySource({**SOURCES, "lab/*": len_of, "lab/maths*": one, "lab/x": zero})
     assert [mine(said("abc", None, source)) for source in ("lab/a", "lab/maths-2", "lab/x", "lab/xy")] == [3, 1, 0, 3]
     assert mine.of("openai/gsm8k") is SOURCES["openai/gsm8k"]
+
+
+async def later(rollout):
+    return len(rollout.answer)
+
+
+def test_a_coroutine_function_is_awaited():
+    mine = BySource({"lab/a": later, "lab/b": one})
+    assert [mine(said("abc", None, source)) for source in ("lab/a", "lab/b", "lab/a")] == [3, 1, 3]
+    assert by_source.of("livecodebench/code_generation_lite") is hidden_tests is by_source.of("taco")
 
 
 def len_of(rollout):

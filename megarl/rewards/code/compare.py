@@ -1,0 +1,103 @@
+"""Whether what came out is what was expected. Both are plain values, on our side of the sandbox; any text may come."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from typing import Any
+
+from megarl.rewards.code.plain import Opaque
+from megarl.rewards.code.problems import Call
+
+TOLERANCE = 1e-6
+"""Relative to a number's size, and absolute below 1: where a float is expected."""
+_NUMBER = re.compile(r"[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+
+
+def right(test: Call, value: Any) -> bool:
+    """Whether a value, as `decode` gives it, is the expected one. NaN never is."""
+    try:
+        if isinstance(value, Opaque):
+            return False
+        if test.by == "json":
+            return same_as_json(test.expected, value)
+        if test.by == "packed":
+            return same_as_json(test.expected, value) or same_as_json(test.expected[0], value)
+        if test.by == "is":
+            return type(value) is type(test.expected) and bool(value == test.expected)
+        if test.by == "equal":
+            return bool(value == test.expected)
+        return not hasattr(value, "__next__") and bool(value) is (test.by == "true")
+    except (TypeError, ValueError, RecursionError, OverflowError):  # an opaque value within another one
+        return False
+
+
+def same_as_json(expected: Any, value: Any) -> bool:
+    """As JSON would have the value: tuples are lists, keys are texts. Where a float with a fraction is expected, one
+    that is near will do."""
+    if isinstance(expected, float) and not isinstance(value, bool) and isinstance(value, int | float):
+        return near(expected, value)
+    if isinstance(expected, list):
+        if not isinstance(value, list | tuple) or len(value) != len(expected):
+            return False
+        return all(same_as_json(one, other) for one, other in zip(expected, value, strict=True))
+    if isinstance(expected, dict):
+        if not isinstance(value, dict) or len(value) != len(expected):
+            return False
+        named = {_key(key): item for key, item in value.items()}
+        return named.keys() == expected.keys() and all(same_as_json(one, named[key]) for key, one in expected.items())
+    return bool(value == expected)
+
+
+def _key(key: Any) -> Any:
+    """As JSON writes it."""
+    if key is None or isinstance(key, bool):
+        return {None: "null", True: "true", False: "false"}[key]
+    if isinstance(key, int) and key.bit_length() < 10_000:
+        return str(key)
+    return repr(key) if isinstance(key, float) else key
+
+
+def near(expected: float, value: float) -> bool:
+    """Infinite ones only if both are; NaN never."""
+    try:
+        return math.isclose(expected, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:  # an integer beyond floats
+        return False
+
+
+def same_output(expected: str, printed: str) -> bool:
+    """Line by line without spaces at their ends and empty lines at the end; or word by word, where a number with a
+    point is compared by value: with a tolerance where it is expected, exactly with a whole number."""
+    ours, theirs = _lines(expected), _lines(printed)
+    if ours == theirs:
+        return True
+    if len(ours) != len(theirs):
+        return False
+    return all(_same_line(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def _lines(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _same_line(expected: str, printed: str) -> bool:
+    if expected == printed:
+        return True
+    ours, theirs = expected.split(), printed.split()
+    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+
+
+def _same_word(expected: str, printed: str) -> bool:
+    if expected == printed:
+        return True
+    if not _NUMBER.fullmatch(printed) or _INTEGER.fullmatch(printed) and _INTEGER.fullmatch(expected):
+        return False
+    if _INTEGER.fullmatch(expected):
+        return Decimal(expected) == Decimal(printed)
+    return bool(_NUMBER.fullmatch(expected)) and near(float(expected), float(printed))

@@ -1,0 +1,119 @@
+"""In the judge's box: tests that cannot be taken apart run here, where the answer is not. Its functions are stand-ins,
+which ask for a call and get a plain value, an exception's name or nothing.
+
+A test runs in a thread, and `step` goes from one call of a stand-in to the next: it is given what the last one came to,
+and says what is to be called now, or how the test has ended. Only the standard library, and `plain.py`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.rewards.code.plain import Unreadable, decode, encode
+
+_NOT_RAISED = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "NameError", "UnboundLocalError", "ImportError")
+"""An answer could end a test's loop early by them, or look like a mistake of the test."""
+
+
+class Stopped(BaseException):
+    """No test goes on from it: the answer's process has ended, or what it gave is no plain value."""
+
+
+class Raised(Exception):
+    """What the answer raised, if it is no exception that tests could wait for."""
+
+
+class Run:
+    """One test."""
+
+    def __init__(self, setup: str, source: str, names: list[str], nan: bool) -> None:
+        self.calls, self.lost, self.nan = 0, False, nan
+        self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.heard: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self.space: dict[str, Any] = {"__name__": "tests"}
+        threading.Thread(target=self._run, args=(setup, source, names), daemon=True).start()
+
+    def _run(self, setup: str, source: str, names: list[str]) -> None:
+        stage = "its setup"
+        try:
+            exec(compile(setup, "<setup>", "exec"), self.space)
+            self.space |= {name: self._stand_in(name) for name in names}
+            stage = "a test"
+            exec(compile(source, "<test>", "exec"), self.space)
+        except Exception as error:
+            wrong = stage == "its setup" or (isinstance(error, NameError | ImportError) and not self.calls)
+            self._end(False, f"{stage} raised {type(error).__name__}: {error}"[:300] if wrong else "")
+        except BaseException:  # noqa: B036  a lost answer; sys.exit in a test
+            self._end(False)
+        else:
+            self._end(not self.lost, "" if self.calls else "a test has called no function of the answer")
+
+    def _end(self, passed: bool, wrong: str = "") -> None:
+        self.said.put({"passed": passed, "wrong": wrong} if wrong else {"passed": passed})
+
+    def _stand_in(self, name: str) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if self.lost:
+                raise Stopped
+            self.calls += 1
+            self.said.put(
+                {
+                    "name": name,
+                    "args": list(map(encode, args)),
+                    "kwargs": {key: encode(one) for key, one in kwargs.items()},
+                }
+            )
+            return self._value(self.heard.get())
+
+        function.__name__ = name
+        return function
+
+    def _value(self, reply: Mapping[str, Any]) -> Any:
+        if "value" in reply:
+            try:
+                value = decode(reply["value"])
+            except Unreadable:
+                value = None
+            else:
+                if self.nan or not _has_nan(reply["value"]):
+                    return value
+        elif "raised" in reply:
+            raise _exception(reply["raised"])
+        self.lost = True
+        raise Stopped
+
+
+def _exception(name: Any) -> BaseException:
+    kind = getattr(builtins, name, None) if isinstance(name, str) and name not in _NOT_RAISED else None
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError | ExceptionGroup):
+        return kind("raised by the answer")
+    return Raised("raised by the answer")
+
+
+def _has_nan(data: Any) -> bool:
+    """Whether it is in a value, as it was sent. A comparison with it is never true, so `not value > limit` is."""
+    if not isinstance(data, list):
+        return False
+    if data[0] in ("float", "complex"):
+        return any(number != number for number in map(float.fromhex, data[1:]))
+    return any(map(_has_nan, data))
+
+
+_running: list[Run] = []
+
+
+def begin(setup: str, source: str, names: list[str], nan: bool) -> str:
+    """Begin a test; its first line."""
+    _running[:] = [Run(setup, source, names, nan)]
+    return json.dumps(_running[0].said.get())
+
+
+def step(reply: Mapping[str, Any]) -> str:
+    """Go on with it: the next line."""
+    _running[0].heard.put(reply)
+    return json.dumps(_running[0].said.get())

@@ -1,0 +1,134 @@
+"""What counts as right."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rewards.code.compare import near, right, same_as_json, same_output
+from megarl.rewards.code.plain import Opaque
+from megarl.rewards.code.problems import Call
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("expected", "by", "value", "good"),
+    [
+        (2, "equal", 2, True),
+        (2, "equal", 2.0, True),
+        (2, "equal", "2", False),
+        ([1, 2], "equal", (1, 2), False),
+        (True, "is", True, True),
+        (True, "is", 1, False),
+        (None, "is", None, True),
+        (None, "is", 0, False),
+        (None, "true", [1], True),
+        (None, "true", [], False),
+        (None, "false", 0, True),
+        (None, "false", iter([]), False),
+        (None, "true", Opaque("x"), False),
+        (None, "false", Opaque("x"), False),
+        (1, "equal", Opaque("x"), False),
+        ([1], "equal", [Opaque("x")], False),
+        (NAN, "equal", NAN, False),
+        ([NAN], "equal", [float("nan")], False),
+        ([5], "packed", 5, True),
+        ([5], "packed", [5], True),
+        ([5], "packed", 6, False),
+        ([5], "json", 5, False),
+    ],
+)
+def test_values(expected: Any, by: Any, value: Any, good: bool) -> None:
+    assert right(Call(expected, by), value) is good
+
+
+@pytest.mark.parametrize(
+    ("expected", "value", "good"),
+    [
+        ([1, [2, 3]], (1, (2, 3)), True),
+        ([1, 2], [1, 2, 3], False),
+        ([1, 2], {1, 2}, False),
+        ("ab", ["a", "b"], False),
+        ({"1": [2]}, {1: (2,)}, True),
+        ({"1": 2}, {1: 2, 3: 4}, False),
+        ({"null": 1, "true": 2}, {None: 1, True: 2}, True),
+        ({}, [], False),
+        (True, 1, True),
+        (None, None, True),
+        (None, 0, False),
+        (0.5, 0.5 + 1e-9, True),
+        (0.5, 0.51, False),
+        (2.0, 2, True),
+        (1.0, True, True),
+        (0.5, NAN, False),
+        (0.5, "0.5", False),
+        (1e300, 10**400, False),
+        (0.1, Opaque("x"), False),
+    ],
+)
+def test_values_as_json_has_them(expected: Any, value: Any, good: bool) -> None:
+    assert right(Call(expected, "json"), value) is good
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda one: st.lists(one) | st.dictionaries(st.text(), one)
+)
+
+
+@given(PLAIN, PLAIN)
+def test_equal_ones_are_the_same(one: Any, other: Any) -> None:
+    assert same_as_json(one, one) and same_as_json(one, other) == (one == other)
+
+
+def test_near_ones() -> None:
+    assert near(1.0, 1.0 + 9e-7) and not near(1.0, 1.0 + 2e-6)
+    assert near(1e9, 1e9 + 900) and not near(1e9, 1e9 + 1100)
+    assert near(math.inf, math.inf) and not near(math.inf, 1e308) and not near(NAN, NAN) and not near(0.0, NAN)
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "good"),
+    [
+        ("2", "2\n", True),
+        ("2\n", "2", True),
+        ("a b\nc\n", "a b  \nc\n\n\n", True),
+        ("a b\r\nc", "a b\nc", True),
+        ("a  b", "a b", True),
+        ("a b", "ab", False),
+        ("a\nb", "a b", False),
+        ("a\n\nb", "a\nb", False),
+        (" a", "a", True),
+        ("0.50", "0.5000001", True),
+        ("0.5", ".5", True),
+        ("0.5", "0.6", False),
+        ("0.5", "nan", False),
+        ("0.5", "0_5", False),
+        ("0.5", "0.5 0.5", False),
+        ("1e3", "1000", True),
+        ("5", "5.0", True),
+        ("5", "5.0000001", False),
+        ("12345678901234567890", "1.234567890123456789e19", True),
+        ("12345678901234567890", "12345678901234567891.0", False),
+        ("5", "05", False),
+        ("nan", "nan", True),
+        ("inf", "1e999", False),
+        ("YES", "yes", False),
+        ("", "", True),
+        ("", "\n \n", True),
+        ("1", "", False),
+        ("1" * 5000, "1" * 5000, True),
+        ("1" * 5000 + ".0", "1" * 5000, False),
+    ],
+)
+def test_outputs(expected: str, printed: str, good: bool) -> None:
+    assert same_output(expected, printed) is good
+
+
+@given(st.text(), st.text())
+def test_any_text_is_right_or_wrong(one: str, other: str) -> None:
+    assert same_output(one, one) and type(same_output(one, other)) is bool

@@ -1,0 +1,336 @@
+"""Answers that are right, wrong or broken, in each format."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.rewards.code import Graded, Grading, grade, problem_of
+from megarl.rewards.code.grading import _room
+from megarl.rewards.code.problems import Call, Program
+from megarl.sandbox.results import Collected, Output, Result
+
+sys.path.insert(0, str(Path(__file__).parent))
+from grading_boxes import KINDS, QUICK, graded, run  # noqa: E402
+from plain_boxes import PlainBoxes  # noqa: E402
+
+HUMANEVAL = {
+    "prompt": "from typing import List\n\ndef half(x):\n    return x / 2\n\ndef mean(xs: List[float]) -> float:\n"
+    '    """Mean"""\n',
+    "entry_point": "mean",
+    "test": "METADATA = {}\n\ndef check(candidate):\n    assert candidate([2, 4]) == 3\n"
+    "    assert abs(candidate([0.1, 0.2]) - 0.15) < 1e-6\n    assert half(candidate([3, 5])) == 2.0\n",
+}
+HUMANEVAL_LOOP = {
+    **HUMANEVAL,
+    "test": "import random\ndef check(candidate):\n    for number in range(20):\n"
+    "        xs = [random.random() for _ in range(3)]\n"
+    "        assert abs(candidate(xs) - sum(xs) / 3) < 1e-9\n",
+}
+MBPP = {
+    "test_list": [
+        "assert words('b a') == ['a', 'b']",
+        "assert set(words('c b')) == {'b', 'c'}",
+        "assert words('') == []",
+        "assert not words(' ')",
+    ],
+    "test_setup_code": "",
+    "challenge_test_list": [],
+}
+TREE = {
+    "test_setup_code": "root = Node(1)\nroot.left = Node(2)",
+    "test_list": ["assert height(root) == 2", "assert height(Node(3)) == 1"],
+}
+LEETCODE = {"fn_name": "pair", "inputs": [[[1, 2, 3], 5], [[1], 7]], "outputs": [[1, 2], []]}
+APPS = {"input_output": json.dumps({"fn_name": "double", "inputs": [[1], [2]], "outputs": [[2], [4]]})}
+LIVECODE = {
+    "public_test_cases": json.dumps([{"input": '"ab"\n2', "output": '"abab"', "testtype": "functional"}]),
+    "private_test_cases": json.dumps([{"input": '"x"\n3', "output": '"xxx"', "testtype": "functional"}]),
+    "metadata": json.dumps({"func_name": "repeat"}),
+}
+STDIN = {"inputs": ["3\n1 2 3\n", "1\n-5\n", "2\n1 1"], "outputs": ["6\n", "-5", "2\n"]}
+FLOATS = [{"input": "1 3", "output": "0.333333", "testtype": "stdin"}]
+PYTEST = (
+    "from solution import inc\nimport pytest\n"
+    if False
+    else (
+        "from solution import inc\n\ndef test_one():\n    assert inc(1) == 2\n\ndef test_error():\n"
+        "    try:\n        inc('a')\n    except TypeError:\n        return\n    assert False\n"
+    )
+)
+
+MEAN = "def mean(xs):\n    return sum(xs) / len(xs)"
+WORDS = "def words(text):\n    return sorted(text.split())"
+PAIR = """class Solution:
+    def pair(self, nums: List[int], target: int) -> List[int]:
+        seen = defaultdict(int)
+        for i, x in enumerate(nums):
+            if target - x in seen:
+                return seen[target - x], i
+            seen[x] = i
+        return []
+"""
+SUM = "n = int(input())\nprint(sum(map(int, input().split())))"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("code", "truth", "passed", "tests"),
+    [
+        (MEAN, HUMANEVAL, 3, 3),
+        ("    return sum(xs) / len(xs)", HUMANEVAL, 3, 3),
+        ("return sum(xs) / len(xs)\n", HUMANEVAL, 3, 3),
+        (HUMANEVAL["prompt"] + "    return half(2 * sum(xs)) / len(xs)", HUMANEVAL, 3, 3),
+        ("def mean(xs):\n    return sum(xs) // len(xs)", HUMANEVAL, 2, 3),
+        ("def average(xs):\n    return 1", HUMANEVAL, 0, 3),
+        (MEAN, HUMANEVAL_LOOP, 1, 1),
+        ("def mean(xs):\n    return sum(xs)", HUMANEVAL_LOOP, 0, 1),
+        (WORDS, MBPP, 4, 4),
+        ("def words(text):\n    return text.split()", MBPP, 3, 4),
+        ("def words(text):\n    return tuple(sorted(text.split()))", MBPP, 2, 4),
+        ("def words(text):\n    return text.wrong", MBPP, 0, 4),
+        ("class Node:\n    def __init__(self, x):\n        self.x, self.left, self.right = x, None, None\n"
+         "def height(n):\n    return 1 + max(height(n.left), height(n.right)) if n else 0", TREE, 2, 2),
+        (PAIR, LEETCODE, 2, 2),
+        (PAIR.replace("return []", "return None"), LEETCODE, 1, 2),
+        ("def double(x):\n    return 2 * x", APPS, 2, 2),
+        ("def double(x):\n    return [2 * x]", APPS, 2, 2),
+        ("def double(x):\n    return x * x + 1", APPS, 1, 2),
+        ("def repeat(s, n):\n    print(s)\n    return s * n", LIVECODE, 2, 2),
+        (SUM, STDIN, 3, 3),
+        ("def main():\n    " + SUM.replace("\n", "\n    ") + "\nif __name__ == '__main__':\n    main()", STDIN, 3, 3),
+        ("import sys\nd = sys.stdin.buffer.read().split()\nsys.stdout.write(str(sum(map(int, d[1:]))))\nexit()",
+         STDIN, 3, 3),
+        ("import threading\ndef main():\n    n = input()\n    print(sum(map(int, input().split())))\n"
+         "threading.Thread(target=main).start()", STDIN, 3, 3),
+        ("import atexit\n@atexit.register\ndef main():\n    n = input()\n    print(sum(map(int, input().split())))",
+         STDIN, 3, 3),
+        ("print(6)", STDIN, 1, 3),
+        (SUM + "\nraise ValueError", STDIN, 0, 3),
+        (SUM + "\nexit(3)", STDIN, 0, 3),
+        ("n = int(input())\nx = int(input())\nprint(x)", STDIN, 1, 3),
+        ("a, b = map(int, input().split())\nprint(a / b)", FLOATS, 1, 1),
+        ("print(0.3334)", FLOATS, 0, 1),
+        ("def inc(x):\n    return x + 1", PYTEST, 2, 2),
+        ("def inc(x):\n    return 2", PYTEST, 1, 2),
+        ("", MBPP, 0, 4),
+        ("I do not know.", MBPP, 0, 4),
+        ("x = '\ud800'\n" + WORDS, MBPP, 0, 4),
+        ("\x00", STDIN, 0, 3),
+    ],
+)  # fmt: skip
+def test_answers(kind: str, code: str, truth: Any, passed: int, tests: int) -> None:
+    assert graded(kind, code, truth) == Graded(passed, tests)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("code", "passed"),
+    [
+        ("def f(x):\n    while x > 1: pass\n    return x", 2),
+        ("import sys\ndef f(x):\n    return x if x != 2 else sys.exit(0)", 3),
+        ("import os\ndef f(x):\n    return x if x != 2 else os._exit(0)", 3),
+        ("def f(x):\n    return x if x != 2 else [0] * 10**7", 3),
+        ("def f(x):\n    return x if x != 2 else f(x)", 3),
+        ("import time\ntime.sleep(100)", 0),
+        ("import sys\nsys.exit(0)", 0),
+        ("input()\ndef f(x):\n    return x", 0),
+    ],
+)
+def test_one_test_is_not_the_other_ones_matter(kind: str, code: str, passed: int) -> None:
+    truth = [f"assert f({number}) == {number}" for number in range(4)]
+    short = Grading(seconds=1.0, total=5.0)
+    found = graded(kind, code, truth, short)
+    assert found.tests == 4 and (
+        found.passed == passed or (passed == 3 and found.passed == 2 and "exit(0)\ndef" in code)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_judged_function_that_ends_its_process_loses_what_comes_behind(kind: str) -> None:
+    truth = [f"assert abs(f({number}) - {number}) < 1" for number in range(4)]
+    short = Grading(seconds=1.0, total=5.0)
+    assert graded(kind, "import os\ndef f(x):\n    return x if x < 2 else os._exit(0)", truth, short).passed == 2
+    assert graded(kind, "def f(x):\n    while x > 1: pass\n    return x", truth, short).passed == 2
+    assert graded(kind, "import sys\ndef f(x):\n    return x if x != 2 else sys.exit(0)", truth, short).passed == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_much_is_read_and_printed(kind: str) -> None:
+    text = " ".join(map(str, range(200_000)))
+    truth = {"inputs": [text, "1 2"], "outputs": [text.replace(" ", "\n"), "1\n2"]}
+    code = "import sys\nprint(*sys.stdin.read().split(), sep='\\n')\nprint('x' * 10**6, file=sys.stderr)"
+    assert graded(kind, code, truth) == Graded(2, 2)
+
+
+def test_a_part_of_the_tests() -> None:
+    truth = {"inputs": [str(number) for number in range(30)], "outputs": [str(number) for number in range(30)]}
+    assert graded("plain", "x = input()\nprint(x if x != '29' else 0)", truth, Grading(most=3)) == Graded(2, 3)
+
+
+def test_nothing_that_is_expected_goes_into_a_box() -> None:
+    box = PlainBoxes()
+    marks = ("7364521", "0.7364522", "'w7364523'", "7364524\n")
+    problems = [
+        (["assert f(1) == 7364521", "assert f(2) == [7364521]"], marks[0]),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [0.7364522]}, marks[1]),
+        ({"fn_name": "f", "inputs": ["1"], "outputs": ['"w7364523"']}, marks[2]),
+        ({"inputs": ["1"], "outputs": ["7364524\n"]}, marks[3]),
+        (["assert not f(7)", "assert f(1) is True"], "True"),
+    ]
+
+    async def all_of_them(_: Any) -> None:
+        for truth, _mark in problems:
+            await grade("def f(x):\n    return x", problem_of(truth), box, QUICK)
+
+    run("plain", all_of_them)
+    jobs = [text for text in box.seen if text.startswith("{")]
+    assert len(jobs) == len(problems)
+    for job, (_, mark) in zip(jobs, problems, strict=True):
+        assert mark.strip("'\n") not in job and "expected" not in job
+
+
+def test_a_result_has_room_that_says_nothing() -> None:
+    yes_no = [Program("1", "YES"), Program("2", "NO")]
+    assert _room(yes_no) == _room(yes_no[:1]) == _room(yes_no[1:]) == 1 << 16
+    assert _room([Call("x" * 10_000), Call(1)]) == 1 << 18
+    assert _room([Program("", "x" * 10**8)]) == 1 << 22
+
+
+@pytest.mark.parametrize(
+    ("truth", "complaint"),
+    [
+        (["assert abs(f(1) - 1) < 1"], None),
+        (
+            {"test_list": ["assert abs(f(1) - 1) < 1"], "test_setup_code": "import nowhere"},
+            "the setup of its tests does not run in the sandbox: ",
+        ),
+        ({"test_list": ["assert f(1) == 2"], "test_setup_code": "import nowhere"}, "the setup of its tests does"),
+        (["import nowhere\nassert abs(f(1) - 1) < 1"], "a test raised ModuleNotFoundError: No module named 'nowhere'"),
+        (["def g():\n    return f(1)\nassert abs(g) == 1 or True"], None),
+        (["def g():\n    return f(1)\nassert g"], "a test has called no function of the answer, in 'def g():"),
+    ],
+)
+def test_tests_that_are_wrong_themselves(truth: Any, complaint: str | None) -> None:
+    if complaint is None:
+        assert graded("plain", "def f(x):\n    return x", truth).tests == 1
+        return
+    with pytest.raises(ValueError) as caught:
+        graded("plain", "def f(x):\n    return x", truth)
+    assert complaint in str(caught.value)
+
+
+class Silent(PlainBoxes):
+    """Nothing comes out of it."""
+
+    async def collect(self, harness: str, count: int, *_: Any, **__: Any) -> Collected:
+        return Collected({}, count, Result(False, 1, b"", b"", 0.0, "exit"))
+
+
+class Forged(PlainBoxes):
+    """Whatever is asked, this comes out of it."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    async def collect(self, harness: str, count: int, *_: Any, **__: Any) -> Collected:
+        return Collected(dict.fromkeys(range(count), self.value), count, Result(True, 0, b"", b"", 0.0))
+
+
+def test_a_box_that_does_not_work_is_no_wrong_answer() -> None:
+    async def silent(_: Any) -> Graded:
+        return await grade("def f(x): return x", problem_of(["assert f(1) == 1"]), Silent())
+
+    with pytest.raises(RuntimeError, match="nothing comes out of the sandbox"):
+        run("plain", silent)
+
+
+DEEP: Any = 1
+for _ in range(500):
+    DEEP = ["list", DEEP]
+FORGERIES = [
+    None,
+    True,
+    "passed",
+    1,
+    [],
+    {"passed": True},
+    {"value": True},
+    {"value": ["opaque", "True"]},
+    {"value": ["float", "nan"]},
+    {"value": ["iterator", 17]},
+    {"value": ["set", *[["float", "nan"]] * 50]},
+    {"value": DEEP},
+    {"value": {"expected": 17}},
+    {"value": math.nan},
+    {"value": ["list"], "status": 0, "out": ""},
+    {"out": "", "status": False},
+    {"out": ["17"], "status": 0},
+    {"out": 17, "status": 0},
+    {"out": "17", "status": 0.0},
+    {"out": "17"},
+    {"late": False},
+]
+
+
+@pytest.mark.parametrize(
+    "truth", [["assert f(3) == 17"], ["assert f(3) is False"], {"inputs": ["3"], "outputs": ["17"]}]
+)
+@pytest.mark.parametrize("value", FORGERIES, ids=range(len(FORGERIES)))
+def test_results_that_are_forged(truth: Any, value: Any) -> None:
+    async def forged(_: Any) -> Graded:
+        return await grade("x", problem_of(truth), Forged(value))
+
+    assert run("plain", forged) == Graded(0, 1)
+
+
+class Session:
+    """Of an interpreter that says what it likes."""
+
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    async def run(self, code: str, seconds: float | None = None) -> Output:
+        return Output(True, self.said, "", 0.1)
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "\x1emegarl ",
+        "\x1emegarl {",
+        "\x1emegarl []",
+        "\x1emegarl {}",
+        '\x1emegarl {"passed": true}',
+        '\x1emegarl {"value": ["opaque", "x"]}',
+        '\x1emegarl {"value": ["float", "NaN"]}',
+        '\x1emegarl {"raised": "StopIteration"}',
+        '\x1emegarl {"raised": 3}',
+        "\x1emegarl " + "[" * 100_000,
+        '\x1emegarl {"value": 1e999}',
+    ],
+)
+def test_what_an_answers_interpreter_may_say(said: str) -> None:
+    class Half(PlainBoxes):
+        made = 0
+
+        async def interpreter(self, *_: Any, **__: Any) -> Any:
+            self.made += 1
+            return Session(said) if self.made == 2 else await super().interpreter()
+
+    async def half(_: Any) -> Graded:
+        return await grade("x", problem_of(["assert not abs(f(1) - 17) > 1e-6"]), Half())
+
+    assert run("plain", half) == Graded(0, 1)

@@ -1,0 +1,81 @@
+"""LiveCodeBench's packed tests, read without unpickling."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import zlib
+from typing import Any
+
+import pytest
+
+from megarl.rewards.code import packed
+from megarl.rewards.code.packed import pickled_text, unpacked
+
+TESTS = [{"input": "1\n", "output": "é\ud800" * 100, "testtype": "stdin"}]
+
+
+def pack(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize("length", [1, 300, 70_000])
+def test_a_pickled_text(protocol: int, length: int) -> None:
+    tests = [{"input": "x" * length}]
+    assert unpacked(pack(pickle.dumps(json.dumps(tests), protocol))) == tests
+
+
+def test_other_ways() -> None:
+    text = json.dumps(TESTS)
+    for one in (text, json.dumps(text), pack(text.encode()), pack(json.dumps(text).encode())):
+        assert unpacked(one) == (TESTS if one != json.dumps(text) else text)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return eval, ("1/0",)
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (Evil(), "a pickle that is more than a text (STACK_GLOBAL), which is not read"),
+        (["x"], "more than a text"),
+        (b"x", "more than a text"),
+        (3, "more than a text"),
+    ],
+)
+def test_a_pickle_of_anything_else_is_not_read(value: Any, complaint: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        unpacked(pack(pickle.dumps(value)))
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "it is cut off"),
+        ("[1", "it is no JSON"),
+        ("hello!", "it is neither JSON nor base64"),
+        ("aGVsbG8=", "it is base64, but not of zlib"),
+        (pack(b"[1]")[:-8], "it is"),
+        (pack(b"hello"), "it is no JSON"),
+        (pack(b"\x80\x04"), ""),
+        (pack(pickle.dumps("[1")), "it is no JSON"),
+        (pack(("[" * 200_000).encode()), "it is no JSON"),
+    ],
+)
+def test_what_cannot_be_read(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        unpacked(text)
+    assert complaint in str(caught.value)
+
+
+def test_a_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "MOST", 1 << 16)
+    with pytest.raises(ValueError, match="it has more than 0 MiB"):
+        unpacked(pack(b"[" + b" " * (1 << 20) + b"]"))
+    with pytest.raises(ValueError, match="a pickle of 0 texts"):
+        pickled_text(b"\x80\x04.")

@@ -1,0 +1,230 @@
+"""Values that go from a box to here: plain ones come as they were, and nothing else comes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict, namedtuple
+from enum import IntEnum
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rewards.code.compare import right
+from megarl.rewards.code.plain import DEPTH, Opaque, Unreadable, decode, encode
+from megarl.rewards.code.problems import Call
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text()
+    | st.binary()
+)
+KEYS = st.integers() | st.text() | st.tuples(st.integers(), st.text())
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.sets(KEYS, max_size=4)
+        | st.frozensets(KEYS, max_size=4)
+    ),
+    max_leaves=12,
+)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=6)
+    | st.sampled_from(
+        [
+            "int",
+            "float",
+            "complex",
+            "list",
+            "tuple",
+            "set",
+            "dict",
+            "iterator",
+            "opaque",
+            "bytes",
+            "frozenset",
+            "0x1",
+            "nan",
+        ]
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def through(value: Any) -> Any:
+    return decode(json.loads(json.dumps(encode(value))))
+
+
+@given(VALUES)
+def test_a_plain_value_comes_as_it_was(value: Any) -> None:
+    found = through(value)
+    assert found == value and type(found) is type(value)
+
+
+@given(JSON)
+def test_of_any_data_comes_a_plain_value_or_an_error(data: Any) -> None:
+    try:
+        found = decode(data)
+    except Unreadable:
+        return
+    plain = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, Opaque)
+    assert type(found) in plain or type(found) is type(iter([]))
+
+
+class Equal:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Sly(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __index__(self) -> int:
+        return 17
+
+    __hash__ = int.__hash__
+
+
+class Word(str):
+    def __str__(self) -> str:
+        return "right"
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = str.__hash__
+
+
+class Items(list):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter([17])
+
+
+Color = IntEnum("Color", {"RED": 3})
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Sly(4), 4),
+        (Word("wrong"), "wrong"),
+        (Items([1, 2]), [1, 2]),
+        (Color.RED, 3),
+        (Point(1, 2), (1, 2)),
+        (Counter("aab"), {"a": 2, "b": 1}),
+        (OrderedDict(a=1), {"a": 1}),
+        (np.float64(0.5), 0.5),
+        (np.int64(7), 7),
+        (np.bool_(True), True),
+        (bytearray(b"ab"), b"ab"),
+        ("\ud800", "\ud800"),
+        (-0.0, -0.0),
+    ],
+)
+def test_what_is_beneath_a_subclass(value: Any, expected: Any) -> None:
+    found = through(value)
+    assert repr(found) == repr(expected) and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "value", [Equal(), [Equal()], {"a": Equal()}, (1, Equal()), object, len, np.zeros(2)], ids=type
+)
+def test_an_object_equals_nothing(value: Any) -> None:
+    call = Call(value)
+    assert not right(call, through(value)) and not right(Call(1), through(value))
+
+
+def test_large_integers() -> None:
+    assert through(10**5000) == 10**5000 and through(-(1 << 53)) == -(1 << 53)
+
+
+def test_an_object_has_no_truth() -> None:
+    for use in (bool, lambda one: one == 1, lambda one: one != 1, lambda one: one in [1], hash):
+        with pytest.raises(TypeError):
+            use(through(Equal()))
+
+
+def test_iterators_are_read() -> None:
+    assert list(through(iter([1, 2]))) == [1, 2]
+    assert list(through(map(str, [1, 2]))) == ["1", "2"]
+    assert list(through(one for one in "ab")) == ["a", "b"]
+    assert through(iter([1])) != [1]
+
+
+def test_numbers_that_are_none() -> None:
+    assert math.isnan(through(float("nan"))) and through(float("-inf")) == -math.inf
+    assert math.isnan(through(complex("nan")).real)
+
+
+def test_what_is_too_much() -> None:
+    deep: Any = []
+    for _ in range(DEPTH + 1):
+        deep = [deep]
+    endless = iter(int, 1)
+    for value in (deep, endless, [0] * 1001):
+        with pytest.raises(OverflowError):
+            encode(value, most=1000)
+    data: Any = ["list"]
+    for _ in range(DEPTH + 1):
+        data = ["list", data]
+    with pytest.raises(Unreadable):
+        decode(data)
+
+
+def test_keys_that_share_a_hash_are_refused() -> None:
+    keys = list(product((-1, -2), repeat=7))
+    assert len(set(map(hash, keys))) == 1
+    for value in (set(keys), frozenset(keys), dict.fromkeys(keys)):
+        with pytest.raises(Unreadable, match="share a hash"):
+            through(value)
+    assert through(set(keys[:50])) == set(keys[:50])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        1 << 53,
+        1.5,
+        [],
+        {},
+        ["int", "12x"],
+        ["int", 12],
+        ["int"],
+        ["float", "1_0x"],
+        ["float", "0x1p99999"],
+        ["complex", "0x1p0"],
+        ["bytes", "0"],
+        ["dict", 1],
+        ["dict", ["list"], 1],
+        ["set", ["dict"]],
+        ["set", ["opaque", "x"]],
+        ["tuple", {}],
+        ["__import__", "os"],
+        [["list"]],
+        [1, 2],
+    ],
+)
+def test_what_nobody_has_encoded(data: Any) -> None:
+    with pytest.raises(Unreadable):
+        decode(data)
