@@ -32,6 +32,7 @@ import anyio
 
 from megarl.config import ConfigError
 from megarl.environments.protocol import SessionLost
+from megarl.environments.templates import filled
 
 START_LIMIT_S = 60.0
 """How long a server may take to say which tools it has."""
@@ -40,7 +41,6 @@ _PAGES = 100
 _SAID = 1 << 20  # bytes of stderr that are kept of a server
 _NONSENSE = 1000  # lines of a server that are no messages, before it is given up
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _KEYS = {"type", "command", "args", "env", "cwd", "url", "headers", "tools", "disabled", "description"}
 _OF_OTHERS = {"alwaysAllow", "autoApprove", "timeout", "trust", "icon"}  # what other clients read of the same file
 _HTTP = ("http", "streamable-http", "streamableHttp")
@@ -78,8 +78,8 @@ def read(file: str) -> tuple[Server, ...]:
     entries = found.get("mcpServers") if isinstance(found, dict) else None
     if not isinstance(entries, dict):
         raise ConfigError(f'mcp:{file}: must be {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
-    servers = tuple(_server(f"mcp:{file}: server {name}", name, entry) for name, entry in entries.items())
-    servers = tuple(server for server in servers if server is not None)
+    found = [_server(f"mcp:{file}: server {name}", name, entry) for name, entry in entries.items()]
+    servers = tuple(server for server in found if server is not None)
     if not servers:
         raise ConfigError(f"mcp:{file}: names no server that is not disabled")
     return servers
@@ -126,19 +126,6 @@ def _server(where: str, name: str, entry: Any) -> Server | None:
         dict(entry.get("headers") or {}),
         () if "*" in entry.get("tools", ()) else tuple(entry.get("tools", ())),
     )
-
-
-def filled(text: str, where: str) -> str:
-    """`text` with each `${NAME}` replaced. Raises ConfigError where the environment has no such name."""
-
-    def value(found: re.Match[str]) -> str:
-        if found[1] not in os.environ:
-            raise ConfigError(
-                f"{where}: ${{{found[1]}}} is not set; name it in rollout.pass_env and set it for the run"
-            )
-        return os.environ[found[1]]
-
-    return _VARIABLE.sub(value, text)
 
 
 class McpTools:
