@@ -18,6 +18,7 @@ from megarl.config import Config, ConfigError, LoraConfig
 from megarl.controllers.losses import chosen_loss
 from megarl.data.first_rows import check_first_rows
 from megarl.data.mixture import check_files
+from megarl.environments.describing import known_of
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
@@ -27,7 +28,6 @@ from megarl.models.stages import stage_layers
 from megarl.observe.rollout_log import check_replay
 from megarl.parallel.placement import about_role, check_engine_ranks, role_config, role_parallel
 from megarl.rollout import server_args, tool_calls
-from megarl.rollout.tools import load_tools
 from megarl.types.declared import Declared
 
 COLDEST = 0.001
@@ -281,7 +281,10 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> 
     name, kl, samples = declared.name, config.kl, config.rollout.samples_per_prompt
     if not declared.generates:
         return
-    load_tools(config.rollout.tools)
+    known_of(config.rollout)
+    for name in config.rollout.pass_env:
+        if name not in os.environ:
+            warnings.append(f"rollout.pass_env: {name} is not set here, so tools and rewards will not have it")
     chosen_loss(config)
     if declared.compares_samples and samples < 2:
         raise ConfigError(

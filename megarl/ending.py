@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Literal, NoReturn
 
 from megarl.config import ConfigError
-from megarl.rollout.engine_host import die_with_parent
+from megarl.processes.parent import die_with_parent
 
 REQUEUE_EXIT_CODE = 85
 """Exit status of a run that was asked to stop (SIGUSR1, SIGTERM) and saved itself: go on with run.resume=auto."""

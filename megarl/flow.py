@@ -23,6 +23,7 @@ from megarl.controllers.registry import declare, make_controller
 from megarl.data.prompts import PromptLoader
 from megarl.dry_run import validate
 from megarl.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
+from megarl.environments.describing import Known, known_of
 from megarl.items import Items
 from megarl.keeping import Keeping
 from megarl.models.registry import load_hf_config
@@ -36,7 +37,6 @@ from megarl.parallel.placement import placement_of
 from megarl.parallel.roles import with_role
 from megarl.rollout.beforehand import check_enough_prompts
 from megarl.rollout.chat import Chat
-from megarl.rollout.tools import load_tools
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
@@ -223,7 +223,8 @@ class HybridFlow(Items, Keeping):
         """Tokenizer, template and tools, before anything is started."""
         config = self.config
         self.hf_config = load_hf_config(config.model.path)
-        self.chat = Chat.load(config.model.path, load_tools(config.rollout.tools) if self.declared.generates else {})
+        known = known_of(config.rollout) if self.declared.generates else Known()
+        self.chat = Chat.load(config.model.path, known.tools, known.environments)
         self.chat.check_vocabulary(self.hf_config["vocab_size"])
         self.chat.check_tools()
 

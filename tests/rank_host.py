@@ -22,7 +22,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.engine_host import die_with_parent
+from megarl.processes.parent import die_with_parent
 
 warnings.filterwarnings("ignore")
 

@@ -39,8 +39,18 @@ class RolloutConfig:
     too."""
     tools: tuple[str, ...] = ()
     """Tools as `module:name`; a prompt may call those that it lists, or all where it lists none."""
+    environments: tuple[str, ...] = ()
+    """Environments as `module:Class`, or agents, see `environments/README.md`. A prompt's column `environment` names
+    its own; one that names none has the first."""
     tool_timeout: Seconds = 30.0
-    """Seconds that a tool may take before it is killed; the policy then sees the time-out as its observation."""
+    """Seconds that a tool may take before it is killed; the policy then sees the time-out as its observation. An
+    environment's methods, too, unless its class has a `timeout`: then the conversation is aborted."""
+    tool_memory_mb: Annotated[int, Range(0, 100_000_000)] = 4096
+    """MiB of data that each process of tools, environments and reward functions may have, and each that it starts; 0
+    for no limit."""
+    pass_env: tuple[str, ...] = ()
+    """Variables of the environment that tools, environments and reward functions are given; they see PATH, HOME, the
+    language and the like, and no others: no tokens, no keys."""
     tool_call_parser: str = ""
     """SGLang's parser for this model's tool calls; empty for that of the model's family."""
     draft_tokens: Annotated[int, Range(0, 1024)] = 0

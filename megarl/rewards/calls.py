@@ -1,16 +1,12 @@
 """One call of a reward function, whatever it does; and what is served to a process that has them.
 
-    python -m megarl.rewards.nursery ...  forks processes that run `serve`
-
-A frame is four bytes of length and as many of content. An order is the number of the call and that of the function, and
-the rollout, pickled; its answer is JSON, {"number", "reward", "parts", "turns"} or {"number", "failed": why}. The first
-frame says that the functions are there, {"ready": true}, or {"error"}.
+A `Nursery` forks processes that run `serve`. An order is the number of a function, and the rollout, pickled; its answer
+is {"number", "reward", "parts", "turns"} or {"number", "failed": why}.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 import socket
 import struct
@@ -21,6 +17,7 @@ from typing import Any, Literal
 
 from megarl import forks
 from megarl.config import ConfigError
+from megarl.processes.frames import frame, orders, read_order
 from megarl.rewards.functions import RewardError, RewardFunction, load_functions, number_of, reward_of
 from megarl.types import Rollout
 from megarl.types.verdicts import Failed, Reward, Verdict
@@ -28,8 +25,7 @@ from megarl.types.verdicts import Failed, Reward, Verdict
 Kind = Literal["sync", "async"]
 """Of functions: those that a process calls one after the other, and those that it awaits, many at once."""
 
-ORDER = struct.Struct(">qi")
-LENGTH = struct.Struct(">I")
+_FUNCTION = struct.Struct(">i")
 
 
 def late(limit: float) -> str:
@@ -76,21 +72,20 @@ def raised(error: BaseException) -> Failed:
 # --- in a process of its own ----------------------------------------------------------------------------------
 
 
-def serve(wire: socket.socket, kind: Kind, specs: Sequence[str], limit: float) -> None:
-    """Load the functions, and call them until nobody wants that any more."""
+def serve(wire: socket.socket, given: dict[str, Any], order: dict[str, Any]) -> None:
+    """Load the functions, and call them until nobody asks. given: {"specs", "limit"}, order: {"kind"}."""
     try:
-        functions = list(load_functions(specs).values())
+        functions = list(load_functions(given["specs"]).values())
     except ConfigError as error:
-        wire.sendall(_frame({"error": str(error)}))
+        wire.sendall(frame({"error": str(error)}))
         return
-    wire.sendall(_frame({"ready": True}))
-    if kind == "async":
-        asyncio.run(_serve_async(wire, functions, limit))
+    wire.sendall(frame({"ready": True}))
+    if order["kind"] == "async":
+        asyncio.run(_serve_async(wire, functions, given["limit"]))
         return
-    stream = wire.makefile("rb")
-    while header := stream.read(LENGTH.size):
-        number, function, rollout = _order(stream.read(*LENGTH.unpack(header)))
-        wire.sendall(_frame({"number": number, **_said(call(functions[function], rollout))}))
+    for number, content in orders(wire):
+        function, rollout = _order(content)
+        wire.sendall(frame({"number": number, **_said(call(functions[function], rollout))}))
 
 
 async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction], limit: float) -> None:
@@ -100,38 +95,25 @@ async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction],
 
     async def one(number: int, function: int, rollout: Rollout) -> None:
         verdict = await call_async(functions[function], rollout, limit)
-        writer.write(_frame({"number": number, **_said(verdict)}))
+        writer.write(frame({"number": number, **_said(verdict)}))
 
     while True:
         try:
-            order = _order(await read_frame(reader))
+            number, content = await read_order(reader)
         except asyncio.IncompleteReadError:
             return
-        task = asyncio.create_task(one(*order))
+        task = asyncio.create_task(one(number, *_order(content)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises IncompleteReadError where there is no whole one any more."""
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return await reader.readexactly(length)
-
-
-def order_frame(number: int, function: int, rollout: Rollout) -> bytes:
+def order_of(function: int, rollout: Rollout) -> bytes:
     """Raises whatever pickling does."""
-    content = ORDER.pack(number, function) + pickle.dumps(rollout, 5)
-    return LENGTH.pack(len(content)) + content
+    return _FUNCTION.pack(function) + pickle.dumps(rollout, 5)
 
 
-def _order(content: bytes) -> tuple[int, int, Rollout]:
-    number, function = ORDER.unpack_from(content)
-    return number, function, pickle.loads(memoryview(content)[ORDER.size :])
-
-
-def _frame(said: Mapping[str, Any]) -> bytes:
-    content = json.dumps(said).encode()
-    return LENGTH.pack(len(content)) + content
+def _order(content: memoryview) -> tuple[int, Rollout]:
+    return _FUNCTION.unpack_from(content)[0], pickle.loads(content[_FUNCTION.size :])
 
 
 def _said(verdict: Verdict) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl import forks
 from megarl.config import ConfigError
-from megarl.rewards.calls import Kind, actions_of, late, verdict_of
+from megarl.processes.limits import NO_LIMITS, Limits
+from megarl.processes.process import Gone, Nursery, Process
+from megarl.rewards.calls import Kind, actions_of, late, order_of, verdict_of
 from megarl.rewards.functions import RewardFunction, is_async
-from megarl.rewards.processes import Gone, Nursery, Process
 from megarl.types import Rollout
 from megarl.types.verdicts import Failed, Verdict
 
@@ -50,9 +52,9 @@ class _Place:
         async with self._making:
             if self._process is None or not self._process.alive:
                 try:
-                    self._process = await self._nursery.process(self._kind)
+                    self._process = await self._nursery.process({"kind": self._kind})
                 except Gone:  # once more, for the nursery itself may have been lost
-                    self._process = await self._nursery.process(self._kind)
+                    self._process = await self._nursery.process({"kind": self._kind})
             return self._process
 
 
@@ -62,17 +64,24 @@ class Pool:
     functions: by name, of the modules `specs`, in the same order. limit: seconds of a call. size: processes, each made
     when it is first needed; functions and coroutine functions are called in different ones, of which there is one of
     each at least, and one more for what a process of many calls has died of. log: a file for what functions print.
+    limits: of the processes, which have nothing else of this one's environment.
     """
 
     def __init__(
-        self, functions: Mapping[str, RewardFunction], specs: Sequence[str], limit: float, size: int, log: Path
+        self,
+        functions: Mapping[str, RewardFunction],
+        specs: Sequence[str],
+        limit: float,
+        size: int,
+        log: Path,
+        limits: Limits = NO_LIMITS,
     ) -> None:
         self._names, self._limit = list(functions), limit
         self._kinds: list[Kind] = ["async" if is_async(function) else "sync" for function in functions.values()]
         present = sorted(set(self._kinds))
         self._sizes = {kind: max(1, (size + place) // len(present)) for place, kind in enumerate(present)}
         self._log = log
-        self._nursery = Nursery(specs, limit, log)
+        self._nursery = Nursery("megarl.rewards.calls:serve", {"specs": list(specs), "limit": limit}, log, limits)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._starting, self._closed = threading.Lock(), False
@@ -154,11 +163,15 @@ class Pool:
         """None where a process has ended that had other calls, too, any of which may have done it."""
         limit = self._limit if self._kinds[call.function] == "sync" else self._limit + GRACE_S
         try:
+            order = order_of(call.function, call.rollout)
+        except Exception as error:  # of pickling what a data set or a tool has put into it
+            return Failed(f"the conversation cannot be sent to its process: {forks.worded(error)}")
+        try:
             process = await place.process()
         except Gone as error:
             return Failed(str(error))
         try:
-            said = await process.ask(call.function, call.rollout, limit)
+            said = await process.ask(order, limit)
             return verdict_of(said, actions_of(call.rollout))
         except TimeoutError:
             process.end()

@@ -12,14 +12,16 @@ statement. Either way that token is the policy's own, the last of its turn, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
 from megarl.data.text import encodable
-from megarl.rollout.tools import Tool
+from megarl.environments.describing import Known
+from megarl.environments.protocol import Described
+from megarl.environments.tools import Tool
 from megarl.types import Ids, Message, Prompt, ids_of
 
 _POLICY_TURN = "POLICYTURN"  # stands for what the policy wrote; any word that no template adds or changes
@@ -29,18 +31,31 @@ _MARKS = "<>[]|{}｜"  # an added token with one of these is taken for a control
 
 
 class Chat:
-    """tokenizer: of transformers, with a chat template. tools: by name, as `tools.load_tools` gives them. eos: further
-    tokens that end a turn, besides those that the template puts there and the tokenizer's own."""
+    """tokenizer: of transformers, with a chat template. tools, environments: by name, as `describing.known_of` gives
+    them. eos: further tokens that end a turn, besides those that the template puts there and the tokenizer's own."""
 
-    def __init__(self, tokenizer: Any, tools: dict[str, Tool] | None = None, eos: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Mapping[str, Tool] | None = None,
+        eos: Sequence[int] = (),
+        environments: Mapping[str, Described] | None = None,
+    ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError("the tokenizer of model.path has no chat template")
         self.tokenizer = tokenizer
-        self.tools = tools or {}
+        self.known = Known(tools or {}, environments or {})
+        self.tools = self.known.every
+        """All tools that are known before a conversation begins, by name."""
         self.eos = tuple(eos)
 
     @classmethod
-    def load(cls, folder: str, tools: dict[str, Tool] | None = None) -> Chat:
+    def load(
+        cls,
+        folder: str,
+        tools: Mapping[str, Tool] | None = None,
+        environments: Mapping[str, Described] | None = None,
+    ) -> Chat:
         """With the tokenizer of an HF folder and the end tokens of its generation_config.json. Raises ConfigError where
         it has no tokenizer or no chat template."""
         from transformers import AutoTokenizer
@@ -50,7 +65,7 @@ class Chat:
         except Exception as error:  # whatever the readers of a broken file raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"model.path: no tokenizer in {folder}: {reason[:500]}") from None
-        return cls(tokenizer, tools, _generation_eos(Path(folder, "generation_config.json")))
+        return cls(tokenizer, tools, _generation_eos(Path(folder, "generation_config.json")), environments)
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ConfigError where the tokenizer has ids that a model of `size` words does not know."""
@@ -69,20 +84,20 @@ class Chat:
         """Raise ConfigError where the template cannot hold a conversation with calls of the tools: it must write a call
         and go on behind its end exactly as it writes the whole. What writes a call is `calls`."""
         if self.tools:
-            self.render(Prompt("", ({"role": "user", "content": "x"},)))
+            user: Message = {"role": "user", "content": "x"}
+            self._text([user], [tool.schema for tool in self.tools.values()], generate=True)
         for name in self.tools:
             self.calls(name)
 
     def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
-        """Schemas of the tools that this prompt allows. Raises ConfigError for one that is not in rollout.tools."""
-        for name in prompt.tools:
-            if name not in self.tools:
-                raise ConfigError(f"prompt {prompt.id} asks for the tool {name}, which rollout.tools does not load")
-        return [self.tools[name].schema for name in prompt.tools or self.tools]
+        """Schemas of the tools that this prompt allows. Raises ConfigError as `Known` does."""
+        return self.known.schemas(prompt)
 
-    def render(self, prompt: Prompt) -> list[int]:
-        """Ids of the prompt's messages, its tools and the head of the policy's first turn."""
-        return self._ids(self._text(prompt.messages, self.schemas(prompt), generate=True))
+    def render(self, prompt: Prompt, schemas: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Ids of the prompt's messages, its tools and the head of the policy's first turn. schemas: of the tools, where
+        they are not those that are known of the prompt."""
+        own = self.schemas(prompt) if schemas is None else schemas
+        return self._ids(self._text(prompt.messages, own, generate=True))
 
     def text(self, ids: Ids | Sequence[int]) -> str:
         """What ids say, control tokens included."""

@@ -1,4 +1,4 @@
-"""Rollouts by an engine: its client, its tools' processes, and a look at whether it lives."""
+"""Rollouts by an engine: its client, the processes of tools and environments, and a look at whether it lives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from megarl.config import OnPush, RolloutConfig
+from megarl.environments.sessions import Sessions
 from megarl.models.routing import RoutingShape
+from megarl.processes.limits import Limits
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
 from megarl.rollout.engine import Engine
@@ -19,7 +21,6 @@ from megarl.rollout.queue import Tickets
 from megarl.rollout.room import AHEAD
 from megarl.rollout.stream import AtWork, Stream
 from megarl.rollout.tool_calls import parser
-from megarl.rollout.tools import ToolPool
 from megarl.types import Prompt, Rollout
 
 T = TypeVar("T")
@@ -41,8 +42,8 @@ async def _watched(work: Coroutine[Any, Any, T], look: Callable[[], None]) -> T:
 
 
 class Conversations:
-    """Rollouts by one engine, in a thread of their own; its tools' processes are kept from one call to the next, until
-    `close`.
+    """Rollouts by one engine, in a thread of their own; those of its tools and environments are kept from one call
+    to the next, until `close`.
 
     routing: of the engine's record of it, where the rollouts are to carry one. ended: as of `Surroundings`.
     """
@@ -59,7 +60,7 @@ class Conversations:
         self._ended = ended
         self._loop = asyncio.new_event_loop()  # the processes belong to one
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
-        self._tools: ToolPool | None = None
+        self._sessions: Sessions | None = None
         self._stream: Stream | None = None
         self._client: Client | None = None
         self._goes_on: asyncio.Task[None] | None = None
@@ -190,11 +191,12 @@ class Conversations:
 
     def _around(self, client: Client) -> Surroundings:
         engine, chat, config = self._engine, self._chat, self._config
-        if self._tools is None:
+        if self._sessions is None:
             log = engine.log.with_name(f"tools_{engine.index}.log")
-            self._tools = ToolPool(chat.tools, config.tool_timeout, AHEAD * config.concurrency, log)
+            limits = Limits(config.pass_env, config.tool_memory_mb)
+            self._sessions = Sessions(chat.known, config.tool_timeout, AHEAD * config.concurrency, log, limits)
         parse = parser(client, engine.tool_call_parser, engine.tool_call_marker)
-        return Surroundings(chat, self._tools, parse, config, ended=self._ended)
+        return Surroundings(chat, self._sessions, parse, config, ended=self._ended)
 
     async def _let_go(self, gathered: Gathered) -> Gathered:
         """See to it that the engine does not work on what was aborted. It lets go of everything: a stream goes on
@@ -222,7 +224,7 @@ class Conversations:
         return asyncio.run_coroutine_threadsafe(named(), self._loop)
 
     def close(self) -> None:
-        """End what is under way, and the tools' processes; safe to call twice."""
+        """End what is under way, and the processes; safe to call twice."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -238,6 +240,6 @@ class Conversations:
         client, self._client, self._stream = self._client, None, None
         if client is not None:
             await client.__aexit__(None, None, None)
-        tools, self._tools = self._tools, None
-        if tools is not None:
-            await tools.aclose()
+        sessions, self._sessions = self._sessions, None
+        if sessions is not None:
+            await sessions.aclose()

@@ -23,7 +23,6 @@ ended, its exit status as a line.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import hashlib
 import json
@@ -40,23 +39,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+from megarl.processes.parent import die_with_parent, inherit_orphans
+
 _LOOK_S = 0.5
-
-
-def die_with_parent(parent: int, of: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent dies, or the parent's thread that started it.
-
-    parent: its pid; if it is already gone, this process exits at once.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, of, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _inherit_orphans() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _children() -> list[int]:
@@ -141,7 +126,7 @@ class EngineHost:
 
     def run(self) -> None:
         """Serve until SIGTERM."""
-        _inherit_orphans()
+        inherit_orphans()
         if self._preload:
             self._import()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until here there was nothing to end but this
@@ -202,7 +187,7 @@ class EngineHost:
         if self._failed:
             connection.sendall(b"1\n")
             return
-        _inherit_orphans()
+        inherit_orphans()
         scratch = self._folder / str(os.getpid())
         scratch.mkdir(mode=0o700)
         os.environ.update(order["environment"], TMPDIR=str(scratch))

@@ -86,7 +86,7 @@ async def gather_rollouts(
             old = [one.oldest is not None and version - one.oldest > around.config.max_lag for one in group]
             anew += sum(old)
             pairs = zip(group, old, strict=True)
-            return 0, tuple(Partial.begin(one.prompt, one.seed) if is_old else one for one, is_old in pairs)
+            return 0, tuple(one.anew() if is_old else one for one, is_old in pairs)
         number = await asyncio.to_thread(tickets.take)
         if number is None:
             return None

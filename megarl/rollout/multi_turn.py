@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from megarl.config import RolloutConfig
+from megarl.config import ConfigError, RolloutConfig
+from megarl.environments.protocol import SessionLost
+from megarl.environments.sessions import Session, Sessions
 from megarl.rollout.chat import Chat, call_id
 from megarl.rollout.client import Policy, RequestFailed
 from megarl.rollout.partial import Partial, joined
 from megarl.rollout.tool_calls import Parse, Reply
-from megarl.rollout.tools import ToolPool, ToolResult
-from megarl.types import Message, Rollout, Status, Turn, ids_of
+from megarl.types import Message, Rollout, Status, Turn, Verdict, ids_of
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ class Surroundings:
     """
 
     chat: Chat
-    tools: ToolPool
+    sessions: Sessions
     parse: Parse
     config: RolloutConfig
     halt: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,23 +54,30 @@ async def run_conversation(
     however often it was stopped. Status: `stop` when the policy ended a turn without a call, or with an end token that
     leaves no room for an answer; `length` when a turn or the context was full; `max_turns`; `aborted` when the engine
     cut it off, a request of it failed, or it was not done by `deadline`, in the event loop's time: then `failure` says
-    which, and the turns are those it had.
+    which, and the turns are those it had. So it is when its environment can go on no more.
 
-    One that is stopped keeps every token that the policy has chosen. Of a turn whose tools were at work the calls are
-    made anew.
+    One that is stopped keeps every token that the policy has chosen, and its session: of a turn whose tools were at
+    work no call is made a second time. One with an environment that has none, out of a checkpoint, is begun anew.
     """
     talk = _Talk(begun, policy, around, params)
+    failure = ""
     try:
         async with asyncio.timeout_at(deadline):
             status = await talk.go_on()
-        return replace(talk.now, status=status)
+            now = replace(talk.now, status=status)
+            if status != "aborted":
+                now = replace(now, verdict=await talk.reward())
+        return talk.ended(now)
     except Halted:
         return talk.now
     except TimeoutError:
         failure = "it was not done within rollout.step_timeout"
-    except RequestFailed as error:
+    except (RequestFailed, SessionLost) as error:
         failure = str(error)
-    return replace(talk.now, status="aborted", failure=failure)
+    except BaseException:
+        talk.ended(talk.now)
+        raise
+    return talk.ended(replace(talk.now, status="aborted", failure=failure))
 
 
 class _Talk:
@@ -78,14 +86,55 @@ class _Talk:
     def __init__(self, begun: Partial, policy: Policy, around: Surroundings, params: dict[str, Any]) -> None:
         self.now = begun
         self._policy, self._around, self._params = policy, around, params
-        self._schemas = around.chat.schemas(begun.prompt)
+
+    @property
+    def _session(self) -> Session:
+        assert self.now.session is not None
+        return self.now.session
 
     async def go_on(self) -> Status:
+        if self.now.session is None:
+            await self._begin()
         while True:
             status = None if self.now.whole else await self._write()
             status = status or await self._answer()
             if status is not None:
                 return status
+
+    async def _begin(self) -> None:
+        """Have a session. The prompt is rendered again where it is another one then, or its tools are."""
+        chat, config = self._around.chat, self._around.config
+        now = self.now if chat.known.of(self.now.prompt) is None else self.now.anew()
+        task = now.prompt
+        session = await self._around.sessions.begin(task)
+        self.now = replace(now, session=session)
+        if session.messages == task.messages and session.schemas == chat.schemas(task):
+            return
+        prompt = replace(task, messages=session.messages)
+        try:
+            prompt = replace(prompt, token_ids=ids_of(chat.render(prompt, session.schemas)))
+        except ConfigError as error:
+            raise SessionLost(str(error)) from None
+        if (length := len(prompt.token_ids)) >= config.max_context:
+            raise SessionLost(
+                f"the prompt has {length} tokens after reset, which leaves no room in "
+                f"rollout.max_context={config.max_context}"
+            )
+        self.now = replace(Partial.begin(prompt, now.seed), task=task, session=session)
+
+    async def reward(self) -> Verdict | None:
+        """What its environment says, now that it is over."""
+        now = self.now
+        said = [message for message in now.messages if message["role"] == "assistant"]
+        answer = str(said[-1].get("content") or "") if said else ""
+        turns = [self._around.chat.text(turn.token_ids) for turn in now.turns if turn.is_action]
+        return await self._session.reward(answer, now.messages, turns)
+
+    def ended(self, now: Partial) -> Partial:
+        """Without its session, which is given back."""
+        if now.session is not None:
+            now.session.end()
+        return replace(now, session=None)
 
     async def _write(self) -> Status | None:
         """The policy's turn, or the rest of it. None where it ended with what may be a call.
@@ -136,10 +185,10 @@ class _Talk:
 
     async def _answer(self) -> Status | None:
         """What the tools say to the policy's turn; None where it is the policy's turn again."""
-        around, now = self._around, self.now
+        around, now, schemas = self._around, self.now, self._session.schemas
         chat, config = around.chat, around.config
-        reply = await self._unless_halted(around.parse(self._said(), self._schemas))
-        allowed = {schema["function"]["name"] for schema in self._schemas}
+        reply = await self._unless_halted(around.parse(self._said(), schemas))
+        allowed = {schema["function"]["name"] for schema in schemas}
         names = [call.name if call.name in allowed else "error" for call in reply.calls]
         ids = [call_id(name, number) for number, name in enumerate([*names, "error"], now.tool_calls)]
         said = _assistant(reply, ids)
@@ -149,14 +198,21 @@ class _Talk:
         if now.taken == config.max_turns:
             self._say(said)
             return "max_turns"
-        calls = asyncio.gather(*(_run(around.tools, allowed, call) for call in reply.calls))
-        results = await self._unless_halted(calls)
+        numbers = range(now.tool_calls, now.tool_calls + len(reply.calls))
+        results = await self._unless_halted(
+            asyncio.gather(
+                *(
+                    self._session.call(number, call.name, call.arguments)
+                    for number, call in zip(numbers, reply.calls, strict=True)
+                )
+            )
+        )
         texts = [*(result.text for result in results), *([f"Error: {reply.error}"] if reply.error else ())]
         answers: list[Message] = [  # what the policy calls a tool that does not exist reaches no template
             {"role": "tool", "name": name, "tool_call_id": own, "content": text}
             for name, own, text in zip([*names, "error"], ids, texts, strict=False)
         ]
-        observed = chat.observation(answers, self._schemas)
+        observed = chat.observation(answers, schemas)
         failed = sum(not result.ok for result in results) + bool(reply.error)
         now = replace(now, tool_calls=now.tool_calls + len(results), tool_errors=now.tool_errors + failed)
         self.now = now
@@ -181,12 +237,6 @@ class _Talk:
             if not working.done():
                 working.cancel()
                 await asyncio.gather(working, return_exceptions=True)
-
-
-async def _run(tools: ToolPool, allowed: set[str], call: Any) -> ToolResult:
-    if call.name not in allowed:
-        return ToolResult(f"Error: there is no tool {call.name!r}; there are: {', '.join(sorted(allowed))}", False)
-    return await tools.call(call.name, call.arguments)
 
 
 def _assistant(reply: Reply, ids: Sequence[str]) -> Message:

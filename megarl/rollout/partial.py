@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from megarl.config import ConfigError
-from megarl.types import Ids, Message, Prompt, Rollout, Status, Support, Turn
+from megarl.environments.sessions import Session
+from megarl.types import Failed, Ids, Message, Prompt, Reward, Rollout, Status, Support, Turn, Verdict
 
 Put = Callable[[npt.NDArray[Any]], int]
 """Keeps an array; what it is found again by."""
@@ -26,7 +27,9 @@ class Partial:
 
     routing, support: as of a `Rollout`, in parts. written: tokens of the policy's turn, which is the last one then; 0
     where it is to begin its turn. whole: that turn is over, and its calls were not answered. taken: the policy's turns
-    that are over. status: of a conversation that has ended, None of all others.
+    that are over. status: of a conversation that has ended, None of all others. task: the prompt as the data set has
+    it, where an environment has made another of it. session: its tools and environment, where it has been begun here; a
+    record is without.
     """
 
     prompt: Prompt
@@ -44,11 +47,20 @@ class Partial:
     accepted: int = 0
     status: Status | None = None
     failure: str = ""
+    verdict: Verdict | None = None
+    task: Prompt | None = None
+    session: Session | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def begin(prompt: Prompt, seed: int) -> Partial:
         """A conversation of which there is only the prompt, rendered (`token_ids`)."""
         return Partial(prompt, seed, (Turn(prompt.token_ids),), prompt.messages)
+
+    def anew(self) -> Partial:
+        """The same from its beginning; what it had is given back."""
+        if self.session is not None:
+            self.session.end()
+        return Partial.begin(self.task or self.prompt, self.seed)
 
     @property
     def token_ids(self) -> Ids:
@@ -94,6 +106,7 @@ class Partial:
             drafted=self.drafted,
             accepted=self.accepted,
             failure=self.failure,
+            verdict=self.verdict,
         )
 
 
@@ -115,9 +128,14 @@ def joined(turn: Turn, more: Turn) -> Turn:
 def to_record(partial: Partial, put: Put) -> dict[str, Any]:
     """As plain values that JSON can hold (`observe.exact_json` where a prompt's own may be odd), for a checkpoint; its
     arrays, which routing makes large, go through `put`."""
-    record = {item.name: getattr(partial, item.name) for item in dataclasses.fields(Partial)}
-    record["prompt"] = {item.name: getattr(partial.prompt, item.name) for item in dataclasses.fields(Prompt)}
-    record["prompt"]["token_ids"] = put(partial.prompt.token_ids)
+    record = {item.name: getattr(partial, item.name) for item in dataclasses.fields(Partial) if item.name != "session"}
+    record["prompt"] = _of_prompt(partial.prompt, put)
+    record["task"] = None if partial.task is None else _of_prompt(partial.task, put)
+    if isinstance(partial.verdict, Failed):
+        record["verdict"] = {"why": partial.verdict.why}
+    elif partial.verdict is not None:
+        said = partial.verdict
+        record["verdict"] = {"reward": said.reward, "parts": dict(said.parts), "turns": list(said.turns)}
     record["turns"] = [
         {
             "token_ids": put(turn.token_ids),
@@ -137,12 +155,12 @@ def from_record(record: dict[str, Any], get: Get) -> Partial:
     """The conversation that a record was made of. Raises ConfigError where it is no such record."""
     try:
         fields = dict(record)
-        prompt = dict(fields["prompt"])
-        prompt |= {name: tuple(prompt[name]) for name in ("messages", "tools")}
-        prompt["token_ids"] = get(prompt["token_ids"])
         if fields["status"] not in (None, *get_args(Status)):
             raise ValueError(f"a rollout does not end as {fields['status']!r}")
-        fields["prompt"] = Prompt(**prompt)
+        fields["prompt"] = _prompt(fields["prompt"], get)
+        fields["task"] = None if fields.get("task") is None else _prompt(fields["task"], get)
+        if (said := fields.get("verdict")) is not None:
+            fields["verdict"] = Failed(str(said["why"])) if "why" in said else Reward(**said)
         fields["messages"] = tuple(fields["messages"])
         fields["turns"] = tuple(
             Turn(
@@ -161,3 +179,13 @@ def from_record(record: dict[str, Any], get: Get) -> Partial:
         return Partial(**fields)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"not a recorded conversation: {error!r}") from None
+
+
+def _of_prompt(prompt: Prompt, put: Put) -> dict[str, Any]:
+    record = {item.name: getattr(prompt, item.name) for item in dataclasses.fields(Prompt)}
+    return {**record, "token_ids": put(prompt.token_ids)}
+
+
+def _prompt(record: dict[str, Any], get: Get) -> Prompt:
+    lists = {name: tuple(record[name]) for name in ("messages", "tools")}
+    return Prompt(**{**record, **lists, "token_ids": get(record["token_ids"])})

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError
+from megarl.environments.describing import ENVIRONMENTS, known_of
 from megarl.parallel import everyone
 from megarl.parallel.placement import engine_ranks
 from megarl.parallel.ranks import patient, together
+from megarl.processes.limits import Limits
 from megarl.rewards.ahead import Ahead
 from megarl.rewards.deadline import GRACE_S
 from megarl.rewards.functions import checked, load_functions
@@ -27,11 +29,12 @@ from megarl.rewards.fusion import checked_weights, fused, unfused
 from megarl.rewards.in_process import score
 from megarl.rewards.pool import Pool, Verdicts
 from megarl.rewards.unscored import check_unscored
-from megarl.types import Rollout, Rollouts
-from megarl.types.verdicts import Verdict
+from megarl.types import Reward, Rollout, Rollouts, Verdict
 from megarl.workers.context import Context, Worker
 
 _A_DAY_S = 86400.0
+ENVIRONMENT = "environment"
+"""The part of a reward that the environment itself gives."""
 _MOST = 64
 """Processes of a machine, where `reward.processes` does not say how many."""
 
@@ -56,20 +59,17 @@ class RewardWorker(Worker):
             self.functions = load_functions(config.functions)
         self._post = everyone.post()
         self._here = min(self.job.world, self.config.parallel.ranks_per_node)
-        if not self.functions and not self.judges:
-            raise ConfigError(
-                "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass reward_fn"
-            )
-        if self.judges in self.functions:
-            raise ConfigError(f"a reward function may not be called {self.judges!r}, which is another part; rename it")
+        self._environments = [one for one in known_of(self.config.rollout).environments.values() if one.rewards]
+        self._check_parts()
         self.weights = checked_weights(config.weights, self.parts)
         self._in_time = 1.0
         self._pool: Pool | None = None
         if self.functions and reward_fn is None:
             log = context.run_dir / "logs" / f"rewards_{self.job.rank}.log"
+            limits = Limits(self.config.rollout.pass_env, self.config.rollout.tool_memory_mb)
             homes = self._homes()
             size = max(1, self._processes() // max(1, sum(home // self._here == self._machine for home in homes)))
-            self._pool = Pool(self.functions, config.functions, config.timeout, size, log)
+            self._pool = Pool(self.functions, config.functions, config.timeout, size, log, limits)
             self._ahead = Ahead(self._pool.begin)
             if self.job.rank in homes:
                 self._pool.start()
@@ -78,7 +78,27 @@ class RewardWorker(Worker):
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts of a reward, each of which may have a weight."""
-        return (*self.functions, *((self.judges,) if self.judges else ()))
+        own = (ENVIRONMENT,) if self._environments else ()
+        return (*self.functions, *own, *((self.judges,) if self.judges else ()))
+
+    def _check_parts(self) -> None:
+        """Raise ConfigError where nothing, or nobody, says what some rollouts are worth."""
+        for name in (self.judges, ENVIRONMENT if self._environments else ""):
+            if name in self.functions:
+                raise ConfigError(f"a reward function may not be called {name!r}, which is another part; rename it")
+        if self.functions or self.judges:
+            return
+        if not self._environments:
+            raise ConfigError(
+                "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass "
+                f"reward_fn, or name an environment with a `reward` in {ENVIRONMENTS}"
+            )
+        for one in known_of(self.config.rollout).environments.values():
+            if not one.rewards:
+                raise ConfigError(
+                    f"{ENVIRONMENTS}: {one.spec} has no `reward`, and there are no reward.functions: nobody says what "
+                    "its conversations are worth; give it one, or set the latter"
+                )
 
     def ready(self) -> None:
         """Raises ConfigError where the functions cannot be had in the pool's processes."""
@@ -98,6 +118,8 @@ class RewardWorker(Worker):
                 found = [dict(verdicts) for verdicts in self._by_pool(whole)]
             elif self.functions:
                 found = self._in_process(whole)
+            for verdicts, rollout in zip(found, whole.here, strict=True):
+                verdicts |= self._by_environment(rollout)
             if self.judges and len(whole):
                 together(lambda: None)  # who judges has a patience of its own, which begins when all are there
                 for verdicts, verdict in zip(found, self.judged(whole), strict=True):
@@ -111,6 +133,14 @@ class RewardWorker(Worker):
             )
         check_unscored(scored, self.config.reward)
         return scored
+
+    def _by_environment(self, rollout: Rollout) -> dict[str, Verdict]:
+        """What came with it; of a recorded one the figure that it had."""
+        if rollout.verdict is not None:
+            return {ENVIRONMENT: rollout.verdict}
+        if self.config.rollout.replay and ENVIRONMENT in rollout.reward_parts:
+            return {ENVIRONMENT: Reward(rollout.reward_parts[ENVIRONMENT])}
+        return {}
 
     def judged(self, whole: Rollouts) -> Sequence[Verdict]:
         """What the backend says of each of those that are here, of rollouts none of which was aborted; collective."""

@@ -40,8 +40,7 @@ def programs() -> set[str]:
 
 INNER = (
     "-m megarl.rollout.engine_host",
-    "-m megarl.rollout.tool_process",
-    "-m megarl.rewards.nursery",
+    "-m megarl.processes.nursery",
 )  # not for people
 
 

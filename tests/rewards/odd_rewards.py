@@ -112,5 +112,5 @@ def breaks_elsewhere(rollout: Rollout) -> float:
     return 1.0
 
 
-if os.environ.get("REWARDS_BREAK") and "megarl.rewards.nursery" in " ".join(sys.orig_argv):
+if os.environ.get("REWARDS_BREAK") and "megarl.processes.nursery" in " ".join(sys.orig_argv):
     raise RuntimeError("no licence in another process")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
+from megarl.processes.limits import NO_LIMITS, Limits
 from megarl.rewards.functions import load_functions
 from megarl.rewards.pool import Pool
 from megarl.types import Prompt, Rollout, Turn
@@ -28,9 +29,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     monkeypatch.syspath_prepend(HERE)
     pools = []
 
-    def make(*names: str, limit: float = 60.0, size: int = 1) -> Pool:
+    def make(*names: str, limit: float = 60.0, size: int = 1, limits: Limits = NO_LIMITS) -> Pool:
         specs = [f"odd_rewards:{name}" for name in names]
-        pools.append(Pool(load_functions(specs), specs, limit, size, tmp_path / "logs/rewards_0.log"))
+        pools.append(Pool(load_functions(specs), specs, limit, size, tmp_path / "logs/rewards_0.log", limits))
         return pools[-1]
 
     yield make
@@ -81,7 +82,7 @@ def test_what_a_function_may_do(made: Made, tmp_path: Path) -> None:
     ]
     assert isinstance(said[4], Failed) and "3 `turns` for 2 turns of the policy's" in said[4].why
     assert said[5] == Reward(1.0)
-    assert "said by a function" in (tmp_path / "logs/rewards_0.log").read_text()
+    assert eventually(lambda: "said by a function" in (tmp_path / "logs/rewards_0.log").read_text())
 
 
 def test_a_process_is_kept_until_it_dies_and_all_are_used(made: Made) -> None:
@@ -187,7 +188,7 @@ def test_a_nursery_that_is_lost_is_replaced(made: Made) -> None:
 def test_functions_that_another_process_cannot_have(
     made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pool = made("odd")
+    pool = made("odd", limits=Limits(pass_env=("REWARDS_BREAK",)))
     monkeypatch.setenv("REWARDS_BREAK", "1")
     pool.start()
     complaint = "another process could not load it: reward.functions: cannot import odd_rewards .*no licence"

@@ -1,4 +1,4 @@
-"""The rank's side of the processes that reward functions run in; for one event loop. Nothing here waits for ever."""
+"""The rank's side of processes that run somebody else's code; for one event loop. Nothing here waits for ever."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl import forks
-from megarl.rewards.calls import Kind, order_frame, read_frame
-from megarl.types import Rollout
+from megarl.processes.frames import MOST, order_frame, read_frame
+from megarl.processes.limits import Limits, clean_environment
 
 LOAD_LIMIT_S = 120.0
-"""How long the functions' modules may take to be imported."""
+"""How long the user's modules may take to be imported."""
 _END_LIMIT_S = 8.0
 _WORDS_LIMIT_S = 2.0
 """How long it may take to hear how a process has ended that is gone."""
 
 
 class Gone(OSError):
-    """A process could not be had, or has ended; in words that can follow the name of a function."""
+    """A process could not be had, or has ended; in words that can follow the name of a function. loading: what it was
+    loading, where it has said so."""
+
+    def __init__(self, words: str, loading: str = "") -> None:
+        super().__init__(words)
+        self.loading = loading
 
 
 class _Ended(Exception):
@@ -36,19 +40,21 @@ class _Ended(Exception):
 class Nursery:
     """Where processes come from, see `nursery.py`; started when the first is asked for, and again where it was lost.
 
-    log: a file for what functions print.
+    serve: `module:name` of what is called in each, as `serve(wire, given, order)`. given: the same for all, as JSON has
+    it. log: a file for what they print.
     """
 
-    def __init__(self, specs: Sequence[str], limit: float, log: Path) -> None:
-        self._specs, self._limit, self._log = specs, limit, log
+    def __init__(self, serve: str, given: Mapping[str, Any], log: Path, limits: Limits) -> None:
+        self._arguments = [serve, json.dumps({**given, "memory_mb": limits.memory_mb})]
+        self._log, self._limits = log, limits
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._listening: asyncio.Task[None] | None = None
         self._ended: dict[int, asyncio.Future[int]] = {}
         self._count = 0
 
-    async def process(self, kind: Kind) -> Process:
-        """A new one, which has the functions. Raises Gone where there is none to be had."""
+    async def process(self, order: Mapping[str, Any]) -> Process:
+        """A new one, which has loaded what its order says. Raises Gone where there is none to be had."""
         self._count += 1
         number, end = self._count, asyncio.get_running_loop().create_future()
         try:
@@ -56,25 +62,14 @@ class Nursery:
             with theirs:
                 orders = self._start()
                 self._ended[number] = end
-                socket.send_fds(orders, [json.dumps({"number": number, "kind": kind}).encode()], [theirs.fileno()])
+                said = json.dumps({"number": number, "order": order}).encode()
+                socket.send_fds(orders, [said], [theirs.fileno()])
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
         except OSError as error:
             raise Gone(f"no process could be started for it: {error}") from None
         process = Process(reader, writer, end)
-        try:
-            async with asyncio.timeout(LOAD_LIMIT_S):
-                said = json.loads(await read_frame(reader))
-        except TimeoutError:
-            process.end()
-            raise Gone(f"its module was not loaded in another process after {LOAD_LIMIT_S:g} s") from None
-        except (asyncio.IncompleteReadError, OSError, ValueError):
-            process.end()
-            raise Gone(f"loading its module in another process, {await process.how()}") from None
-        if "ready" not in said:
-            process.end()
-            raise Gone(f"another process could not load it: {said.get('error')}")
-        process.listen()
+        await process.load()
         return process
 
     def _start(self) -> socket.socket:
@@ -83,18 +78,17 @@ class Nursery:
             return self._socket
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "megarl.rewards.nursery", str(theirs.fileno()), str(os.getpid())]
-        threads = {"OMP_NUM_THREADS": "1"}  # there is a process for each core, or as many
+        command = [sys.executable, "-m", "megarl.processes.nursery", str(theirs.fileno()), str(os.getpid())]
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, str(self._limit), *self._specs],
+                [*command, *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the rank
-                env={**threads, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=clean_environment(self._limits.pass_env),
             )
         ours.setblocking(False)
         self._socket, self._listening = ours, asyncio.create_task(self._listen(ours))
@@ -125,7 +119,12 @@ class Nursery:
 
 
 class Process:
-    """Calls functions; calls that it has been given at the same time come back in any order. Made by a `Nursery`."""
+    """Answers orders; those that it has been given at the same time come back in any order. Made by a `Nursery`.
+
+    said: what it said when it was ready.
+    """
+
+    said: Any = None
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: asyncio.Future[int]) -> None:
         self._reader, self._writer, self._status = reader, writer, status
@@ -134,26 +133,45 @@ class Process:
         self._listening: asyncio.Task[None] | None = None
         self._gone = False
 
-    def listen(self) -> None:
+    async def load(self) -> None:
+        """Wait until it is ready. Raises Gone where it does not come to that."""
+        said: dict[str, Any] = {"loading": ""}
+        loading = ""
+        try:
+            async with asyncio.timeout(LOAD_LIMIT_S):
+                while "loading" in said:
+                    loading = str(said["loading"])
+                    said = dict(json.loads(await read_frame(self._reader, MOST)))
+        except TimeoutError:
+            self.end()
+            late = f"was not loaded in another process after {LOAD_LIMIT_S:g} s"
+            raise Gone(f"{loading or 'its module'} {late}", loading) from None
+        except (asyncio.IncompleteReadError, OSError, ValueError, TypeError):
+            self.end()
+            what = f"loading {loading or 'its module'} in another process"
+            raise Gone(f"{what}, {await self.how()}", loading) from None
+        except BaseException:
+            self.end()
+            raise
+        if "ready" not in said:
+            self.end()
+            raise Gone(f"another process could not load it: {said.get('error')}")
+        self.said = said["ready"]
         self._listening = asyncio.create_task(self._listen())
 
     @property
     def alive(self) -> bool:
         return not self._gone
 
-    async def ask(self, function: int, rollout: Rollout, limit: float) -> dict[str, Any]:
-        """What is answered to a call. Raises Gone where the process has ended meanwhile, TimeoutError where there is no
-        answer in time: then it is still at it, and is to be ended."""
+    async def ask(self, order: bytes, limit: float) -> dict[str, Any]:
+        """What is answered to an order. Raises Gone where the process has ended meanwhile, TimeoutError where there is
+        no answer in time: then it is still at it, and is to be ended."""
         if self._gone:
             raise Gone(await self.how())
         self._count += 1
         number = self._count
-        try:
-            frame = order_frame(number, function, rollout)
-        except Exception as error:  # of pickling what a data set or a tool has put into it
-            return {"failed": f"the conversation cannot be sent to its process: {forks.worded(error)}"}
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(frame)
+        self._writer.write(order_frame(number, order))
         try:
             async with asyncio.timeout(limit):
                 return dict(await answer)
@@ -177,7 +195,7 @@ class Process:
     async def _listen(self) -> None:
         try:
             while True:
-                said = json.loads(await read_frame(self._reader))
+                said = json.loads(await read_frame(self._reader, MOST))
                 if (answer := self._asked.get(said["number"])) is not None and not answer.done():
                     answer.set_result(said)
         except (asyncio.IncompleteReadError, OSError, ValueError, LookupError, TypeError):

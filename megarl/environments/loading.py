@@ -1,0 +1,186 @@
+"""Tools, environments and agents found by their specs, and described: in a process of theirs, never in a rank."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.environments.protocol import OF_REWARD, PREFIXES, RESERVED, Described, Kind
+from megarl.environments.schemas import parameters_of, schema_of
+from megarl.environments.tools import Tool, check_function, check_schema, worded
+from megarl.strict import ConfigError
+
+TOOLS, ENVIRONMENTS = "rollout.tools", "rollout.environments"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """made: a `Tool`, a class, or an agent's coroutine function."""
+
+    described: Described
+    made: Any
+
+
+def load(spec: str, key: str) -> Loaded:
+    """What an entry of `rollout.tools` or `rollout.environments` stands for. Raises ConfigError, in one line."""
+    prefix, _, rest = spec.partition(":")
+    made = _adapted(prefix, rest, key) if prefix in PREFIXES else _found(spec, key)
+    where, name = f"{key}: {spec}", rest
+    if key == TOOLS:
+        if isinstance(made, type):
+            if prefix not in PREFIXES:
+                raise ConfigError(f"{where} is a {type(made).__name__}: a class belongs into {ENVIRONMENTS}")
+            return Loaded(_of_class(made, spec, name, where, "tools"), made)
+        if inspect.isfunction(made) and not inspect.iscoroutinefunction(made):
+            made = Tool(schema_of(made, where), made, spec)
+        if not isinstance(made, Tool):
+            raise ConfigError(
+                f"{where} is a {type(made).__name__}, not a megarl.rollout.tools.Tool or a function with type hints"
+            )
+        check_schema(made.schema, spec)
+        check_function(made, spec)
+        return Loaded(Described(spec, made.name, "tools", (made.schema,)), made)
+    if isinstance(made, type):
+        return Loaded(_of_class(made, spec, name, where, "environment"), made)
+    if inspect.iscoroutinefunction(made):
+        try:
+            inspect.signature(made).bind(row=None, base_url="", api_key="")
+        except TypeError as error:
+            raise ConfigError(f"{where} must take row, base_url and api_key: {error}") from None
+        return Loaded(Described(spec, name, "agent", rewards=True, is_async=True), made)
+    raise ConfigError(
+        f"{where} is a {type(made).__name__}, neither a class nor a coroutine function run(row, base_url, api_key)"
+    )
+
+
+def _adapted(prefix: str, rest: str, key: str) -> Any:
+    module = f"megarl.environments.{prefix}"
+    try:
+        return importlib.import_module(module).environment(rest)
+    except BaseException as error:  # noqa: B036  a package that it needs may do anything
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{key}: {prefix}:{rest}: {error}") from None
+        raise ConfigError(f"{key}: {prefix}:{rest} cannot be had: {worded(error)}") from None
+
+
+def _found(spec: str, key: str) -> Any:
+    module, _, name = spec.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except BaseException as error:  # noqa: B036  whatever a module raises while it is imported, sys.exit too
+        raise ConfigError(f"{key}: cannot import {module} of {spec!r}: {worded(error)}") from None
+    if found is None:
+        raise ConfigError(f"{key}: {module} has no {name}")
+    return found
+
+
+def check_spec(spec: str, key: str) -> None:
+    """Raise ConfigError where it is not of a form that could be found."""
+    module, _, name = spec.partition(":")
+    if not module or not name or module.startswith("."):
+        raise ConfigError(f"{key}: {spec!r} is not of the form module:name")
+
+
+def _of_class(made: type, spec: str, name: str, where: str, kind: Kind) -> Described:
+    try:
+        inspect.signature(made).bind()
+    except TypeError as error:
+        raise ConfigError(f"{where}: its constructor must take no arguments: {error}") from None
+    except ValueError:  # of C, which does not say
+        pass
+    methods = {name: method for name in dir(made) if (method := _method(made, name, where)) is not None}
+    if ("tools" in methods) != ("call" in methods):
+        has, lacks = ("tools", "call") if "tools" in methods else ("call", "tools")
+        raise ConfigError(
+            f"{where} has a method {has} and none called {lacks}: both together stand for all tools; rename it, or "
+            "add the other"
+        )
+    dynamic = "tools" in methods
+    schemas: tuple[dict[str, Any], ...] = ()
+    if not dynamic:
+        public = [name for name in methods if not name.startswith("_") and name not in RESERVED]
+        schemas = tuple(schema_of(*methods[name][:1], f"{where}.{name}", methods[name][1]) for name in public)
+        for schema in schemas:
+            check_schema(schema, spec, where.partition(":")[0])
+    if not (dynamic or schemas or "reset" in methods or "reward" in methods):
+        raise ConfigError(f"{where} is no environment: it has neither reset nor reward nor a method that is a tool")
+    required, takes = _reset(*methods["reset"], f"{where}.reset") if "reset" in methods else ((), ())
+    timeout = getattr(made, "timeout", 0)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
+        raise ConfigError(f"{where}: its `timeout` must be a number of seconds, not {str(timeout)[:80]!r}")
+    return Described(
+        spec,
+        name,
+        kind,
+        schemas,
+        dynamic,
+        required,
+        takes,
+        rewards="reward" in methods,
+        of_reward=_reward(*methods["reward"], f"{where}.reward") if "reward" in methods else (),
+        timeout=float(timeout),
+        is_async=any(inspect.iscoroutinefunction(function) for function, _ in methods.values()),
+    )
+
+
+Method = tuple[Callable[..., Any], bool]
+"""A function, and whether its first parameter is the object."""
+
+
+def _method(made: type, name: str, where: str) -> Method | None:
+    """None for what is no method of the user's. A private one counts for whether any is a coroutine function."""
+    found = inspect.getattr_static(made, name, None)
+    bound = not isinstance(found, staticmethod)
+    function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+    if not inspect.isfunction(function):
+        if name in RESERVED and callable(function):
+            return function, bound
+        return None
+    if not name.startswith("_") and (inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
+        raise ConfigError(f"{where}.{name} is a generator; it must return")
+    return function, bound
+
+
+def _reset(function: Callable[..., Any], bound: bool, where: str) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Columns that it must have and those that it may have, None for all."""
+    required, takes, all_of_them = [], [], False
+    for parameter in parameters_of(function, where, bound):
+        if parameter.kind is parameter.VAR_KEYWORD:
+            all_of_them = True
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"{where}: the argument {parameter.name} must be one that a name is given to")
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            takes.append(parameter.name)
+            if parameter.default is parameter.empty:
+                required.append(parameter.name)
+    return tuple(required), None if all_of_them else tuple(takes)
+
+
+def _reward(function: Callable[..., Any], bound: bool, where: str) -> tuple[str, ...]:
+    """What of OF_REWARD it takes."""
+    takes = []
+    for parameter in parameters_of(function, where, bound):
+        if parameter.name in OF_REWARD:
+            takes.append(parameter.name)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            takes += [name for name in OF_REWARD if name not in takes]
+        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
+            raise ConfigError(f"{where} wants {parameter.name}; it may be given {', '.join(OF_REWARD)}, or nothing")
+    return tuple(takes)
+
+
+def with_schemas(described: Described, schemas: Any, key: str) -> Described:
+    """Of one whose tools are found at run time, with what its `tools` has returned. Raises ConfigError."""
+    if not isinstance(schemas, list | tuple):
+        raise ConfigError(f"{key}: the tools of {described.spec} are a {type(schemas).__name__}, not a list of schemas")
+    names = set()
+    for schema in schemas:
+        check_schema(schema, described.spec, key)
+        if (name := schema["function"]["name"]) in names:
+            raise ConfigError(f"{key}: {described.spec} has two tools called {name}")
+        names.add(name)
+    return replace(described, schemas=tuple(schemas))

@@ -1,0 +1,123 @@
+"""A tool without a state: an OpenAI function schema and a Python function, `rollout.tools` names it as `module:name`.
+
+A function with type hints and a docstring does as well, whose schema is made of these. No sandbox: tools are code that
+the user chose, which may hang, crash or print, and so runs in another process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.strict import ConfigError
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """schema: OpenAI's {"type": "function", "function": {name, description, parameters}}; function: takes the arguments
+    as keywords and returns text, or anything that JSON can hold. `spec` is where it was loaded from, `module:name`."""
+
+    schema: dict[str, Any]
+    function: Callable[..., Any]
+    spec: str = ""
+
+    @property
+    def name(self) -> str:
+        return str(self.schema["function"]["name"])
+
+
+def worded(error: BaseException, named: bool = True) -> str:
+    """What an error says, in one line; `named` by its class, which stands alone where it says nothing."""
+    kind = type(error).__name__
+    try:
+        text = " ".join(str(error).split())[:2000]
+    except Exception:  # its __str__ is a user's, too
+        text = ""
+    return f"{kind}: {text}" if text and named else text or kind
+
+
+def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
+    """Raise ConfigError where it is no OpenAI function schema that templates, parsers and `argument_error` can read."""
+
+    def need(fine: bool, what: str) -> None:
+        if not fine:
+            raise ConfigError(f"{key}: {spec} has no OpenAI function schema: {what}")
+
+    need(isinstance(schema, dict) and schema.get("type") == "function", "it must have type=function")
+    function = schema.get("function")
+    need(isinstance(function, dict), "`function` must be a mapping")
+    name, parameters = function.get("name"), function.get("parameters")
+    plain = isinstance(name, str) and bool(_NAME.fullmatch(name))
+    need(plain, "its name must be 1 to 64 of the characters a-zA-Z0-9_.-")
+    need(isinstance(function.get("description", ""), str), "`description` must be text")
+    need(parameters is None or isinstance(parameters, dict), "`parameters` must be a mapping")
+    properties, required = (parameters or {}).get("properties") or {}, (parameters or {}).get("required") or []
+    fine = isinstance(properties, dict) and all(isinstance(about, dict) for about in properties.values())
+    need(fine, "`properties` must map names to mappings")
+    need(isinstance(required, list | tuple), "`required` must be a list of names")
+    for argument in required:
+        need(argument in properties, f"`required` names {argument!r}, which is not among its `properties`")
+    try:
+        json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        need(False, f"JSON cannot hold it, {worded(error)}")
+
+
+def check_function(tool: Tool, spec: str) -> None:
+    """Raise ConfigError where the function cannot be called with what the schema asks for."""
+    if not callable(tool.function):
+        raise ConfigError(f"rollout.tools: the function of {spec} is a {type(tool.function).__name__}")
+    if inspect.iscoroutinefunction(tool.function) or inspect.isgeneratorfunction(tool.function):
+        raise ConfigError(f"rollout.tools: the function of {spec} is a coroutine or a generator; it must return text")
+    try:
+        signature = inspect.signature(tool.function)
+    except (TypeError, ValueError):  # of C, which does not say
+        return
+    parameters = tool.schema["function"].get("parameters") or {}
+    for names in (parameters.get("required") or (), parameters.get("properties") or ()):
+        try:
+            signature.bind(**dict.fromkeys(names))
+        except TypeError as error:
+            raise ConfigError(
+                f"rollout.tools: the function of {spec} cannot be called with the schema's arguments "
+                f"({', '.join(names)}): {error}"
+            ) from None
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "number": (int, float),
+    "integer": (int,),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+}
+
+
+def argument_error(schema: dict[str, Any], arguments: Any) -> str:
+    """What is wrong with the arguments of a call, in words for the policy; empty if nothing is."""
+    if not isinstance(arguments, dict):
+        return "the arguments must be a JSON object"
+    parameters = schema["function"].get("parameters") or {}
+    properties = parameters.get("properties") or {}
+    for name in parameters.get("required") or ():
+        if name not in arguments:
+            return f"argument {name} is missing"
+    for name, value in arguments.items():
+        if name not in properties:
+            return f"there is no argument {name}"
+        wanted = properties[name].get("type")
+        if value is None and properties[name].get("nullable"):
+            continue
+        types = _TYPES.get(wanted) if isinstance(wanted, str) else None
+        if types and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+            return f"argument {name} must be of type {wanted}"
+        if isinstance(allowed := properties[name].get("enum"), list) and value not in allowed:
+            return f"argument {name} must be one of {', '.join(map(str, allowed))}"
+    return ""
