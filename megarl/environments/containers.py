@@ -193,4 +193,3 @@ class Container:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
-

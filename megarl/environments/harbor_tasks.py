@@ -49,11 +49,11 @@ def read_tasks(folder: str) -> tuple[Task, ...]:
     """Those in a folder, by name. Raises ConfigError where there is none, and for the first that cannot be run."""
     root = Path(folder).expanduser()
     if not root.is_dir():
-        raise ConfigError(f"harbor:{folder}: is no folder")
+        raise ConfigError(f"there is no folder {folder}")
     found = [root] if (root / "task.toml").exists() else sorted(_below(root, _DEPTH))
     if not found:
-        raise ConfigError(f"harbor:{folder}: has no folder with a task.toml")
-    return tuple(_read(root, path, f"harbor:{folder}") for path in found)
+        raise ConfigError(f"{folder} has no folder with a task.toml")
+    return tuple(_read(root, path) for path in found)
 
 
 def _below(folder: Path, depth: int) -> list[Path]:
@@ -64,9 +64,9 @@ def _below(folder: Path, depth: int) -> list[Path]:
     return tasks
 
 
-def _read(root: Path, folder: Path, spec: str) -> Task:
-    name = folder.name if folder == root else folder.relative_to(root).as_posix()
-    where = f"{spec}: task {name}"
+def _read(root: Path, folder: Path) -> Task:
+    name = folder.resolve().name if folder == root else folder.relative_to(root).as_posix()
+    where = f"task {name}"
 
     def need(fine: bool, what: str) -> None:
         if not fine:

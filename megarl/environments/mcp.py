@@ -72,16 +72,16 @@ def read(file: str) -> tuple[Server, ...]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"mcp:{file}: cannot be read, {error.strerror}") from None
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"mcp:{file}: is not JSON, {error}") from None
+        raise ConfigError(f"{file} is not JSON: {error}") from None
     entries = found.get("mcpServers") if isinstance(found, dict) else None
     if not isinstance(entries, dict):
-        raise ConfigError(f'mcp:{file}: must be {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
-    found = [_server(f"mcp:{file}: server {name}", name, entry) for name, entry in entries.items()]
+        raise ConfigError(f'{file} must be {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
+    found = [_server(f"server {name}", name, entry) for name, entry in entries.items()]
     servers = tuple(server for server in found if server is not None)
     if not servers:
-        raise ConfigError(f"mcp:{file}: names no server that is not disabled")
+        raise ConfigError(f"{file} names no server that is not disabled")
     return servers
 
 
@@ -149,7 +149,7 @@ class McpTools:
                 if name in self._of:
                     of, both = self._of[name].server.name, connection.server.name
                     who = f"server {of} has two tools" if of == both else f"servers {of} and {both} both have a tool"
-                    raise ConfigError(f"mcp: {who} of the name {name}; list those to offer in the entry's `tools`")
+                    raise ConfigError(f"MCP: {who} of the name {name}; list those to offer in the entry's `tools`")
                 self._of[name] = connection
                 self._schemas.append(schema(tool))
 
@@ -218,7 +218,7 @@ class Connection:
             self._task.cancel()
 
     async def _transport(self, stack: contextlib.AsyncExitStack) -> tuple[Any, Any]:
-        where = f"mcp: server {self.server.name}"
+        where = f"MCP server {self.server.name}"
         if self.server.url:
             from mcp.client.streamable_http import streamable_http_client
             from mcp.shared._httpx_utils import create_mcp_http_client
@@ -259,14 +259,14 @@ class Connection:
         for name in self.server.tools:
             if name not in has:
                 raise ConfigError(
-                    f"mcp: server {self.server.name} has no tool {name!r}; it has: {', '.join(has) or 'none'}"
+                    f"MCP server {self.server.name} has no tool {name!r}; it has: {', '.join(has) or 'none'}"
                 )
         for tool in self._tools:
             if self.server.tools and tool["name"] not in self.server.tools:
                 continue
             if not _NAME.fullmatch(tool["name"]):
                 raise ConfigError(
-                    f"mcp: server {self.server.name} has a tool {tool['name']!r}, whose name is not 1 to 64 of the "
+                    f"MCP server {self.server.name} has a tool {tool['name']!r}, whose name is not 1 to 64 of the "
                     "characters a-zA-Z0-9_.-; list those to offer in the entry's `tools`"
                 )
             yield tool
@@ -387,7 +387,7 @@ def _sdk() -> Any:
     try:
         import mcp
     except ImportError as error:
-        raise ConfigError(f"mcp: needs the official SDK: pip install 'mcp>=1.30' ({error})") from None
+        raise ConfigError(f"needs the official SDK: pip install -e .[mcp] ({error})") from None
     logging.getLogger("mcp").addHandler(logging.NullHandler())
     logging.getLogger("mcp").propagate = False  # a traceback for each line that is no message
     return mcp

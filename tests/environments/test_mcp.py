@@ -175,7 +175,7 @@ def test_two_tools_of_one_name_need_a_choice(with_servers: Callable[..., Any]) -
         with_servers(names, one=STDIO, two=STDIO)
     chosen = with_servers(names, one=STDIO | {"tools": ["count"]}, two=STDIO | {"tools": ["add", "fails"]})
     assert chosen == ["count", "add", "fails"]
-    with pytest.raises(ConfigError, match="server one has no tool 'ad'; it has: add, count"):
+    with pytest.raises(ConfigError, match="MCP server one has no tool 'ad'; it has: add, count"):
         with_servers(names, one=STDIO | {"tools": ["ad"]})
 
 
@@ -231,5 +231,5 @@ def test_files_that_are_wrong(tmp_path: Path, text: str | None, said: str) -> No
 
 
 def test_a_name_that_is_not_set_is_told(with_servers: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"mcp: server one: \$\{NO_SUCH\} is not set; name it in rollout.pass_env"):
+    with pytest.raises(ConfigError, match=r"MCP server one: \$\{NO_SUCH\} is not set; name it in rollout.pass_env"):
         with_servers(None, one={"command": "cat", "env": {"A": "${NO_SUCH}"}})
