@@ -15,7 +15,7 @@ FILES = {
 # Lower layers come first. A module may import its own layer and those below.
 LAYERS = (
     {"types", "config", "forks", "plain_yaml", "strict", "annotated", "command_line", "recipes"},
-    {"algorithms", "models", "data", "parallel", "processes"},
+    {"algorithms", "models", "data", "parallel", "processes", "sandbox"},
     {"megatron", "rollout", "rewards", "environments", "reshard", "checkpoint", "observe"},
     {"workers"},
     {"controllers"},

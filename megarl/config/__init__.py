@@ -4,7 +4,8 @@ What Megatron or SGLang already names is not named again: `model.megatron` and `
 against the fields of `TransformerConfig` and `ServerArgs` when the run starts.
 
 `job.py` has the run, its models, ranks and optimizers; `generation.py` data and sampling; `learning.py` rewards,
-advantages and losses. What the name of an algorithm sets of them, where the user does not, is in `recipes.py`.
+advantages and losses; `sandbox.py` where code runs. What the name of an algorithm sets of them, where the user does
+not, is in `recipes.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megarl.config.job import (
     Weight,
 )
 from megarl.config.learning import AdvantageConfig, CorrectionConfig, GuardsConfig, KLConfig, LossConfig, RewardConfig
+from megarl.config.sandbox import SandboxConfig
 from megarl.recipes import with_recipe
 from megarl.strict import ConfigError, Range, to_dict
 
@@ -55,6 +57,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "SandboxConfig",
     "TrackConfig",
     "TrainConfig",
     "Weight",
@@ -98,6 +101,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     expect: dict[str, Any] = field(default_factory=dict)
     """What the run must reach, `{eval/reward_greedy: {least: 0.9}}`, also `most` and `step`: for

@@ -7,6 +7,7 @@ a container of docker or podman, whichever answers here; one without in the sand
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol
 
 from megarl.config import ConfigError
@@ -38,11 +39,14 @@ def environment(folder: str) -> type[HarborTask]:
     """What `harbor:FOLDER` stands for. Raises ConfigError for a folder that has a task which cannot be run here."""
     tasks = read_tasks(folder)
     for task in tasks:
-        if task.image or task.builds:
-            try:
+        try:
+            if task.image or task.builds:
                 engine()
-            except ConfigError as error:
-                raise ConfigError(f"task {task.name} has an image of its own, and {error}") from None
+            else:
+                asyncio.run(TaskBox(task).probe())
+        except ConfigError as error:
+            own = "has an image of its own" if task.image or task.builds else "has no image, which is for the sandbox"
+            raise ConfigError(f"task {task.name} {own}: {error}") from None
     longest = max(task.build_s + task.verifier_s for task in tasks) + _MARGIN_S
     about = {"tasks": {task.name: task for task in tasks}, "timeout": max(longest, COMMAND_LIMIT_S + _MARGIN_S)}
     return type("HarborTask", (HarborTask,), about)

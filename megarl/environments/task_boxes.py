@@ -16,7 +16,8 @@ from megarl.config import ConfigError
 from megarl.environments.harbor_tasks import REWARD_FILES, Task
 from megarl.environments.protocol import SessionLost
 from megarl.environments.templates import filled
-from megarl.sandbox import Interpreter, Limits, Sandbox
+from megarl.sandbox.box import Interpreter, Sandbox
+from megarl.sandbox.results import Limits
 
 WORKDIR = "/app"
 _DISK_MB = 64
@@ -69,6 +70,13 @@ class TaskBox:
         self._session: Interpreter | None = None
         disk = min(task.storage_mb or _DISK_MB, _DISK_MB)
         self._limits = {"memory_mb": task.memory_mb, "disk_mb": disk, "output_bytes": _OUTPUT}
+
+    async def probe(self) -> None:
+        """Raises ConfigError where there can be no box."""
+        try:
+            await self._sandbox.probe()
+        finally:
+            await self._sandbox.close()
 
     async def start(self) -> None:
         """Raises ConfigError where there can be no box, SessionLost where it does not begin."""
