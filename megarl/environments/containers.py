@@ -23,6 +23,7 @@ from megarl.environments.templates import filled
 
 ENGINES = ("docker", "podman")
 _ASK_S = 20.0
+_END_S = 5.0
 _KEPT = 1 << 15  # bytes of a command's output, of its head and of its tail
 _PROCESSES = 1024
 
@@ -187,9 +188,15 @@ class Container:
         """End it. Nothing is raised."""
         if self._process is None:
             return
-        with contextlib.suppress(OSError):
-            await self._ask("rm", "-f", self._name)
-        if self._process.returncode is None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(OSError):
+                await self._ask("kill", self._name)
+                await self._ask("rm", "-f", self._name)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()

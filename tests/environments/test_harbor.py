@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import tarfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -160,11 +162,8 @@ def test_a_container_ends_with_the_process_that_has_it(tmp_path: Path, engine: s
         "    one = harbor.environment(sys.argv[1])(); await one.reset(task='greet'); os.killpg(0, 9)\n"
         "asyncio.run(main())"
     )
-    command = [shutil.which("python3") or "python3", "-c", code, str(tmp_path)]
-    import sys
-
-    command[0] = sys.executable
-    assert subprocess.run(command, start_new_session=True).returncode == -9
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
+    assert process.returncode == -signal.SIGKILL
     for _ in range(100):
         left = subprocess.run([engine, "ps", "-q", "--filter", "name=megarl-"], capture_output=True, text=True).stdout
         if not left:
