@@ -20,15 +20,19 @@ from typing import Any
 import numpy as np
 
 from megarl.config import RolloutConfig
+from megarl.environments.describing import Known
+from megarl.environments.protocol import ToolResult
+from megarl.environments.sessions import Sessions
+from megarl.environments.tools import Tool
 from megarl.rollout.client import Generation
 from megarl.rollout.gathering import Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings
 from megarl.rollout.queue import Counts, Tickets
 from megarl.rollout.tool_calls import Call, Reply
-from megarl.rollout.tools import ToolResult
 from megarl.types import Ids, Message, Prompt, ids_of
 
 END, WORD, CALL = 1, 2, 3
+KNOWN = Known({"tool": Tool({"type": "function", "function": {"name": "tool"}}, lambda: "")})
 
 
 class Played:
@@ -68,8 +72,10 @@ class Chat:
 
     ends, end_of_call = frozenset({END, CALL}), CALL
 
+    known = KNOWN
+
     def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
-        return [{"function": {"name": "tool"}}]
+        return KNOWN.schemas(prompt)
 
     def text(self, ids: Ids) -> str:
         return ""
@@ -78,11 +84,12 @@ class Chat:
         return [WORD, 0]
 
 
-class Tools:
+class Tools(Sessions):
     def __init__(self, seconds: float) -> None:
+        super().__init__(KNOWN, 60.0, 1)
         self.seconds = seconds
 
-    async def call(self, name: str, arguments: Any) -> ToolResult:
+    async def call_tool(self, name: str, arguments: Any) -> ToolResult:
         await asyncio.sleep(self.seconds)
         return ToolResult("", True)
 
@@ -113,7 +120,7 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
 
         calls = []
         for number, engine in enumerate(engines):
-            tools: Any = Tools(options.tool_s)
+            tools = Tools(options.tool_s)
             chat: Any = Chat()
             engine.version = step
             first, last = (edges[number], edges[number + 1]) if kind == "even slices" else (0, count)

@@ -45,8 +45,10 @@ class Known:
         return found
 
     def of(self, prompt: Prompt) -> Described | None:
-        """Its environment: the one that it names, else the first; None where the run has none. Raises ConfigError for
-        one that there is not, and where the prompt lacks what `reset` must have."""
+        """Its environment: the one that it names, else the first; None where the run has none.
+
+        Raises ConfigError for one that there is not, and where the prompt lacks what `reset` must have.
+        """
         if not self.environments:
             return None
         name = prompt.extra.get(COLUMN)
@@ -66,7 +68,7 @@ class Known:
             if column not in row:
                 have = ", ".join(row)
                 raise ConfigError(
-                    f"prompt {prompt.id} has no column {column!r}, which reset of {found.spec} must have (it has {have})"
+                    f"prompt {prompt.id} has no column {column!r}, which reset of {found.spec} needs (it has {have})"
                 )
         return found
 
@@ -116,8 +118,8 @@ def known_of(config: RolloutConfig) -> Known:
         one = described[ENVIRONMENTS, spec]
         if one.name in environments:
             raise ConfigError(
-                f"{ENVIRONMENTS}: {environments[one.name].spec} and {spec} are both called {one.name}, by which prompts "
-                "name them; rename one"
+                f"{ENVIRONMENTS}: {environments[one.name].spec} and {spec} are both called {one.name}, which is how "
+                "prompts name them; rename one"
             )
         for schema in one.schemas:
             if (name := schema["function"]["name"]) in tools:

@@ -183,7 +183,7 @@ class Session:
         """Call a tool; what goes wrong inside is the result's text. number: of the call within the conversation: one
         that was asked for before has the same result, and nothing is called again, so that a conversation which was
         stopped in the middle of a call can go on. Raises SessionLost where the environment is gone."""
-        if number not in self._calls:
+        if number not in self._calls or self._calls[number].cancelled():
             self._calls[number] = asyncio.create_task(self._call(name, arguments))
             self._calls[number].add_done_callback(_is_seen)
         return await asyncio.shield(self._calls[number])

@@ -31,8 +31,8 @@ from megarl.processes.limits import restrict
 from megarl.processes.parent import die_with_parent, inherit_orphans
 
 Serve = Callable[[socket.socket, dict[str, Any], dict[str, Any]], None]
-PRINTED = 1 << 18
-"""Bytes of what a process prints that are kept."""
+PRINTED, PRINTED_S = 1 << 18, 1 << 12
+"""Bytes of what a process prints that are kept, and those that it may print for each second that it lives besides."""
 _LOOK_MS = 50
 _END_LIMIT_S = 5.0
 
@@ -85,15 +85,15 @@ def _watch_over(wire: socket.socket, serve: Serve, given: dict[str, Any], order:
         poll.register(wire, 0)  # that the other end was closed
         poll.register(end, select.POLLIN)
         poll.register(reading, select.POLLIN)
-        kept = 0
+        printed = _Printed(reading)
         while True:
             found = dict(poll.poll())
-            if reading in found:
-                kept += _hand_on(reading, poll, kept)
+            if reading in found and not printed.hand_on():
+                poll.unregister(reading)
             if end in found or wire.fileno() in found:
                 break
         for _ in range(4):  # what is in the pipe yet; a daemon may go on filling it
-            kept += _hand_on(reading, poll, kept)
+            printed.hand_on()
         code = dict(_ended()).get(worker, 0)
     except BaseException:  # noqa: B036  whatever it is, this must not go on as its parent
         traceback.print_exc()
@@ -102,22 +102,28 @@ def _watch_over(wire: socket.socket, serve: Serve, given: dict[str, Any], order:
         os._exit(code)
 
 
-def _hand_on(reading: int, poll: select.poll, kept: int) -> int:
-    """Of what was printed the next part, into the log; its length, 0 where there is none now."""
-    try:
-        part = os.read(reading, 1 << 16)
-    except BlockingIOError:
-        return 0
-    if not part:  # whoever could print has closed it
-        with contextlib.suppress(KeyError):
-            poll.unregister(reading)
-        return 0
-    with contextlib.suppress(OSError):  # a disk that is full
-        if room := max(0, PRINTED - kept):
-            os.write(2, part[:room])
-        if kept <= PRINTED < kept + len(part):
-            os.write(2, b"\n--- no more of what this process prints is kept\n")
-    return len(part)
+class _Printed:
+    """What a process prints, from a pipe into the log."""
+
+    def __init__(self, reading: int) -> None:
+        self._reading, self._began, self._kept, self._all = reading, time.monotonic(), 0, True
+
+    def hand_on(self) -> bool:
+        """The next part; False where whoever could print has closed it."""
+        try:
+            part = os.read(self._reading, 1 << 16)
+        except BlockingIOError:
+            return True
+        allowed = PRINTED + int(PRINTED_S * (time.monotonic() - self._began)) - self._kept
+        own = part[: max(0, allowed)]
+        with contextlib.suppress(OSError):  # a disk that is full
+            if own:
+                os.write(2, own)
+            if self._all and len(own) < len(part):
+                os.write(2, b"\n--- it prints too much: this is not all of it\n")
+        self._kept += len(own)
+        self._all = len(own) == len(part)
+        return bool(part)
 
 
 def _work(

@@ -69,8 +69,8 @@ def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
     engine = some_engine(tmp_path)
 
     async def only_call(prompts: Any, tickets: Any, policy: Any, around: Surroundings, **_: Any) -> Gathered:
-        assert around.tools.size == 2 * CONFIG.concurrency  # no conversation's call waits for another's
-        text = (await around.tools.call("pid", {})).text
+        assert around.sessions.size == 2 * CONFIG.concurrency  # no conversation's call waits for another's
+        text = (await around.sessions.call_tool("pid", {})).text
         return Gathered([Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))], [])
 
     monkeypatch.setattr(conversations, "gather_rollouts", only_call)

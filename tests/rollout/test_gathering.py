@@ -11,19 +11,23 @@ from typing import Any
 import pytest
 from scripted import CHAT, CONFIG, PROMPT, Fails, Script, Writer, begun, call, parse, said
 
+from megarl.environments.protocol import ToolResult
+from megarl.environments.sessions import Sessions
 from megarl.rollout.client import Generation, RequestFailed
 from megarl.rollout.gathering import Gathered, Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed
 from megarl.rollout.partial import Partial
 from megarl.rollout.queue import Counts, Tickets
-from megarl.rollout.tools import ToolResult
 from megarl.types import Ids, Prompt, Rollout
 
 
-class Calculator:
+class Calculator(Sessions):
     """Tools that take a moment, without a process."""
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    def __init__(self) -> None:
+        super().__init__(CHAT.known, 60.0, 1)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         await asyncio.sleep(random.random() * 0.002)
         return ToolResult(str(len(arguments["expression"])), True)
 
@@ -37,14 +41,13 @@ def gather(
     deadline_in: float | None = None,
     **config: Any,
 ) -> list[Rollout]:
-    tools: Any = Calculator()
 
     async def run() -> list[Rollout]:
         gathered = await gather_rollouts(
             prompts,
             Tickets(len(prompts)),
             script,
-            Surroundings(CHAT, tools, parse, replace(CONFIG, **config)),
+            Surroundings(CHAT, Calculator(), parse, replace(CONFIG, **config)),
             samples=samples,
             greedy=False,
             seed=seed,
@@ -103,8 +106,7 @@ PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i
 
 
 def surroundings(**config: Any) -> Surroundings:
-    tools: Any = Calculator()
-    return Surroundings(CHAT, tools, parse, replace(CONFIG, max_turns=4, **config))
+    return Surroundings(CHAT, Calculator(), parse, replace(CONFIG, max_turns=4, **config))
 
 
 def together(
@@ -187,8 +189,8 @@ def test_while_a_tool_runs_the_engine_writes_for_somebody_else() -> None:
     """One slot; the tool of the first conversation returns when another has come to an end."""
     other_ended = asyncio.Event()
 
-    class Waits:
-        async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    class Waits(Calculator):
+        async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
             await asyncio.wait_for(other_ended.wait(), 60.0)
             return ToolResult("3", True)
 
@@ -200,7 +202,7 @@ def test_while_a_tool_runs_the_engine_writes_for_somebody_else() -> None:
                 other_ended.set()
             return out
 
-    tools: Any = Waits()
+    tools = Waits()
     script = Policy(call("1+2"), "first to end", "last to end")
     around = Surroundings(CHAT, tools, parse, replace(CONFIG, concurrency=1))
     options: dict[str, Any] = {"samples": 1, "greedy": False, "seed": 0}
@@ -211,15 +213,15 @@ def test_while_a_tool_runs_the_engine_writes_for_somebody_else() -> None:
 def test_no_more_conversations_are_begun_than_twice_what_the_engine_has_room_for() -> None:
     """All tools hang until the deadline, so that every slot is free all the time."""
 
-    class Hangs:
+    class Hangs(Calculator):
         calls = 0
 
-        async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
             self.calls += 1
             await asyncio.sleep(3600)
             raise AssertionError
 
-    tools: Any = Hangs()
+    tools = Hangs()
     around = Surroundings(CHAT, tools, parse, replace(CONFIG, concurrency=3))
 
     async def run() -> None:

@@ -31,13 +31,15 @@ from scripted import (
 )
 
 from megarl.config import ConfigError
+from megarl.environments.protocol import ToolResult
+from megarl.environments.sessions import Sessions
 from megarl.observe import exact_json
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Generation, RequestFailed
 from megarl.rollout.multi_turn import Surroundings, run_conversation, sampling_params
 from megarl.rollout.partial import Partial, from_record, to_record
 from megarl.rollout.tool_calls import Call, Reply
-from megarl.rollout.tools import ToolPool, ToolResult, load_tools
+from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, Rollout, Support, TrainBatch, Turn
 
 
@@ -47,7 +49,7 @@ def converse(
     script = script or Script(*lines)
 
     async def run() -> Rollout:
-        async with aclosing(ToolPool(CHAT.tools, CONFIG.tool_timeout, 4)) as pool:
+        async with aclosing(Sessions(CHAT.known, CONFIG.tool_timeout, 4)) as pool:
             around = Surroundings(CHAT, pool, parse, replace(CONFIG, **config))
             ended = await run_conversation(begun(prompt, 9), script, around, {"temperature": 1.0})
             return ended.rollout(group=5)
@@ -111,7 +113,7 @@ def test_what_could_have_been_sampled_is_kept_of_every_request_in_turn() -> None
         return replace(out, support=Support.of([[token, 3] if token != 3 else [3] for token in out.token_ids]))
 
     def carried(*texts: Generation) -> Rollout:
-        around = Surroundings(CHAT, ToolPool({}, 1.0, 4), parse, CONFIG)
+        around = Surroundings(CHAT, Sessions(CHAT.known, 1.0, 4), parse, CONFIG)
 
         async def run() -> Partial:
             now = begun()
@@ -172,7 +174,7 @@ def talk_of(family: str, *lines: str, name: str = "calculator") -> tuple[Rollout
         return Reply("", (Call(name, {"expression": "1+2"}),)) if "call" in text else Reply(text)
 
     async def run() -> Rollout:
-        async with aclosing(ToolPool(chat.tools, 60.0, 4)) as pool:
+        async with aclosing(Sessions(chat.known, 60.0, 4)) as pool:
             around = Surroundings(chat, pool, reads, CONFIG)
             return (await run_conversation(begun(chat=chat), script, around, {})).rollout(0)
 
@@ -272,7 +274,7 @@ def test_a_prompt_without_tools_has_no_calls() -> None:
     bare = Chat(TOKENIZER)
 
     async def run() -> Rollout:
-        async with aclosing(ToolPool({}, 1.0, 4)) as pool:
+        async with aclosing(Sessions(bare.known, 1.0, 4)) as pool:
             around = Surroundings(bare, pool, parse, CONFIG)
             return (await run_conversation(begun(chat=bare), Script(call("1+2")), around, {})).rollout(0)
 
@@ -294,7 +296,7 @@ def test_a_slow_tool_does_not_outlast_the_deadline() -> None:
     line = '<tool_call>\n{"name": "slow", "arguments": {"seconds": 600}}\n</tool_call>'
 
     async def run() -> Rollout:
-        async with aclosing(ToolPool(chat.tools, 600.0, 4)) as pool:
+        async with aclosing(Sessions(chat.known, 600.0, 4)) as pool:
             around = Surroundings(chat, pool, parse, CONFIG)
             deadline = asyncio.get_running_loop().time() + 0.5
             return (await run_conversation(begun(chat=chat), Script(line), around, {}, deadline)).rollout(0)
@@ -331,10 +333,10 @@ def written(start: Partial, around: Surroundings, halts: Sequence[int] = ()) -> 
 
     async def run() -> tuple[Partial, list[Partial]]:
         now, stops = start, []
-        async with aclosing(ToolPool(CHAT.tools, 60.0, 4)) as pool:
+        async with aclosing(Sessions(CHAT.known, 60.0, 4)) as pool:
             for version, tokens in enumerate([*halts, -1]):
                 writer = Writer(version, halts=tokens)
-                now = await run_conversation(now, writer, replace(around, tools=pool, halt=writer.halt), {})
+                now = await run_conversation(now, writer, replace(around, sessions=pool, halt=writer.halt), {})
                 if now.status is not None:
                     break
                 now = read_back(now)
@@ -349,7 +351,7 @@ TALKS = [replace(PROMPT, messages=({"role": "user", "content": f"What is {i}?"},
 
 @pytest.mark.parametrize("limit", [12, 100])
 def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(limit: int) -> None:
-    around = Surroundings(CHAT, ToolPool({}, 1.0, 4), parse, replace(CONFIG, max_turns=4, max_new_tokens=limit))
+    around = Surroundings(CHAT, Sessions(CHAT.known, 1.0, 4), parse, replace(CONFIG, max_turns=4, max_new_tokens=limit))
     dice, stopped, calls = random.Random(limit), 0, 0
     for prompt in TALKS:
         start = begun(prompt, seed=3)
@@ -371,7 +373,7 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(limit: in
 
 
 def test_a_turn_that_is_stopped_in_the_middle_has_runs_of_versions() -> None:
-    around = Surroundings(CHAT, ToolPool({}, 1.0, 4), parse, CONFIG)
+    around = Surroundings(CHAT, Sessions(CHAT.known, 1.0, 4), parse, CONFIG)
     text = said("12", finish="abort", version=1), said("3", finish="abort", version=1), said("45", version=2)
 
     async def run() -> Partial:
@@ -391,7 +393,7 @@ def test_a_turn_that_is_stopped_in_the_middle_has_runs_of_versions() -> None:
 
 def test_what_is_written_and_what_may_be_follow_from_the_stops_before() -> None:
     script = Script(said("12", finish="abort"), said("3"))
-    around = Surroundings(CHAT, ToolPool({}, 1.0, 4), parse, replace(CONFIG, max_new_tokens=9))
+    around = Surroundings(CHAT, Sessions(CHAT.known, 1.0, 4), parse, replace(CONFIG, max_new_tokens=9))
 
     async def run() -> None:
         halted = replace(around, halt=asyncio.Event())
@@ -406,7 +408,7 @@ def test_what_is_written_and_what_may_be_follow_from_the_stops_before() -> None:
 
 
 def test_an_end_at_the_moment_of_the_stop_is_an_end() -> None:
-    around = Surroundings(CHAT, ToolPool({}, 1.0, 4), parse, CONFIG)
+    around = Surroundings(CHAT, Sessions(CHAT.known, 1.0, 4), parse, CONFIG)
     around.halt.set()
     out = said("3")
     ended = asyncio.run(run_conversation(begun(), Script(replace(out, finish="abort")), around, {}))
@@ -416,20 +418,19 @@ def test_an_end_at_the_moment_of_the_stop_is_an_end() -> None:
     assert cut.status == "length" and cut.rollout(0).answer == "12"
 
 
-def test_a_call_whose_tool_was_at_work_is_made_anew() -> None:
+def test_a_call_whose_tool_was_at_work_is_made_once() -> None:
     halt = asyncio.Event()
 
-    class Tool:
+    class Tool(Sessions):
         calls = 0
 
-        async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
             self.calls += 1
-            if self.calls == 1:
-                halt.set()
-                await asyncio.sleep(3600)
+            halt.set()
+            await asyncio.sleep(0.1)
             return ToolResult("3", True)
 
-    tools: Any = Tool()
+    tools = Tool(CHAT.known, 60.0, 1)
     around = Surroundings(CHAT, tools, parse, CONFIG)
     script = Script(call("1+2"), "3")
 
@@ -441,7 +442,7 @@ def test_a_call_whose_tool_was_at_work_is_made_anew() -> None:
     assert (stopped.status, stopped.whole, stopped.taken, stopped.tool_calls) == (None, True, 1, 0)
     assert [message["role"] for message in stopped.messages] == ["user"]
     assert [message["role"] for message in ended.messages] == ["user", "assistant", "tool", "assistant"]
-    assert (ended.status, ended.tool_calls, tools.calls, len(script.asked)) == ("stop", 1, 2, 2)
+    assert (ended.status, ended.tool_calls, tools.calls, len(script.asked)) == ("stop", 1, 1, 2)
     assert [turn.is_action for turn in ended.turns] == [False, True, False, True]
 
 

@@ -14,11 +14,12 @@ import pytest
 from scripted import CHAT, CONFIG, PROMPT, Writer, begun, parse
 
 from megarl.config import OnPush
+from megarl.environments.protocol import ToolResult
+from megarl.environments.sessions import Sessions
 from megarl.rollout.gathering import gather_rollouts
 from megarl.rollout.multi_turn import Surroundings, run_conversation
 from megarl.rollout.queue import ENDLESS, Counts, Tickets
 from megarl.rollout.stream import Stream
-from megarl.rollout.tools import ToolResult
 from megarl.types import Rollout
 
 GROUPS, SAMPLES, STEPS = 4, 2, 3
@@ -31,15 +32,19 @@ STEPS_PROMPTS = [
 ]
 
 
-class Calculator:
-    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+class Calculator(Sessions):
+    """Tools that take a moment, without a process."""
+
+    def __init__(self) -> None:
+        super().__init__(CHAT.known, 60.0, 1)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         await asyncio.sleep(random.random() * 0.002)
         return ToolResult(str(len(arguments["expression"])), True)
 
 
 def surroundings() -> Surroundings:
-    tools: Any = Calculator()
-    return Surroundings(CHAT, tools, parse, replace(CONFIG, max_turns=4, concurrency=6))
+    return Surroundings(CHAT, Calculator(), parse, replace(CONFIG, max_turns=4, concurrency=6))
 
 
 @cache

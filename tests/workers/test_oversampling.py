@@ -17,11 +17,12 @@ from thread_ranks import Thread, as_ranks
 from megarl.checkpoint import manifest
 from megarl.config import ConfigError
 from megarl.data.prompts import PromptLoader
+from megarl.environments.protocol import ToolResult
+from megarl.environments.sessions import Sessions
 from megarl.rollout import gathering
 from megarl.rollout.gathering import gather_rollouts
 from megarl.rollout.multi_turn import Surroundings
 from megarl.rollout.queue import Counts, Tickets, under_way
-from megarl.rollout.tools import ToolResult
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.types.everyone import ALONE
 from megarl.workers.oversampling import Oversampling
@@ -34,8 +35,13 @@ PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i
 NEEDED, SAMPLES = 4, 2
 
 
-class Calculator:
-    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+class Calculator(Sessions):
+    """Tools that take a moment, without a process."""
+
+    def __init__(self) -> None:
+        super().__init__(CHAT.known, 60.0, 1)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         await asyncio.sleep(0)
         return ToolResult(str(len(arguments["expression"])), True)
 
@@ -61,13 +67,12 @@ class Run:
         plan = self.ahead.plan(prompts, step, greedy)
         name = f"{step} {greedy}"
         tickets = Tickets(len(plan.prompts), self.world, self.counts.add, name, plan.held)
-        tools: Any = Calculator()
         mine = asyncio.run(
             gather_rollouts(
                 plan.prompts,
                 tickets,
                 Writer(step, self.pause),
-                Surroundings(CHAT, tools, parse, self.config),
+                Surroundings(CHAT, Calculator(), parse, self.config),
                 samples=SAMPLES,
                 greedy=greedy,
                 seed=step,

@@ -12,27 +12,31 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rollout import tool_worker
-from megarl.rollout.tools import (
-    OUTPUT_LIMIT,
-    Tool,
-    ToolPool,
-    ToolResult,
-    check_function,
-    check_schema,
-    load_tool,
-    load_tools,
-)
+from megarl.environments.describing import Known, load_tools
+from megarl.environments.loading import TOOLS, load
+from megarl.environments.protocol import ToolResult
+from megarl.environments.serving import OUTPUT_LIMIT
+from megarl.environments.sessions import Sessions
+from megarl.environments.tools import Tool, check_function, check_schema
+from megarl.processes import process
+from megarl.processes.nursery import PRINTED
+from megarl.types import Prompt
 
+PROMPT = Prompt("p", ({"role": "user", "content": "x"},))
 NAMES = ("raises", "hangs", "dies", "exits", "prints", "long", "table", "slow", "pid", "modules")
+
+
+def pool_of(*names: str, timeout: float = 60.0, size: int = 1, log: Path | None = None) -> Any:
+    return aclosing(Sessions(Known(load_tools([f"odd_tools:{name}" for name in names])), timeout, size, log))
 
 
 def run(calls: list[tuple[str, Any]], timeout: float = 30.0, size: int = 2) -> list[ToolResult]:
     """The calls one after another in one pool."""
 
     async def all_of_them() -> list[ToolResult]:
-        async with aclosing(ToolPool(load_tools([*(f"odd_tools:{name}" for name in NAMES)]), timeout, size)) as pool:
-            return [await pool.call(name, arguments) for name, arguments in calls]
+        async with pool_of(*NAMES, timeout=timeout, size=size) as pool:
+            session = await pool.begin(PROMPT)
+            return [await session.call(number, *one) for number, one in enumerate(calls)]
 
     return asyncio.run(all_of_them())
 
@@ -48,10 +52,10 @@ def test_whatever_a_tool_does_the_next_call_works(tmp_path: Path) -> None:
     log = tmp_path / "logs/tools.log"
 
     async def all_of_them() -> dict[str, ToolResult]:
-        async with aclosing(ToolPool(load_tools([f"odd_tools:{name}" for name in ODD]), 60.0, 1, log)) as pool:
-            first = {name: await pool.call(name, {}) for name in ODD}
+        async with pool_of(*ODD, log=log) as pool:
+            first = {name: await pool.call_tool(name, {}) for name in ODD}
             for _ in range(30):
-                await pool.call("octets", {})
+                await pool.call_tool("octets", {})
             return first
 
     found = asyncio.run(all_of_them())
@@ -75,12 +79,12 @@ def test_whatever_a_tool_does_the_next_call_works(tmp_path: Path) -> None:
     }
     assert {name: found[name].text for name in expected} == expected
     assert "recursion" in found["deep"].text
-    assert found["huge"].text.endswith(f"({300_000_000 - OUTPUT_LIMIT} characters cut)")
+    assert f" ... ({300_000_000 - OUTPUT_LIMIT} characters cut) ... x" in found["huge"].text
     noted = log.read_text()
     assert "noisy {}: Error: no such thing" in noted and 'raise LookupError("no such thing")' in noted
-    assert "printed\n" in noted and "and written" in noted and "_Mute: <exception str() failed>" in noted
+    assert "it prints too much: this is not all of it" in noted and "_Mute: <exception str() failed>" in noted
     assert noted.count("octets {}") == 10 and "no more of this kind are noted" in noted
-    assert len(noted) < 100_000
+    assert len(noted) < PRINTED + 100_000
 
 
 def gone(pids: list[int]) -> bool:
@@ -100,9 +104,9 @@ def test_nothing_that_tools_started_outlives_the_pool(tmp_path: Path) -> None:
     found: list[ToolResult] = []
 
     async def leave() -> None:
-        async with aclosing(ToolPool(load_tools(["odd_tools:background"]), 60.0, 1)) as pool:
+        async with pool_of("background", timeout=60.0, size=1) as pool:
             for how in ("child", "session", "daemon"):
-                found.append(await pool.call("background", {"mark": str(mark), "how": how}))
+                found.append(await pool.call_tool("background", {"mark": str(mark), "how": how}))
             assert all(map(is_running, left(mark)))
 
     asyncio.run(leave())
@@ -118,8 +122,8 @@ def test_nothing_is_left_of_a_process_that_ended_otherwise(tmp_path: Path, how: 
     mark = tmp_path / "pids"
 
     async def leave() -> ToolResult:
-        async with aclosing(ToolPool(load_tools(["odd_tools:leaves"]), 3.0, 1)) as pool:
-            return await pool.call("leaves", {"mark": str(mark), "how": how})
+        async with pool_of("leaves", timeout=3.0, size=1) as pool:
+            return await pool.call_tool("leaves", {"mark": str(mark), "how": how})
 
     assert complaint in asyncio.run(leave()).text
     assert len(left(mark)) == 2 and not any(map(is_running, left(mark)))
@@ -129,10 +133,11 @@ def test_nothing_is_left_when_the_rank_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "pids"
     script = f"""
 import asyncio, os, signal
-from megarl.rollout.tools import ToolPool, load_tools
+from megarl.environments.describing import Known, load_tools
+from megarl.environments.sessions import Sessions
 async def leave():
-    pool = ToolPool(load_tools(["odd_tools:leaves"]), 60.0, 1)
-    await pool.call("leaves", {{"mark": {str(mark)!r}, "how": "wait"}})
+    pool = Sessions(Known(load_tools(["odd_tools:leaves"])), 60.0, 1)
+    await pool.call_tool("leaves", {{"mark": {str(mark)!r}, "how": "wait"}})
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(leave())
 """
@@ -152,7 +157,8 @@ def is_running(pid: int) -> bool:
 def test_results_are_text_or_json_and_long_ones_are_cut() -> None:
     table, long = run([("table", {}), ("long", {})])
     assert table == ToolResult('{"a": [1, "ä"]}', True)
-    assert long.text.startswith("x" * OUTPUT_LIMIT + " ...") and len(long.text) < OUTPUT_LIMIT + 50
+    half = "x" * (OUTPUT_LIMIT // 2)
+    assert long.text == f"{half} ... ({100_000 - OUTPUT_LIMIT} characters cut) ... {half}"
 
 
 def test_a_tool_that_raises_exits_or_dies_is_an_observation_and_the_next_call_works() -> None:
@@ -188,8 +194,8 @@ def test_processes_end_with_the_pool_and_are_reused() -> None:
 
 def test_quick_calls_wait_for_a_process_instead_of_starting_one_each() -> None:
     async def many() -> set[str]:
-        async with aclosing(ToolPool(load_tools(["odd_tools:pid"]), 60.0, 16)) as pool:
-            return {result.text for result in await asyncio.gather(*(pool.call("pid", {}) for _ in range(64)))}
+        async with pool_of("pid", timeout=60.0, size=16) as pool:
+            return {result.text for result in await asyncio.gather(*(pool.call_tool("pid", {}) for _ in range(64)))}
 
     assert len(asyncio.run(many())) < 8
 
@@ -200,10 +206,10 @@ def test_tool_processes_import_nothing_heavy() -> None:
 
 def test_calls_run_at_the_same_time() -> None:
     async def both() -> float:
-        async with aclosing(ToolPool(load_tools(["odd_tools:slow"]), 60.0, 2)) as pool:
-            await asyncio.gather(*(pool.call("slow", {"seconds": 0.01}) for _ in range(2)))  # starts the processes
+        async with pool_of("slow", timeout=60.0, size=2) as pool:
+            await asyncio.gather(*(pool.call_tool("slow", {"seconds": 0.01}) for _ in range(2)))  # starts the processes
             start = time.monotonic()
-            await asyncio.gather(*(pool.call("slow", {"seconds": 2}) for _ in range(2)))
+            await asyncio.gather(*(pool.call_tool("slow", {"seconds": 2}) for _ in range(2)))
             return time.monotonic() - start
 
     assert asyncio.run(both()) < 3.5
@@ -211,13 +217,13 @@ def test_calls_run_at_the_same_time() -> None:
 
 def test_a_cancelled_call_does_not_answer_the_next_one() -> None:
     async def cancel() -> ToolResult:
-        async with aclosing(ToolPool(load_tools(["odd_tools:slow"]), 60.0, 1)) as pool:
-            await pool.call("slow", {"seconds": 0})
-            cut: Coroutine[Any, Any, ToolResult] = pool.call("slow", {"seconds": 0.3})
+        async with pool_of("slow", timeout=60.0, size=1) as pool:
+            await pool.call_tool("slow", {"seconds": 0})
+            cut: Coroutine[Any, Any, ToolResult] = pool.call_tool("slow", {"seconds": 0.3})
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(cut, 0.05)
             await asyncio.sleep(0.5)
-            return await pool.call("slow", {"seconds": 0.001})
+            return await pool.call_tool("slow", {"seconds": 0.001})
 
     assert asyncio.run(cancel()).text == "0.001"
 
@@ -241,16 +247,16 @@ def test_bad_calls_are_refused_in_words(name: str, arguments: Any, complaint: st
 @pytest.mark.parametrize(
     ("spec", "complaint"),
     [
-        ("calculator", "not of the form module:name"),
+        ("calculator", "calculator"),
         ("no_such_module:x", "cannot import no_such_module"),
         ("odd_tools:weather", "odd_tools has no weather"),
         ("odd_tools:not_a_tool", "is a int, not"),
     ],
 )
 def test_a_wrong_tool_in_the_configuration(spec: str, complaint: str) -> None:
-    for load in (load_tool, lambda spec: load_tools([spec])):
+    for loads in (lambda spec: load(spec, TOOLS), lambda spec: load_tools([spec])):
         with pytest.raises(ConfigError, match=complaint):
-            load(spec)
+            loads(spec)
 
 
 def schema(name: Any = "f", **function: Any) -> dict[str, Any]:
@@ -309,8 +315,8 @@ def test_modules_of_tools_are_loaded_in_a_process_of_their_own() -> None:
 def test_a_module_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(tool_worker, "LOAD_LIMIT_S", 2.0)
-    with pytest.raises(ConfigError, match="rollout.tools: slow_module:f was not loaded after 2 s"):
+    monkeypatch.setattr(process, "LOAD_LIMIT_S", 2.0)
+    with pytest.raises(ConfigError, match="rollout.tools: slow_module:f was not loaded in another process after 2 s"):
         load_tools(["slow_module:f"])
 
 

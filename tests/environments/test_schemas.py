@@ -1,0 +1,125 @@
+"""Schemas of hints and docstrings, by hand; and what has none."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Optional
+
+import odd_worlds
+import pytest
+
+from megarl.environments.schemas import of_hint, parsed, schema_of
+from megarl.environments.tools import argument_error
+from megarl.strict import ConfigError
+
+PICK = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "description": "Pick something. Of this and that.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "one": {"type": "string", "enum": ["a", "b"], "description": "the first of two"},
+                "many": {"type": "array", "items": {"type": "integer"}, "description": "numbers"},
+                "table": {"type": "object", "additionalProperties": {"type": "number"}},
+                "maybe": {"type": "number", "nullable": True, "default": None},
+                "flag": {"type": "boolean", "default": False},
+            },
+            "required": ["one", "many", "table"],
+        },
+    },
+}
+
+
+def test_a_method_of_all_kinds_of_arguments() -> None:
+    assert schema_of(odd_worlds.Choosy.pick, "here", bound=True) == PICK
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema"),
+    [
+        (str, {"type": "string"}),
+        (list[list[str]], {"type": "array", "items": {"type": "array", "items": {"type": "string"}}}),
+        (tuple[int, ...], {"type": "array", "items": {"type": "integer"}}),
+        (list, {"type": "array"}),
+        (dict, {"type": "object"}),
+        (Optional[int], {"type": "integer", "nullable": True}),  # noqa: UP045  users write it so
+        (None | Literal[1, 2], {"type": "integer", "enum": [1, 2], "nullable": True}),
+        (Annotated[str, "a word"], {"type": "string"}),
+        (Any, {}),
+    ],
+)
+def test_hints(hint: Any, schema: dict[str, Any]) -> None:
+    assert of_hint(hint, "here") == schema
+
+
+@pytest.mark.parametrize("hint", [bytes, int | str, dict[int, str], set[str], Literal["a", 1], object, tuple[int, str]])
+def test_hints_that_no_schema_has(hint: Any) -> None:
+    with pytest.raises(ConfigError, match="here has the hint .*; it must be str, int, float"):
+        of_hint(hint, "here")
+
+
+def no_docstring(x: int) -> None: ...
+
+
+def no_hint(x) -> None:  # type: ignore[no-untyped-def]
+    """It."""
+
+
+def stars(*x: int) -> None:
+    """It."""
+
+
+def unknown_hint(x: Nowhere) -> None:  # type: ignore[name-defined]  # noqa: F821
+    """It."""
+
+
+def another(x: int) -> None:
+    """It.
+
+    Args:
+        y: of the past
+    """
+
+
+def odd_default(x: int = object()) -> None:  # type: ignore[assignment]  # noqa: B008
+    """It."""
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (no_docstring, "here needs a docstring"),
+        (no_hint, "here: the argument x needs a type hint, such as x: str"),
+        (stars, "here: the argument x must be one that a name is given to"),
+        (unknown_hint, "here: its type hints cannot be read: NameError: .*Nowhere"),
+        (another, "here: its docstring describes an argument y, which it does not have"),
+        (odd_default, "here: the argument x has a default that JSON cannot hold"),
+    ],
+)
+def test_what_has_no_schema(function: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as error:
+        schema_of(function, "here")
+    assert "\n" not in str(error.value)
+
+
+def test_docstrings_of_other_kinds_are_descriptions() -> None:
+    assert parsed("One.\n\nReturns:\n    two: three\n") == ("One.", {})
+    assert parsed("Note that: it is.\nMore.") == ("Note that: it is. More.", {})
+    assert parsed("") == ("", {})
+    head, arguments = parsed("X.\n\nArgs:\n    a: first, such as\n        b: no argument\n    c (int): third\n")
+    assert (head, arguments) == ("X.", {"a": "first, such as b: no argument", "c": "third"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"one": "c", "many": [], "table": {}}, "argument one must be one of a, b"),
+        ({"one": "a", "many": [], "table": {}, "maybe": None}, ""),
+        ({"one": "a", "many": [], "table": {}, "maybe": "x"}, "argument maybe must be of type number"),
+        ({"one": None, "many": [], "table": {}}, "argument one must be of type string"),
+        ({"one": "a", "many": [1]}, "argument table is missing"),
+    ],
+)
+def test_what_the_policy_may_give(arguments: dict[str, Any], complaint: str) -> None:
+    assert argument_error(PICK, arguments) == complaint
