@@ -10,30 +10,72 @@ files that are given, which lie in its working directory /tmp; no network, no ot
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
-from megarl.config import SandboxConfig
+from megarl import strict
+from megarl.config import ConfigError, SandboxConfig
+from megarl.sandbox import channel, probing
+from megarl.sandbox.frames import Frame
+from megarl.sandbox.fusion import Fusion
+from megarl.sandbox.given import checked
+from megarl.sandbox.link import REMEDY, Link, SandboxError
 from megarl.sandbox.results import Collected, Limits, Output, Probe, Result
 
 VARIABLE = "MEGARL_SANDBOX"
 """Of the environment: the section `sandbox` of the configuration, as JSON."""
 NOTHING: Mapping[str, bytes] = {}
+UNPROTECTED = (
+    "sandbox.backend=none: NOTHING protects this machine from what the policy writes; it runs as the user who runs the "
+    "training, with all of this user's files and the network"
+)
 
 
 class Interpreter:
     """A session of Python in a box of its own, whose names stay from call to call. Of one event loop."""
 
+    def __init__(self, link: Link, limits: dict[str, Any]) -> None:
+        self._link, self._limits = link, limits
+        self._number = 0
+        """Of the box; 0 where there is none."""
+        self._closed = False
+
     async def run(self, code: str, seconds: float | None = None) -> Output:
-        """Run code; it has `seconds`, or those of the limits that the session was begun with.
+        """Run code; it has `seconds`, or those of the limits that the session was begun with. One call at a time.
 
         What hangs or takes too much is ended with all its processes: that output says so, the state is lost, and the
-        next call begins anew. A call never waits longer. Never raises for what the code does."""
-        raise NotImplementedError
+        next call begins anew. A call never waits longer. Never raises for what the code does; SandboxError where there
+        can be no box."""
+        if self._closed:
+            return Output(False, "", "", 0.0, "closed")
+        await self._link.open()
+        if self._number == 0:
+            self._number = self._link.number()
+            order = {"number": self._number, "kind": "open", "session": True, "channel": True, "files": [], "fetch": []}
+            await self._link.send({**order, "command": channel.SESSION, "limits": self._limits}, [b"", b""])
+        call = {"number": self._number, "kind": "call", "seconds": seconds or self._limits["seconds"]}
+        try:
+            said, blobs = await self._link.ask(call, [json.dumps(code).encode() + b"\n"])
+        except BaseException:
+            self._number = 0
+            raise
+        stdout, stderr = (blob.decode(errors="replace") for blob in blobs[:2])
+        if said["kind"] == "called":
+            good = blobs[3] == b"1"
+            return Output(good, stdout, stderr, said["seconds"], "" if good else "exit")
+        self._number = 0
+        return Output(False, stdout, stderr, said["seconds"], said["reason"] or "exit", lost=True)
 
     async def close(self) -> None:
         """End it; further calls come back at once with reason `closed`."""
-        raise NotImplementedError
+        self._closed = True
+        if self._number and self._link.ready is not None:
+            await self._link.send({"number": self._number, "kind": "end"}, ())
+            self._number = 0
 
     async def __aenter__(self) -> Interpreter:
         return self
@@ -43,16 +85,29 @@ class Interpreter:
 
 
 class Sandbox:
-    """Boxes of this machine, or those of a service. Starts nothing before the first run; belongs to one event loop at
-    a time, and to the process that made it (make another one after a fork)."""
+    """Boxes of this machine, or those of a service. Starts nothing before the first run; any process and any event loop
+    may use it, one loop at a time."""
 
     def __init__(self, settings: SandboxConfig) -> None:
         self.settings = settings
+        self._service = Fusion(settings) if settings.backend.startswith(("http://", "https://")) else None
+        if self._service is None and settings.backend not in ("bubblewrap", "none"):
+            given = strict.shown(settings.backend)
+            raise ConfigError(f"sandbox.backend must be bubblewrap, http://..., https://... or none, not {given}")
+        self._link = Link(settings)
+        self._probed: Probe | None = None
 
     @classmethod
     def from_environment(cls) -> Sandbox:
         """With the settings of the run that this process belongs to; the defaults outside of one."""
-        raise NotImplementedError
+        text = os.environ.get(VARIABLE, "{}")
+        try:
+            tree = json.loads(text)
+        except ValueError:
+            tree = None
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{VARIABLE} must hold the section sandbox as JSON, not {strict.shown(text)}")
+        return cls(strict.build(SandboxConfig, tree, "sandbox.", root=SandboxConfig))
 
     async def run(
         self,
@@ -65,8 +120,14 @@ class Sandbox:
         """Run a command with files (by relative path) in a new box; `fetch` names files to bring back.
 
         Waits for a turn where `sandbox.processes` boxes run already; that is not part of its time. Raises ConfigError
-        where there can be no box, ValueError for a path that leaves it."""
-        raise NotImplementedError
+        where there can be no box, SandboxError where one could not be made after all, ValueError for a path that leaves
+        it."""
+        for name in (*files, *fetch):
+            checked(name)
+        if self._service is not None:
+            return await self._service.run(command, files, stdin, self._limits(limits), fetch)
+        said, blobs = await self._ask(command, files, stdin, limits, fetch, b"")
+        return _result(said, blobs)
 
     async def collect(
         self,
@@ -83,18 +144,83 @@ class Sandbox:
         and the nonce that begins its lines are the sender's own; but code that runs in the same process can find them,
         so never send a verdict: send what came out, and compare here, where the expected answers are. They must not be
         in the source, the files or stdin."""
-        raise NotImplementedError
+        for name in files:
+            checked(name)
+        nonce = channel.new_nonce()
+        opening = channel.opening(nonce, harness)
+        if self._service is not None:
+            run, sent = await self._service.collect(opening, nonce, files, stdin, self._limits(limits))
+            return Collected(channel.results(sent, nonce, count), count, run)
+        said, blobs = await self._ask(channel.HARNESS, files, stdin, limits, (), opening)
+        return Collected(channel.results(blobs[2], nonce, count), count, _result(said, blobs))
 
     async def interpreter(self, limits: Limits = Limits()) -> Interpreter:  # noqa: B008
         """Begin a session. While none of its calls runs, it takes none of `sandbox.processes`. Of `limits`, `seconds`
-        is for each call."""
-        raise NotImplementedError
+        is for each call. Raises ConfigError where there can be no box, or the backend keeps no state."""
+        if self._service is not None:
+            raise ConfigError(
+                "sandbox.backend: a service with SandboxFusion's API keeps no state between calls, and interpreter "
+                "sessions need it; set sandbox.backend=bubblewrap, or run whole programs"
+            )
+        await self._link.open()
+        return Interpreter(self._link, self._limits(limits))
 
     async def probe(self) -> Probe:
-        """Which layers there are; asked once in a process. Raises ConfigError, with the reason and the remedy, where
-        one that must be there cannot be had."""
-        raise NotImplementedError
+        """Which layers there are; asked once. Runs a box. Raises ConfigError, with the reason and the remedy, where
+        there can be none, or one that does not hold."""
+        if self._probed is None:
+            self._probed = await self._probe()
+        return self._probed
 
     async def close(self) -> None:
         """End all that it started; a run in flight ends with it."""
-        raise NotImplementedError
+        self._link.close()
+        if self._service is not None:
+            await self._service.close()
+
+    async def _probe(self) -> Probe:
+        backend = self.settings.backend
+        if self._service is not None:
+            await self._service.check()
+            return Probe(backend, ("what the service does",))
+        try:
+            seen = await self.collect(probing.SOURCE, 1, limits=probing.LIMITS)
+        except SandboxError as error:
+            raise ConfigError(f"sandbox.backend={backend} cannot hold here: {error}. Remedy: {REMEDY}") from None
+        if backend == "none":
+            return Probe(backend, (), (UNPROTECTED,))
+        if faults := probing.faults(seen.results.get(0), seen.run):
+            raise ConfigError(f"sandbox.backend={backend} does not hold here: {', '.join(faults)}. Remedy: {REMEDY}")
+        assert self._link.ready is not None
+        return Probe(backend, tuple(self._link.ready["layers"]), tuple(self._link.ready["missing"]))
+
+    async def _ask(
+        self,
+        command: Sequence[str],
+        files: Mapping[str, bytes],
+        stdin: bytes,
+        limits: Limits,
+        fetch: Sequence[str],
+        opening: bytes,
+    ) -> Frame:
+        await self._link.open()
+        order = {
+            "number": self._link.number(),
+            "kind": "run",
+            "session": False,
+            "channel": bool(opening),
+            "command": list(command),
+            "files": list(files),
+            "fetch": list(fetch),
+            "limits": self._limits(limits),
+        }
+        return await self._link.ask(order, [stdin, opening, *files.values()])
+
+    def _limits(self, limits: Limits) -> dict[str, Any]:
+        return {**dataclasses.asdict(limits), "memory_mb": limits.memory_mb or self.settings.memory_mb}
+
+
+def _result(said: dict[str, Any], blobs: Sequence[bytes]) -> Result:
+    files = dict(zip(said["files"], blobs[3:], strict=True))
+    good = said["status"] == 0 and not said["reason"]
+    return Result(good, said["status"], blobs[0], blobs[1], said["seconds"], said["reason"], files)

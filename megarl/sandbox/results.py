@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Reason = Literal["", "exit", "signal", "time", "memory", "disk", "output", "closed"]
+Reason = Literal["", "exit", "signal", "time", "memory", "output", "closed"]
 """Why a run is not ok: its exit status was not 0; a signal ended it (its own doing, or RLIMIT_CPU's); or it went beyond
-what it may: the seconds, the memory of all its processes, its files, what it may print. `closed`: a session that was
+what it may: the seconds, the memory of all its processes and files, what it may print. `closed`: a session that was
 closed, or whose interpreter has ended."""
 
 
@@ -23,7 +23,7 @@ class Limits:
     """MiB of all processes and files of the box together; 0 for `sandbox.memory_mb`. No process has more address space
     than four times as much, at least 4 GiB (threads and BLAS map much that they never touch)."""
     disk_mb: int = 64
-    """MiB of all files in the box, which are memory, too."""
+    """MiB of all files in the box, which are memory, too; beyond them it reads "no space left"."""
     files: int = 4096
     """Files and folders."""
     processes: int = 32
@@ -81,8 +81,9 @@ class Output:
     """With the traceback of an exception."""
     seconds: float
     reason: Reason = ""
-    """`exit` where the code raised an exception; where it is another one, the session's state is lost, and the next
-    call begins a new one."""
+    """`exit` where the code raised an exception, or has ended the interpreter itself."""
+    lost: bool = False
+    """The session's state is: it was ended, and the next call begins a new one."""
 
 
 @dataclass(frozen=True)

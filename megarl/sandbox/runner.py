@@ -1,0 +1,209 @@
+"""The process that starts boxes, holds nothing worth stealing, and ends with the one that has started it.
+
+    python -I -S -c "..." FD PARENT, as `link.py` starts it
+
+Its environment is empty, its only open file the socket FD, on which the first message says what to be; the answer is
+what it has become, or why it cannot. Orders follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megarl.sandbox import mounts
+from megarl.sandbox.cgroups import Cgroups
+from megarl.sandbox.ends import Ends
+from megarl.sandbox.frames import Frame, Unpacker, packed
+from megarl.sandbox.life import Box
+from megarl.sandbox.spawning import Bare, Spawner
+from megarl.sandbox.turns import Turns
+
+_LATEST_S = 3600.0
+_TRY_AGAIN_S = 0.002
+_PIECE = 1 << 20
+
+
+class Runner:
+    """All boxes of one process."""
+
+    def __init__(self, wire: socket.socket, setup: dict[str, Any]) -> None:
+        self.ends = Ends()
+        self.cores = os.cpu_count() or 1
+        self.cgroups: Cgroups | None = None
+        self.layers: list[str] = []
+        self.missing: list[str] = []
+        self._wire = wire.detach()
+        self._unpacker = Unpacker()
+        self._boxes: dict[int, Box] = {}
+        self._busy: dict[Box, int] = {}
+        self._by_outer: dict[int, Box] = {}
+        self._waiting: deque[tuple[Box, Callable[[], None]]] = deque()
+        self.place = setup["place"]
+        mounts.private_folder(self.place)
+        self._turns = Turns(f"{self.place}/turns", setup["processes"])
+        self.spawner: Spawner | Bare
+        if setup["bwrap"]:
+            self._become_nobody(setup)
+        else:
+            self.spawner = Bare(setup["python"])
+            self.place = tempfile.mkdtemp(prefix="boxes-", dir=self.place)
+            os.mkdir(f"{self.place}/boxes")
+        self.ends.listen(self._wire, self._hear)
+
+    def _become_nobody(self, setup: dict[str, Any]) -> None:
+        self.cgroups = Cgroups.find()
+        said = mounts.enter(self.place, setup["python"], setup["packages"], self._hand_over)
+        self.spawner = Spawner(setup["bwrap"], self.place, setup["python"])
+        self.layers = [said, "bubblewrap: namespaces of its own, read-only files"]
+        if self.spawner.filtered:
+            self.layers.append("seccomp")
+        else:
+            self.missing.append(f"no seccomp filter for {platform.machine()}")
+        self.layers.append("resource limits")
+        if self.cgroups:
+            self.layers.append("memory cgroup")
+        else:
+            self.layers.append("memory watchdog")
+            self.missing.append("no memory cgroup is lent to this process, the watchdog stands in")
+
+    def _hand_over(self, user: int) -> None:
+        if self.cgroups:
+            self.cgroups.hand_over(user)
+
+    def run(self) -> None:
+        """Until the other end is closed."""
+        children, waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        self.ends.listen(children, lambda: self._reap(children))
+        while True:
+            now = time.monotonic()
+            soonest = now + _LATEST_S
+            while self._waiting and self._next():
+                pass
+            if self._waiting:
+                soonest = now + _TRY_AGAIN_S
+            for box in tuple(self._busy):
+                soonest = min(soonest, box.look(now))
+            self.ends.wait(soonest - time.monotonic())
+
+    def answer(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None:
+        self.ends.send(self._wire, packed(said, blobs))
+
+    def rests(self, box: Box) -> None:
+        """A session's call is over."""
+        self._turns.give_back(self._busy.pop(box))
+
+    def ended(self, box: Box) -> None:
+        self._boxes.pop(box.number, None)
+        self._by_outer.pop(box.outer, None)
+        if box in self._busy:
+            self._turns.give_back(self._busy.pop(box))
+
+    def _hear(self) -> None:
+        try:
+            piece = os.read(self._wire, _PIECE)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        if not piece:
+            self._leave()
+        for order, blobs in self._unpacker.feed(piece):
+            self._take(order, blobs)
+
+    def _take(self, order: dict[str, Any], blobs: list[bytes]) -> None:
+        number, kind = order["number"], order["kind"]
+        if kind in ("run", "open"):
+            box = self._boxes[number] = Box(self, order, blobs)
+            if kind == "run":
+                self._waiting.append((box, box.start))
+        elif (known := self._boxes.get(number)) is None:
+            if kind == "call":
+                lost = {"number": number, "kind": "ended", "status": None, "reason": "exit", "seconds": 0.0}
+                self.answer({**lost, "files": [], "failure": ""}, [b"", b"", b""])
+        elif kind == "call":
+            self._waiting.append((known, lambda: known.call(order["seconds"], blobs[0])))
+        else:
+            self._end(known)
+
+    def _end(self, box: Box) -> None:
+        self._waiting = deque(entry for entry in self._waiting if entry[0] is not box)
+        if box.outer:
+            box.end("closed")
+        else:
+            self.ended(box)
+
+    def _next(self) -> bool:
+        """Give the first one that waits its turn; whether there was one."""
+        turn = self._turns.take()
+        if turn is None:
+            return False
+        box, begin = self._waiting.popleft()
+        self._busy[box] = turn
+        if box.dead:
+            self.ended(box)
+            return True
+        try:
+            new = not box.outer
+            begin()
+            if new:
+                self._by_outer[box.outer] = box
+        except (OSError, ValueError) as error:
+            box.finish(f"{type(error).__name__}: {error}")
+        return True
+
+    def _reap(self, children: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(children, _PIECE)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if box := self._by_outer.get(ended[0]):
+                    box.left(ended[1])
+
+    def _leave(self) -> None:
+        """Each box ends with its bubblewrap, and that with this process."""
+        for box in tuple(self._boxes.values()):
+            if box.outer:
+                box.end("closed")
+        if not self.spawner.boxed:
+            shutil.rmtree(self.place, ignore_errors=True)
+        os._exit(0)
+
+
+def main(wire: socket.socket, parent: int) -> None:
+    """Serve until the other end of the wire is closed, or the parent has ended."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, _nothing)  # whoever started us says when it is over
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    wire.set_inheritable(False)
+    mounts.inherit_orphans()
+    unpacker = Unpacker()
+    found: list[Frame] = []
+    while not found:
+        piece = wire.recv(_PIECE)
+        if not piece:
+            return
+        found = unpacker.feed(piece)
+    try:
+        runner = Runner(wire, found[0][0])
+    except OSError as error:
+        wire.sendall(packed({"kind": "refused", "why": str(error)}))
+        return
+    handle = os.pidfd_open(parent)
+    runner.ends.listen(handle, runner._leave)
+    runner.answer({"kind": "ready", "layers": runner.layers, "missing": runner.missing}, ())
+    runner.run()
+
+
+def _nothing(number: int, frame: object) -> None:
+    """Not SIG_IGN, which the programs in the boxes would inherit."""

@@ -1,0 +1,94 @@
+"""How much memory a box uses, and how soon it could use too much: for machines that lend us no memory cgroup.
+
+Summed over all processes below the box's first, which inherits every orphan: what is anonymous, shared or swapped out,
+and page tables; and its files, which are memory, too. The filter of `seccomp.py` keeps boxes from memory that does not
+show there. Sockets count with what they may buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+
+_FASTEST = 2 << 30
+"""Bytes that a core can fill in a second, and a little more."""
+SOONEST, _LATEST = 0.004, 0.1
+_SOCKET = 212_992
+"""Bytes that a socket may hold; the kernel's default, which no box can raise."""
+_KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
+_KCMP_VM = 1
+_COUNTED = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def used(first: int, files: str | None) -> int:
+    """Bytes of all processes from `first` downwards, and of the file system at `files`; at least what they use."""
+    return sum(_resident(pid) for pid in family(first)) + _others(first, files)
+
+
+def used_exactly(first: int, files: str | None) -> int:
+    """As `used`, where pages that several processes have count once. Slow."""
+    pids: list[int] = []
+    for pid in family(first):  # one that was vforked has its parent's memory, not a share in it
+        if not any(_same_memory(pid, other) for other in pids):
+            pids.append(pid)
+    return sum(_proportional(pid) for pid in pids) + _others(first, files)
+
+
+def next_look(now: int, limit: int, cores: int) -> float:
+    """Seconds until a box that uses `now` bytes could be at its limit."""
+    return min(_LATEST, max(SOONEST, (limit - now) / (_FASTEST * cores)))
+
+
+def family(first: int) -> list[int]:
+    """A process and all that descend from it, as long as they are."""
+    found, i = [first], 0
+    while i < len(found):
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{found[i]}/task"):
+                found += map(int, _text(f"/proc/{found[i]}/task/{thread}/children").split())
+        i += 1
+    return found
+
+
+def _others(first: int, files: str | None) -> int:
+    if files is None:  # no box, whose files and sockets are its own
+        return 0
+    space = os.statvfs(files)
+    total = (space.f_blocks - space.f_bfree) * space.f_frsize
+    for line in _text(f"/proc/{first}/net/sockstat").splitlines():
+        if line.startswith("sockets: used"):
+            total += int(line.split()[2]) * _SOCKET
+    return total
+
+
+def _resident(pid: int) -> int:
+    return _sum(f"/proc/{pid}/status", _COUNTED)
+
+
+def _proportional(pid: int) -> int:
+    """All pages but those of files on disk, shared ones in part."""
+    return _sum(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")) or _resident(pid)
+
+
+def _sum(path: str, names: tuple[str, ...]) -> int:
+    total = 0
+    for line in _text(path).splitlines():
+        if line.startswith(names):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def _same_memory(one: int, other: int) -> bool:
+    return _KCMP is not None and _libc.syscall(_KCMP, one, other, _KCMP_VM, 0, 0) == 0
+
+
+def _text(path: str) -> str:
+    """Empty where the process has gone."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read(1 << 20).decode()
+    except OSError:
+        return ""
