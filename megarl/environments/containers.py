@@ -162,15 +162,14 @@ class Container:
             stderr=asyncio.subprocess.STDOUT,
         )
         assert process.stdout is not None
-        head, tail = bytearray(), bytearray()
+        half, head, tail = most // 2, bytearray(), bytearray()
         try:
             async with asyncio.timeout(limit):
                 while part := await process.stdout.read(1 << 16):
-                    room = max(most // 2 - len(head), 0)
+                    room = half - len(head)
                     head += part[:room]
                     tail += part[room:]
-                    if len(tail) > 2 * most:
-                        del tail[: -(most // 2)]
+                    del tail[: -half - 1]  # one more than is shown tells that there was more
                 await process.wait()
         except TimeoutError:
             pass
@@ -180,9 +179,8 @@ class Container:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        cut = len(tail) > most // 2
-        end = tail[-(most // 2) :] if cut else tail
-        return None if late else process.returncode, bytes(head) + (b"\n[...]\n" if cut else b"") + bytes(end)
+        shown = bytes(tail) if len(tail) <= half else b"\n[...]\n" + bytes(tail[1:])
+        return None if late else process.returncode, bytes(head) + shown
 
     async def close(self) -> None:
         """End it. Nothing is raised."""

@@ -103,7 +103,7 @@ class TaskBox:
         _, found, said = output.stdout.rpartition(_MARK)
         if output.ok and found:
             return said
-        self.lost = True
+        self.lost = self.lost or output.lost or not found
         return output.reason or "ended"
 
     async def verify(self) -> tuple[dict[str, bytes], str]:

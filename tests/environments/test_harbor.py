@@ -111,7 +111,7 @@ async def solved(session: harbor.HarborTask) -> dict[str, Any]:
     assert await session.bash(command="cat greeting.txt; exit 3") == (
         "cat: greeting.txt: No such file or directory\n\n[exit status 3]"
     )
-    assert "tests" not in await session.bash(command="ls /tests /logs/verifier 2>/dev/null; ls")
+    assert "test.sh" not in await session.bash(command="ls /tests/ /logs/verifier/; ls")
     assert await session.bash(command=SOLUTION) == ""
     return await session.reward()
 
@@ -126,7 +126,7 @@ async def cheated(session: harbor.HarborTask) -> dict[str, Any]:
 
 async def flooding(session: harbor.HarborTask, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     monkeypatch.setattr(harbor, "COMMAND_LIMIT_S", 2.0)
-    text = await session.bash(command="while true; do echo 0123456789; done")
+    text = await session.bash(command="while true; do printf '%01000d\n' 7; done")
     return text, await session.bash(command="echo on")
 
 
@@ -149,7 +149,7 @@ def test_a_container_goes_on_after_a_flood(
 ) -> None:
     with_image(task_folder(tmp_path / "greet"))
     text, after = episode(tmp_path, lambda session: flooding(session, monkeypatch))
-    assert text.startswith("0123456789\n") and text.endswith("[stopped after 2 s]") and "[...]" in text
+    assert text.startswith("0000") and text.endswith("[stopped after 2 s]") and "[...]" in text
     assert len(text) < 100_000 and after == "on\n"
 
 
@@ -187,7 +187,7 @@ def test_a_box_goes_on_after_a_flood(
 ) -> None:
     task_folder(tmp_path / "greet")
     text, after = episode(tmp_path, lambda session: flooding(session, monkeypatch))
-    assert text.startswith("0123456789\n") and text.endswith("[stopped after 2 s]") and "[...]" in text
+    assert text.startswith("0000") and text.endswith("[stopped after 2 s]") and "[...]" in text
     assert len(text) < 100_000 and after == "on\n"
 
 
