@@ -58,7 +58,8 @@ class RolloutConfig:
     replaces (speculative decoding): the same distribution in fewer steps. 0 is off."""
     concurrency: Batch = 128
     """Conversations at once per engine, not counting those that wait for a tool, which may be as many more. An engine
-    has up to twice as many processes for tools; one is started where a call would wait for another's."""
+    has up to twice as many processes for tools; one is started where a call would wait for another's. An environment
+    has one for each of its conversations."""
     asynchronous: bool = False
     """Engines on ranks of their own (`placement.rollout`) go on generating while the others train: a step's prompts are
     begun up to `rollout.max_lag` steps before it is their turn, and answers go on through the pushes of weights. The

@@ -70,7 +70,8 @@ class Leases:
                 process = await self._nursery.process(self._order)
         except Gone as error:
             self._starting -= 1
-            self._idle.put_nowait(error)
+            if self._waiting > self._idle.qsize():
+                self._idle.put_nowait(error)
             return
         except BaseException:
             self._starting -= 1

@@ -102,11 +102,13 @@ class _Served:
                 continue
             try:
                 made = self._tools[one.described.spec] = one.made()
-                for method in ("reset", "tools"):
-                    found = await _value(getattr(made, method)()) if hasattr(made, method) else ()
+                if hasattr(made, "reset"):
+                    await _value(made.reset())
+                if one.described.dynamic:
+                    found = with_schemas(one.described, await _value(made.tools()), TOOLS)
+                    self._loaded[place] = Loaded(found, one.made)
             except BaseException as error:  # noqa: B036
                 raise ConfigError(f"{TOOLS}: {one.described.spec} cannot be begun: {worded(error)}") from None
-            self._loaded[place] = Loaded(with_schemas(one.described, found, TOOLS), one.made)
 
     def said(self) -> list[dict[str, Any]]:
         return [dataclasses.asdict(one.described) for one in self._loaded]

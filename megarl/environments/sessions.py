@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,7 @@ class Sessions:
     ) -> None:
         self.known, self.timeout, self.size = known, timeout, size
         self.notes = Notes(log)
-        nowhere = Path(tempfile.gettempdir(), f"megarl_tools_{os.getpid()}.log")
-        self._nursery = Nursery(SERVE, {}, nowhere if log is None else log, limits)
+        self._nursery = Nursery(SERVE, {}, Path(os.devnull) if log is None else log, limits)
         specs = dict.fromkeys(tool.spec for tool in known.tools.values())
         self._tools = Leases(self._nursery, {"load": [[TOOLS, spec] for spec in specs]}, size)
         cores = len(os.sched_getaffinity(0))
@@ -52,7 +50,9 @@ class Sessions:
     async def begin(self, prompt: Prompt) -> Session:
         """Raises SessionLost where `reset` fails, or no process can be had; ConfigError as `Known.of` does."""
         environment = self.known.of(prompt)
-        if environment is None or environment.kind == "agent":
+        if environment is not None and environment.kind == "agent":
+            raise RuntimeError(f"{environment.spec} is an agent, which is run, not begun")
+        if environment is None:
             return Session(self, prompt.messages, self.known.schemas(prompt))
         name, leases = environment.name, self._environments[environment.name]
         try:

@@ -142,6 +142,8 @@ async def carry_on(
 
     async def converse(one: Partial, seat: Seat) -> Partial:
         params = sampling_params(around.config, around.chat, greedy, one.seed)
+        if one.session is None and around.chat.known.environments:
+            seat.rest()  # a reset may take a while
         try:
             done = await run_conversation(one, seat, around, params, deadline)
         finally:

@@ -160,7 +160,7 @@ def from_record(record: dict[str, Any], get: Get) -> Partial:
         fields["prompt"] = _prompt(fields["prompt"], get)
         fields["task"] = None if fields.get("task") is None else _prompt(fields["task"], get)
         if (said := fields.get("verdict")) is not None:
-            fields["verdict"] = Failed(str(said["why"])) if "why" in said else Reward(**said)
+            fields["verdict"] = _verdict(said)
         fields["messages"] = tuple(fields["messages"])
         fields["turns"] = tuple(
             Turn(
@@ -184,6 +184,12 @@ def from_record(record: dict[str, Any], get: Get) -> Partial:
 def _of_prompt(prompt: Prompt, put: Put) -> dict[str, Any]:
     record = {item.name: getattr(prompt, item.name) for item in dataclasses.fields(Prompt)}
     return {**record, "token_ids": put(prompt.token_ids)}
+
+
+def _verdict(record: dict[str, Any]) -> Verdict:
+    if "why" in record:
+        return Failed(str(record["why"]))
+    return Reward(float(record["reward"]), dict(record["parts"]), tuple(record["turns"]))
 
 
 def _prompt(record: dict[str, Any], get: Get) -> Prompt:

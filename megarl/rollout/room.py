@@ -150,6 +150,10 @@ class Seat:
         context = np.concatenate([ids_of(ids), written])
         return joined(said, await self._ask(context, {**params, "max_new_tokens": budget}, known))
 
+    def rest(self) -> None:
+        """The conversation does not need the policy now, until it asks."""
+        self._go(away=True)
+
     def leave(self) -> None:
         self._room.begun -= 1
         self._go(away=False)

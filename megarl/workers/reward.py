@@ -88,17 +88,17 @@ class RewardWorker(Worker):
                 raise ConfigError(f"a reward function may not be called {name!r}, which is another part; rename it")
         if self.functions or self.judges:
             return
-        if not self._environments:
-            raise ConfigError(
-                "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass "
-                f"reward_fn, or name an environment with a `reward` in {ENVIRONMENTS}"
-            )
         for one in known_of(self.config.rollout).environments.values():
             if not one.rewards:
                 raise ConfigError(
                     f"{ENVIRONMENTS}: {one.spec} has no `reward`, and there are no reward.functions: nobody says what "
                     "its conversations are worth; give it one, or set the latter"
                 )
+        if not self._environments:
+            raise ConfigError(
+                "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass "
+                f"reward_fn, or name an environment with a `reward` in {ENVIRONMENTS}"
+            )
 
     def ready(self) -> None:
         """Raises ConfigError where the functions cannot be had in the pool's processes."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 from case import Case
 
+GAME = """
+class Own:
+    def reset(self, board): pass
+    def reward(self): return 1.0
+class Other(Own):
+    def look(self) -> str:
+        'Look around.'
+"""
 MUTE = "class Odd(Exception):\n    def __str__(self): return 1 / 0\nraise Odd"
 HEAD = "from megarl.rollout.tools import Tool\n"
 
@@ -31,6 +40,25 @@ def described(inside: str) -> str:
     return f'{{"type": "function", "function": {{"name": "f", {inside}}}}}'
 
 
+def environment(name: str, text: str, *says: str, specs: str = "mine:Own", given: tuple[str, ...] = ()) -> Case:
+    return Case(f"environment: {name}", says, (f"rollout.environments=[{specs}]", *given), module(text))
+
+
+def row(name: str, column: str, *says: str) -> Case:
+    """In the third row of the prompts, of an environment whose reset needs a column."""
+
+    def write(folder: Path) -> None:
+        module(GAME)(folder)
+        file = folder / "train.jsonl"
+        lines = [json.loads(line) | {"board": "x"} for line in file.read_text().splitlines()]
+        lines[2] = {key: value for key, value in (lines[2] | json.loads(column)).items() if value != "gone"}
+        file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+    return Case(
+        f"environment: {name}", ("prompt train-2", *says), ("rollout.environments=[mine:Own,mine:Other]",), write
+    )
+
+
 def reward(name: str, text: str, *says: str, specs: str = "mine:f") -> Case:
     return Case(f"reward: {name}", ("reward.functions", *says), (f"reward.functions=[{specs}]",), module(text))
 
@@ -47,10 +75,10 @@ CASES = [
     tool("imports itself", "from mine import f", "cannot import mine", "ImportError"),
     tool("sys.exit", "import sys; sys.exit(0)", "cannot import mine", "SystemExit"),
     tool("sys.exit with words", "import sys; sys.exit('bye')", "SystemExit: bye"),
-    tool("os._exit", "import os; os._exit(0)", "loads mine:f", "exit status 0", "ends the interpreter"),
-    tool("os._exit with a status", "import os; os._exit(7)", "loads mine:f", "exit status 7"),
-    tool("abort", "import os; os.abort()", "loads mine:f", "exit status 134"),
-    tool("kills itself", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "loads mine:f", "exit status 137"),
+    tool("os._exit", "import os; os._exit(0)", "loading mine:f", "exit status 0", "ends the interpreter"),
+    tool("os._exit with a status", "import os; os._exit(7)", "loading mine:f", "exit status 7"),
+    tool("abort", "import os; os.abort()", "loading mine:f", "SIGABRT"),
+    tool("kills itself", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "loading mine:f", "SIGKILL"),
     tool("KeyboardInterrupt", "raise KeyboardInterrupt", "cannot import mine", "KeyboardInterrupt"),
     tool("BaseException", "class Odd(BaseException): pass\nraise Odd('x')", "cannot import mine", "Odd: x"),
     tool("mute error", MUTE, "cannot import", "Odd"),
@@ -60,7 +88,9 @@ CASES = [
     tool("leaves a daemon", "import subprocess; subprocess.Popen(['sleep', '99'], start_new_session=True)", "has no f"),
     tool("nothing in it", "", "mine has no f"),
     tool("None", "f = None", "mine has no f"),
-    tool("a plain function", "def f(x): return x", "mine:f is a function", "not a megarl.rollout.tools.Tool"),
+    tool("a function without words", "def f(x): return x", "mine:f needs a docstring"),
+    tool("a function without hints", "def f(x):\n    'It.'", "the argument x needs a type hint, such as x: str"),
+    tool("a coroutine function", "async def f(x: int):\n    'It.'", "mine:f is a function, not a", "with type hints"),
     tool("the class", "from megarl.rollout.tools import Tool as f", "mine:f is a type"),
     tool("attribute that raises", "def __getattr__(name): raise OSError('far away')", "cannot import", "far away"),
     tool("no colon", "", "'mine' is not of the form module:name", spec="mine"),
@@ -96,6 +126,41 @@ CASES = [
     schema("function wants more", TAKES_X, "missing a required argument: 'y'", function="lambda x, y: '1'"),
     schema("positional only", TAKES_X, "cannot be called", function="lambda x, /: '1'"),
     schema("coroutine", TAKES_X, "is a coroutine", function="__import__('asyncio').sleep"),
+    environment("raises", "raise RuntimeError('no licence')", "rollout.environments: cannot import mine", "no licence"),
+    environment("dies", "import os; os._exit(3)", "rollout.environments: loading mine:Own", "exit status 3"),
+    environment("nothing in it", "", "rollout.environments: mine has no Own"),
+    environment("no colon", "", "rollout.environments: 'mine' is not of the form module:name", specs="mine"),
+    environment("a number", "Own = 3", "mine:Own is a int, neither a class nor a coroutine function"),
+    environment("a function", "def Own(row): pass", "mine:Own is a function, neither a class nor a coroutine function"),
+    environment("an agent", "async def Own(row): pass", "mine:Own must take row, base_url and api_key"),
+    environment("empty", "class Own: pass", "mine:Own is no environment"),
+    environment("wants", "class Own:\n    def __init__(self, x): pass", "its constructor must take no arguments"),
+    environment(
+        "no hint", "class Own:\n    def f(self, x):\n        'It.'", "mine:Own.f: the argument x needs a type hint"
+    ),
+    environment("no docstring", "class Own:\n    def f(self, x: int): pass", "mine:Own.f needs a docstring"),
+    environment(
+        "odd hint", "class Own:\n    def f(self, x: bytes):\n        'It.'", "mine:Own.f", "has the hint bytes"
+    ),
+    environment("generator", "class Own:\n    def f(self):\n        yield 1", "mine:Own.f is a generator"),
+    environment("half", "class Own:\n    def call(self, name, arguments): pass", "a method call and none called tools"),
+    environment(
+        "reward wants", "class Own:\n    def reward(self, x): pass", "mine:Own.reward wants x; it may be given"
+    ),
+    environment("timeout", GAME + "Own.timeout = -1", "its `timeout` must be a number of seconds"),
+    environment("positional", "class Own:\n    def reset(self, x, /): pass", "mine:Own.reset: the argument x"),
+    environment("twice", GAME, "mine:Own and mine:Own are both called Own", specs="mine:Own,mine:Own"),
+    environment(
+        "like a tool",
+        "class Own:\n    def calculator(self, x: int):\n        'It.'",
+        "mine:Own has a tool calculator, and so has rollout.tools, megarl.rollout.tools:calculator",
+        given=(f"rollout.tools=[{CALCULATOR}]",),
+    ),
+    environment("an adapter", "", "nowhere.json", specs='"mcp:nowhere.json"'),
+    row("of no such name", '{"environment": "Othre"}', "'Othre', is none of rollout.environments; did you mean Other?"),
+    row("of a number", '{"environment": 3}', "'3', is none of rollout.environments"),
+    row("without what it needs", '{"board": "gone"}', "has no column 'board', which reset of mine:Own needs"),
+    row("with a tool of another", '{"tools": ["look"]}', "asks for the tool look", "nor has it Own"),
     reward("raises", "raise RuntimeError('no licence\\nhere')", "cannot import mine", "RuntimeError: no licence here"),
     reward("syntax error", "def f(rollout) return 1", "cannot import mine", "SyntaxError"),
     reward("imports what is not there", "import nothing_of_that_name", "ModuleNotFoundError"),

@@ -44,6 +44,8 @@ def odd(rollout: Rollout) -> Any:
         "leave": lambda: leave(argument),
         "touch": lambda: Path(argument).touch() or 1.0,
         "alarm": alarm,
+        "memory": lambda: len(bytearray(3 << 30)) * 0.0,
+        "secret": lambda: float("HF_TOKEN" in os.environ),
         "turns": lambda: {"turns": [0.25, 0.5], "parts": {"style": 2}},
         "whole": lambda: Reward(1, {"style": 2.0}, [0.5, 0.25]),
         "too many": lambda: {"reward": 1.0, "turns": [0.1, 0.2, 0.3]},

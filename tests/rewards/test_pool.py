@@ -94,6 +94,14 @@ def test_a_process_is_kept_until_it_dies_and_all_are_used(made: Made) -> None:
     assert 1 <= len(found) <= 2 and os.getpid() not in found
 
 
+def test_functions_have_no_secrets_and_so_much_memory(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    short = verdicts(made("odd", limits=Limits(memory_mb=2048)), "memory", "fine", "secret")
+    assert isinstance(short[0], Failed) and "it raised MemoryError" in short[0].why
+    assert short[1:] == [Reward(1.0), Reward(0.0)]
+    assert verdicts(made("odd", limits=Limits(("HF_TOKEN",), 0)), "secret") == [Reward(1.0)]
+
+
 def test_several_functions_are_told_apart(made: Made) -> None:
     pool = made("odd", "one", "aodd", size=3)
     said = pool.begin(rollout("raise")).result(60)

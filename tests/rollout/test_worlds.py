@@ -71,7 +71,8 @@ def test_a_game_is_rendered_after_reset_and_rated_at_the_end() -> None:
 def test_a_reset_that_changes_nothing_leaves_the_prompts_ids_shared() -> None:
     start = begun(prompt("fine", "Odd"))
     done, _ = talk(start, "bye")
-    assert done.prompt is start.prompt and done.turns[0] is start.turns[0] and done.verdict == Reward(0.25)
+    assert done.prompt is start.prompt and done.task is None and done.verdict == Reward(0.25)
+    assert done.turns[0].token_ids is start.turns[0].token_ids
 
 
 def test_tools_found_at_run_time_are_in_the_prompt() -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from megarl.config import Config, ConfigError, ParallelConfig, RewardConfig, RunConfig  # noqa: E402
+from megarl.config import Config, ConfigError, ParallelConfig, RewardConfig, RolloutConfig, RunConfig  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import everyone, ranks  # noqa: E402
-from megarl.types import Prompt, Rollout, Rollouts, Turn  # noqa: E402
+from megarl.types import Failed, Prompt, Reward, Rollout, Rollouts, Turn  # noqa: E402
 from megarl.workers.context import Ended  # noqa: E402
 from megarl.workers.reward import RewardWorker  # noqa: E402
 
@@ -42,8 +42,13 @@ def leaves(rollout: Rollout) -> float:
     raise SystemExit(0)
 
 
-def context(reward: RewardConfig) -> Any:
-    config = Config(run=RunConfig(timeout_s=2.0), parallel=ParallelConfig(world_size=2), reward=reward)
+def context(reward: RewardConfig, environments: tuple[str, ...] = (), replay: str = "") -> Any:
+    config = Config(
+        run=RunConfig(timeout_s=2.0),
+        parallel=ParallelConfig(world_size=2),
+        reward=reward,
+        rollout=RolloutConfig(environments=environments, replay=replay),
+    )
     known = {"run_dir": Path(sys.argv[1]), "ended": Ended(), "role": "", "layouts": {}}
     return SimpleNamespace(config=config, job=JOB, clock=Clock(), **known)
 
@@ -91,10 +96,33 @@ def main() -> None:
         "dies": tried(RewardConfig(dies)),
         "one dies": tried(RewardConfig(dies, **half)),
         "no such part": tried_weights({"lenght": 1.0}),
+        "environment": of_environment(
+            RewardConfig(weights={"environment": 2.0}), [Reward(0.5, {"tries": 3.0}, (0.25,))] * 4
+        ),
+        "beside": of_environment(RewardConfig(("lab_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]),
+        "failed": of_environment(RewardConfig(max_failed=0.5), [Reward(1.0)] * 3 + [Failed("Guess: reward raised")]),
+        "recorded": of_environment(RewardConfig(), None),
+        "nobody": of_environment(RewardConfig(), [None] * 4, "odd_worlds:Plain"),
+        "nothing": of_environment(RewardConfig(), [None] * 4, ""),
     }
     print("RESULT", json.dumps(found), flush=True)
     everyone.close_post()
     ranks.shutdown()
+
+
+def of_environment(reward: RewardConfig, verdicts: Any, spec: str = "odd_worlds:Guess") -> Any:
+    """verdicts: None for rollouts that were recorded with a part of it."""
+    try:
+        worker = RewardWorker(context(reward, (spec,) if spec else (), "" if verdicts else "somewhere"))
+    except ConfigError as error:
+        return str(error)
+    here = [
+        replace(one, verdict=verdicts[i]) if verdicts else replace(one, reward_parts={"environment": 3.0})
+        for i, one in zip(OWN, MINE.here, strict=True)
+    ]
+    found = facts(worker.score(MINE.with_(here)))
+    worker.close()
+    return found
 
 
 def tried_weights(weights: dict[str, float]) -> str:

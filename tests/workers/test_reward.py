@@ -67,5 +67,17 @@ def test_weights_that_change(found: dict[str, dict[str, Any]]) -> None:
     }
 
 
+def test_what_an_environment_says_is_a_part_by_its_weight(found: dict[str, dict[str, Any]]) -> None:
+    """2 * (0.5 + 0.25); a rollout whose environment says nothing has the other parts only."""
+    alone = found["environment"]
+    assert alone["reward"] == [1.5, 1.5, 0.0, 1.5] and alone["turns"] == [[0.0, 0.5]] * 2 + [[0.0, 0.0], [0.0, 0.5]]
+    assert alone["parts"] == {"environment": [0.75, 0.75, 0, 0.75], "environment/tries": [3, 3, 0, 3]}
+    assert found["beside"]["reward"] == [4.0, 3.0, 0.0, 2.0]
+    assert found["failed"]["why"] == [["environment", "Guess: reward raised", "p3"]]
+    assert found["recorded"]["reward"] == [3.0, 3.0, 0.0, 3.0]
+    assert "odd_worlds:Plain has no `reward`, and there are no reward.functions" in found["nobody"]
+    assert "there is no reward: set reward.functions" in found["nothing"]
+
+
 def test_a_weight_of_no_part(found: dict[str, dict[str, Any]]) -> None:
     assert "no part of the reward is called 'lenght'; did you mean length" in found["no such part"]

@@ -1,0 +1,71 @@
+"""What the folder's page shows is short, and works."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import RolloutConfig
+from megarl.environments.describing import known_of
+from megarl.environments.sessions import Sessions
+from megarl.types import Prompt, Reward
+
+PAGE = (Path(__file__).resolve().parents[2] / "megarl/environments/README.md").read_text()
+MODULES = dict(re.findall(r"```python (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "openai.py").write_text(CLIENT)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+CLIENT = """
+from types import SimpleNamespace as Has
+class AsyncOpenAI:
+    def __init__(self, base_url, api_key):
+        self.chat = Has(completions=Has(create=self.create))
+    async def create(self, model, messages):
+        return Has(choices=[Has(message=Has(content=f"It is {len(messages)}."))])
+"""
+
+
+def test_each_way_is_short() -> None:
+    assert len(MODULES) == 3
+    assert all(len([line for line in text.splitlines() if line.strip()]) < 15 for text in MODULES.values())
+
+
+def test_the_class_and_the_tool(modules: None) -> None:
+    known = known_of(RolloutConfig(environments=("my_game:Guess",), tools=("my_tools:count_words",)))
+    about = known.tools["count_words"].schema["function"]["parameters"]["properties"]
+    assert about["text"] == {"type": "string", "description": "in any language"} and about["longest"]["default"] == 20
+
+    async def play() -> Any:
+        async with aclosing(Sessions(known, 60.0, 1)) as sessions:
+            session = await sessions.begin(Prompt("p", ({"role": "user", "content": "Go."},), ground_truth=7))
+            said = [
+                await session.call(0, "guess", {"number": 7}),
+                await session.call(1, "count_words", {"text": "a b"}),
+            ]
+            return [one.text for one in said], await session.reward("7", (), ["7"])
+
+    assert asyncio.run(play()) == (["right", "2"], Reward(0.99))
+
+
+def test_the_agent(modules: None) -> None:
+    known = known_of(RolloutConfig(environments=("my_agent:run",)))
+    assert known.environments["run"].kind == "agent"
+
+    async def run() -> Any:
+        async with aclosing(Sessions(known, 60.0, 1)) as sessions:
+            prompt = Prompt("p", ({"role": "user", "content": "Go."},), ground_truth="1")
+            return await sessions.run_agent(prompt, "http://x", "key", 60.0)
+
+    assert asyncio.run(run()) == 1.0
