@@ -51,7 +51,8 @@ def load(spec: str, key: str) -> Loaded:
             inspect.signature(made).bind(row=None, base_url="", api_key="")
         except TypeError as error:
             raise ConfigError(f"{where} must take row, base_url and api_key: {error}") from None
-        return Loaded(Described(spec, name, "agent", rewards=True, is_async=True), made)
+        kept = bool(getattr(made, "kept", False))
+        return Loaded(Described(spec, name, "agent", rewards=True, kept=kept, is_async=True), made)
     raise ConfigError(
         f"{where} is a {type(made).__name__}, neither a class nor a coroutine function run(row, base_url, api_key)"
     )

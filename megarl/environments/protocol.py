@@ -30,7 +30,8 @@ from typing import Any, Literal, Protocol
 
 Kind = Literal["tools", "environment", "agent"]
 """tools: without a state, called by whichever process is free. environment: an object for each conversation. agent: a
-coroutine function that is a client of the policy, `async def run(row, base_url, api_key) -> float | dict | None`."""
+coroutine function that is a client of the policy, `async def run(row, base_url, api_key) -> float | dict | None`; with
+an attribute `kept` that is true its process plays further episodes, one after the other, else each has a new one."""
 
 PREFIXES = ("mcp", "verifiers", "harbor", "program")
 """`mcp:FILE` stands for what `megarl.environments.mcp:environment` makes of FILE: a class as here, or an agent."""
@@ -82,7 +83,7 @@ class ToolResult:
 
 
 class SessionLost(Exception):
-    """An environment can go on no more, in one line: its process died or hung, or `reset` raised."""
+    """An environment can go on no more, in one line: its process died or hung, `reset` raised, or a tool raised this."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Described:
     spec: as the configuration has it; name: of the class or function, or what comes behind a prefix's colon. schemas:
     of its tools, () where they are found at run time (`dynamic`). required: columns that `reset` must have; takes:
     those that it may have, None for all. rewards: whether it has a `reward`; an agent may. timeout: its own seconds, 0
-    for none.
+    for none. kept: of an agent, see `Kind`.
     """
 
     spec: str
@@ -105,4 +106,5 @@ class Described:
     rewards: bool = False
     of_reward: tuple[str, ...] = ()
     timeout: float = 0.0
+    kept: bool = False
     is_async: bool = field(default=False, compare=False)

@@ -72,15 +72,18 @@ class Sessions:
             raise
 
     async def run_agent(self, prompt: Prompt, base_url: str, api_key: str, limit: float) -> Any:
-        """What an agent returns, which is a client of the policy there; in a process of its own, which is then ended.
-        Raises SessionLost where it raises, its process dies, or `limit` seconds are over."""
+        """What an agent returns, which is a client of the policy there; in a process of its own, which is then ended,
+        or kept for the next where the agent says so. Raises SessionLost where it raises, its process dies, or `limit`
+        seconds are over."""
         environment = self.known.of(prompt)
         assert environment is not None and environment.kind == "agent"
+        leases = self._environments[environment.name]
         try:
-            process = await self._nursery.process({"load": [[ENVIRONMENTS, environment.spec]]})
+            process = await leases.take()
         except Gone as error:
             raise SessionLost(f"{environment.name}: {error}") from None
         order = {"do": "run", "row": row_of(prompt), "base_url": base_url, "api_key": api_key}
+        said: dict[str, Any] | None = None
         try:
             said = await process.ask(_pickled(order), limit)
         except TimeoutError:
@@ -88,7 +91,10 @@ class Sessions:
         except (Gone, _Unsent) as error:
             raise SessionLost(f"{environment.name}: {error}") from None
         finally:
-            process.end()
+            if said is None or not environment.kept:
+                leases.end(process)
+            else:
+                leases.give_back(process)
         if "failed" in said:
             self.notes.write(environment.name, prompt.id, said["failed"], str(said.get("kind")), str(said.get("trace")))
             raise SessionLost(f"{environment.name}: {said['failed']}")
@@ -102,7 +108,11 @@ class Sessions:
             return self.failed(name, arguments, "the tool's process did not start", "start", str(error))
         order = {"do": "call", "spec": self.known.tools[name].spec, "name": name, "arguments": arguments}
         try:
-            result = self.result(name, arguments, await process.ask(_pickled(order), self.timeout))
+            said = await process.ask(_pickled(order), self.timeout)
+            if "lost" in said:
+                self._tools.end(process)
+                return self.failed(name, arguments, said["lost"], str(said.get("kind")), str(said.get("trace")))
+            result = self.result(name, arguments, said)
         except TimeoutError:
             self._tools.end(process)
             return self.failed(name, arguments, f"the tool was stopped after {self.timeout:g} s", "late")
@@ -200,6 +210,10 @@ class Session:
         async with world.turn:  # one call after the other, in the order in which the policy made them
             order = {"do": "call", "spec": "", "name": name, "arguments": arguments}
             said = await self._asked(world, order, f"the tool {name}")
+            if "lost" in said:
+                sessions.notes.write(name, arguments, said["lost"], str(said.get("kind")), str(said.get("trace")))
+                self._lose(world, f"{world.known.name}: {said['lost']}")
+                raise SessionLost(world.lost)
             try:
                 return sessions.result(name, arguments, said)
             except (LookupError, ValueError, TypeError) as error:
