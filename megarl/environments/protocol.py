@@ -30,7 +30,8 @@ from typing import Any, Literal, Protocol
 
 Kind = Literal["tools", "environment", "agent"]
 """tools: without a state, called by whichever process is free. environment: an object for each conversation. agent: a
-coroutine function that is a client of the policy, `async def run(row, base_url, api_key) -> float | dict | None`."""
+coroutine function that is a client of the policy, `async def run(row, base_url, api_key) -> float | dict | None`,
+which has a process to itself meanwhile, and that plays further episodes later."""
 
 PREFIXES = ("mcp", "verifiers", "harbor", "program")
 """`mcp:FILE` stands for what `megarl.environments.mcp:environment` makes of FILE: a class as here, or an agent."""
@@ -82,7 +83,7 @@ class ToolResult:
 
 
 class SessionLost(Exception):
-    """An environment can go on no more, in one line: its process died or hung, or `reset` raised."""
+    """An environment can go on no more, in one line: its process died or hung, `reset` raised, or a tool raised this."""
 
 
 @dataclass(frozen=True)

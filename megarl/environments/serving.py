@@ -4,7 +4,7 @@
 description of each. An order is pickled, from the rank; answers are JSON, one for each, in turn:
 
     {"do": "begin", "row"}                              {"messages", "schemas"} or {"failed"}
-    {"do": "call", "spec", "name", "arguments"}         {"ok", "text"}, and {"kind", "trace"} where it raised
+    {"do": "call", "spec", "name", "arguments"}         {"ok", "text"}, and {"kind", "trace"} where it raised; {"lost"}
     {"do": "reward", "answer", "messages", "turns"}     {"value"} or {"failed"}
     {"do": "end"}                                       {} or {"failed"}
     {"do": "run", "row", "base_url", "api_key"}         {"value"} or {"failed"}; of an agent
@@ -29,6 +29,7 @@ from typing import Any
 
 from megarl.data.text import media
 from megarl.environments.loading import TOOLS, Loaded, load, with_schemas
+from megarl.environments.protocol import SessionLost
 from megarl.environments.tools import Tool, worded
 from megarl.processes.frames import frame, orders, read_order
 from megarl.strict import ConfigError
@@ -150,6 +151,8 @@ class _Served:
             else:
                 value = getattr(found, name)(**arguments)
             ok, text = True, as_text(await _value(value))
+        except SessionLost as error:
+            return {**_about(error), "lost": worded(error, named=False)}
         except BaseException as error:  # noqa: B036  SystemExit and the like must not end the process in silence
             ok, text = False, f"Error: {worded(error, named=False)}"
             answer = _about(error)

@@ -113,7 +113,11 @@ class Sessions:
             return self.failed(name, arguments, "the tool's process did not start", "start", str(error))
         order = {"do": "call", "spec": self.known.tools[name].spec, "name": name, "arguments": arguments}
         try:
-            result = self.result(name, arguments, await process.ask(_pickled(order), self.timeout))
+            said = await process.ask(_pickled(order), self.timeout)
+            if "lost" in said:
+                self._tools.end(process)
+                return self.failed(name, arguments, said["lost"], str(said.get("kind")), str(said.get("trace")))
+            result = self.result(name, arguments, said)
         except TimeoutError:
             self._tools.end(process)
             return self.failed(name, arguments, f"the tool was stopped after {self.timeout:g} s", "late")
@@ -211,6 +215,10 @@ class Session:
         async with world.turn:  # one call after the other, in the order in which the policy made them
             order = {"do": "call", "spec": "", "name": name, "arguments": arguments}
             said = await self._asked(world, order, f"the tool {name}")
+            if "lost" in said:
+                sessions.notes.write(name, arguments, said["lost"], str(said.get("kind")), str(said.get("trace")))
+                self._lose(world, f"{world.known.name}: {said['lost']}")
+                raise SessionLost(world.lost)
             try:
                 return sessions.result(name, arguments, said)
             except (LookupError, ValueError, TypeError) as error:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from megarl.sandbox import seccomp
 
 PACKAGES = "/packages"
+FOLDERS = ("app", "tests", "logs")
+"""Of the root, links to folders in /tmp, that may be made there: where tasks in Harbor's format expect theirs."""
 CHANNEL = 3
 _ARGUMENTS, _FILTER, _STATUS, _GATE = 10, 11, 12, 13
 """Numbers of bubblewrap's own ends; none of them is there in the box."""
@@ -61,6 +63,8 @@ def view(place: str, python: str) -> list[str]:
         given += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         given += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    for name in FOLDERS:
+        given += ["--symlink", f"/tmp/{name}", f"/{name}"]
     return [*given, "--symlink", "/proc/self/fd", "/dev/fd"]
 
 

@@ -1,0 +1,393 @@
+"""MCP servers as tools: `mcp:FILE.json`, a file in the form that MCP's clients share.
+
+    {"mcpServers": {
+        "files": {"command": "npx", "args": ["-y", "@modelcontextprotocol/server-filesystem", "/data"],
+                  "env": {"A": "b"}, "tools": ["read_text_file"]},
+        "search": {"url": "http://127.0.0.1:8000/mcp", "headers": {"Authorization": "Bearer ${SEARCH_KEY}"}}}}
+
+A session has servers of its own: a process for each `command` (stdio), a client for each `url` (streamable HTTP). Tools
+are asked of the servers when the session begins. A server's environment is PATH, HOME and the like, and what its
+entry says; `${NAME}` in a value is taken from the session's environment, which has what `rollout.pass_env` lists.
+
+The SDK is the official one, `mcp`, 1.30 or 2: the common part of both is used, and what they name differently is read
+in the form that goes over the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import anyio
+
+from megarl.config import ConfigError
+from megarl.environments.protocol import SessionLost
+from megarl.environments.templates import filled
+
+START_LIMIT_S = 60.0
+"""How long a server may take to say which tools it has."""
+END_LIMIT_S = 8.0
+_PAGES = 100
+_SAID = 1 << 20  # bytes of stderr that are kept of a server
+_NONSENSE = 1000  # lines of a server that are no messages, before it is given up
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_KEYS = {"type", "command", "args", "env", "cwd", "url", "headers", "tools", "disabled", "description"}
+_OF_OTHERS = {"alwaysAllow", "autoApprove", "timeout", "trust", "icon"}  # what other clients read of the same file
+_HTTP = ("http", "streamable-http", "streamableHttp")
+
+
+@dataclass(frozen=True)
+class Server:
+    """An entry of `mcpServers`. One of command and url is set. tools: those to offer; empty: all that it has."""
+
+    name: str
+    command: str = ""
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    url: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    tools: tuple[str, ...] = ()
+
+
+def environment(file: str) -> type[McpTools]:
+    """What `mcp:FILE` stands for. Raises ConfigError for a file that is not of the form, and without the SDK."""
+    _sdk()
+    return type("McpTools", (McpTools,), {"servers": read(file)})
+
+
+def read(file: str) -> tuple[Server, ...]:
+    """The servers that a file names. `${NAME}` is not yet looked up."""
+    path = Path(file).expanduser()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from None
+    entries = found.get("mcpServers") if isinstance(found, dict) else None
+    if not isinstance(entries, dict):
+        raise ConfigError(f'{file} must be {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
+    found = [_server(f"server {name}", name, entry) for name, entry in entries.items()]
+    servers = tuple(server for server in found if server is not None)
+    if not servers:
+        raise ConfigError(f"{file} names no server that is not disabled")
+    return servers
+
+
+def _server(where: str, name: str, entry: Any) -> Server | None:
+    def need(fine: bool, what: str) -> None:
+        if not fine:
+            raise ConfigError(f"{where}: {what}")
+
+    need(isinstance(entry, dict), "must be a mapping")
+    need(isinstance(entry.get("disabled", False), bool), "`disabled` must be true or false")
+    if entry.get("disabled"):
+        return None
+    if unknown := sorted(set(entry) - _KEYS - _OF_OTHERS):
+        need(False, f"has an unknown key {unknown[0]!r}; there are {', '.join(sorted(_KEYS))}")
+    need(("command" in entry) != ("url" in entry), "needs either `command` or `url`")
+    kind = entry.get("type", "stdio" if "command" in entry else "http")
+    need(kind != "sse", "is of type sse, which MCP has given up; give its streamable HTTP address")
+    fits = kind == "stdio" if "command" in entry else kind in _HTTP
+    need(fits, f"is of type {kind!r}, which does not fit `{'command' if 'command' in entry else 'url'}`")
+    for key in ("command", "cwd", "url"):
+        need(key not in entry or (isinstance(entry[key], str) and bool(entry[key])), f"`{key}` must be text")
+    for key in ("args", "tools"):
+        fine = isinstance(entry.get(key, []), list) and all(isinstance(item, str) for item in entry.get(key, []))
+        need(fine, f"`{key}` must be a list of texts")
+    for key in ("env", "headers"):
+        about = entry.get(key) or {}
+        need(
+            isinstance(about, dict) and all(isinstance(value, str) for value in about.values()),
+            f"`{key}` must map to text",
+        )
+    need(
+        "url" not in entry or entry["url"].startswith(("http://", "https://")),
+        "`url` must begin with http:// or https://",
+    )
+    return Server(
+        name,
+        entry.get("command", ""),
+        tuple(entry.get("args", ())),
+        dict(entry.get("env") or {}),
+        entry.get("cwd"),
+        entry.get("url", ""),
+        dict(entry.get("headers") or {}),
+        () if "*" in entry.get("tools", ()) else tuple(entry.get("tools", ())),
+    )
+
+
+class McpTools:
+    """The tools of MCP servers, for one session. The class of a spec is made by `environment`."""
+
+    servers: tuple[Server, ...] = ()
+
+    def __init__(self) -> None:
+        self._open: list[Connection] = []
+        self._of: dict[str, Connection] = {}
+        self._schemas: list[dict[str, Any]] = []
+
+    async def reset(self) -> None:
+        """Start the servers and ask for their tools. Raises ConfigError for what the file's author must mend, and
+        SessionLost for a server that does not come up."""
+        self._open = [Connection(server) for server in self.servers]
+        await asyncio.gather(*(connection.start() for connection in self._open))
+        for connection in self._open:
+            for tool in connection.offered():
+                name = tool["name"]
+                if name in self._of:
+                    of, both = self._of[name].server.name, connection.server.name
+                    who = f"server {of} has two tools" if of == both else f"servers {of} and {both} both have a tool"
+                    raise ConfigError(f"MCP: {who} of the name {name}; list those to offer in the entry's `tools`")
+                self._of[name] = connection
+                self._schemas.append(schema(tool))
+
+    def tools(self) -> list[dict[str, Any]]:
+        """OpenAI schemas of what the servers offered when the session began."""
+        return list(self._schemas)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """What the tool says. Raises ToolFailed where the server calls it an error, SessionLost where it is no more."""
+        return await self._of[name].call(name, arguments)
+
+    async def close(self) -> None:
+        """End the servers' processes and the clients."""
+        await asyncio.gather(*(connection.close() for connection in self._open))
+
+
+class ToolFailed(RuntimeError):
+    """What a server said of a call that failed, for the policy to read."""
+
+
+class Connection:
+    """A client of one server. The SDK's scopes must be left by the task that entered them: that is `_live`."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._tools: list[dict[str, Any]] = []
+        self._session: Any = None
+        self._ready = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._nonsense = 0
+        self._stderr: BinaryIO = io.BytesIO()
+
+    async def start(self) -> None:
+        """Raises SessionLost where it does not come up, ConfigError where it cannot."""
+        self._task = asyncio.create_task(self._live())
+        ready = asyncio.create_task(self._ready.wait())
+        await asyncio.wait((self._task, ready), timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._ready.is_set():
+            return
+        why = f"did not answer within {START_LIMIT_S:g} s"
+        if self._task.done() and not self._task.cancelled():
+            error = self._task.exception()
+            if isinstance(error, ConfigError):
+                raise error
+            why = f"did not start: {innermost(error)}"
+        lost = self._lost(why)
+        await self.close()
+        raise lost
+
+    async def _live(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            reading, writing = await self._transport(stack)
+            client = _sdk().ClientSession(reading, writing, message_handler=self._heard)
+            self._session = await stack.enter_async_context(client)
+            await self._session.initialize()
+            self._tools = await self._listed()
+            self._ready.set()
+            await self._closing.wait()
+
+    async def _heard(self, message: Any) -> None:
+        """Of what comes unasked, only that is of interest what is no message at all."""
+        self._nonsense += isinstance(message, Exception)
+        if self._nonsense == _NONSENSE and self._task is not None:
+            self._task.cancel()
+
+    async def _transport(self, stack: contextlib.AsyncExitStack) -> tuple[Any, Any]:
+        where = f"MCP server {self.server.name}"
+        if self.server.url:
+            from mcp.client.streamable_http import streamable_http_client
+            from mcp.shared._httpx_utils import create_mcp_http_client
+
+            headers = {key: filled(value, where) for key, value in self.server.headers.items()}
+            client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
+            streams = streamable_http_client(filled(self.server.url, where), http_client=client)
+            both = await stack.enter_async_context(streams)
+            return both[0], both[1]
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        # Bounded by `_trim`; a pipe that nobody reads would stop the server.
+        self._stderr = tempfile.TemporaryFile("ab+", buffering=0)
+        wanted = StdioServerParameters(
+            command=filled(self.server.command, where),
+            args=[filled(argument, where) for argument in self.server.args],
+            env=_environment() | {key: filled(value, where) for key, value in self.server.env.items()},
+            cwd=self.server.cwd,
+            encoding_error_handler="replace",
+        )
+        streams = stdio_client(wanted, errlog=self._stderr)  # type: ignore[arg-type]  # it asks for no more than a fileno
+        return await stack.enter_async_context(streams)
+
+    async def _listed(self) -> list[dict[str, Any]]:
+        tools: list[dict[str, Any]] = []
+        cursor = None
+        for _ in range(_PAGES):
+            page = _wire(await self._session.list_tools(params=_sdk().types.PaginatedRequestParams(cursor=cursor)))
+            tools += page["tools"]
+            cursor = page.get("nextCursor")
+            if not cursor:
+                return tools
+        raise self._lost(f"has more than {_PAGES} pages of tools")
+
+    def offered(self) -> Iterable[dict[str, Any]]:
+        """Its tools, or those of them that its entry lists. Raises ConfigError for one that it does not have."""
+        has = [tool["name"] for tool in self._tools]
+        for name in self.server.tools:
+            if name not in has:
+                raise ConfigError(
+                    f"MCP server {self.server.name} has no tool {name!r}; it has: {', '.join(has) or 'none'}"
+                )
+        for tool in self._tools:
+            if self.server.tools and tool["name"] not in self.server.tools:
+                continue
+            if not _NAME.fullmatch(tool["name"]):
+                raise ConfigError(
+                    f"MCP server {self.server.name} has a tool {tool['name']!r}, whose name is not 1 to 64 of the "
+                    "characters a-zA-Z0-9_.-; list those to offer in the entry's `tools`"
+                )
+            yield tool
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        assert self._task is not None
+        asking = asyncio.ensure_future(self._session.call_tool(name, arguments))
+        try:
+            # A transport that failed takes its task along, while the call would wait for ever.
+            await asyncio.wait((asking, self._task), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise self._lost("is gone")
+            result = _wire(asking.result())
+        except (SessionLost, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if not await self._answers():
+                raise self._lost("is gone") from None
+            raise ToolFailed(innermost(error)) from None
+        finally:
+            asking.cancel()
+            self._trim()
+        text = said(result)
+        if result.get("isError"):
+            raise ToolFailed(text or f"the tool {name} failed and did not say why")
+        return text
+
+    async def _answers(self) -> bool:
+        """Whether the server is there, after something went wrong."""
+        try:
+            async with asyncio.timeout(END_LIMIT_S):
+                await self._session.send_ping()
+        except Exception as error:
+            # A server need not know ping: that it says so is an answer.
+            return getattr(getattr(error, "error", None), "code", None) == -32601
+        return True
+
+    def _trim(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            if self._stderr.seek(0, os.SEEK_END) > _SAID:
+                self._stderr.truncate(0)
+
+    def _lost(self, why: str) -> SessionLost:
+        """It, with the last line of its stderr."""
+        if self._nonsense:
+            why += f", and wrote {self._nonsense} lines that are no messages of MCP"
+        why = f"MCP server {self.server.name} {why}"
+        with contextlib.suppress(OSError, ValueError):
+            self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - 2000))
+            lines = self._stderr.read().decode(errors="replace").split("\n")
+            if spoken := [" ".join(line.split()) for line in lines if line.strip()]:
+                why += f" ({spoken[-1][:300]})"
+        return SessionLost(why)
+
+    async def close(self) -> None:
+        """Leave the server; its process is asked to end, then killed. Nothing is raised, nothing waits for ever."""
+        self._closing.set()
+        if self._task is None:
+            return
+        if not self._ready.is_set():
+            self._task.cancel()
+        await asyncio.wait((self._task,), timeout=END_LIMIT_S)
+        if not self._task.done():
+            self._task.cancel()
+            await asyncio.wait((self._task,), timeout=END_LIMIT_S)
+        if self._task.done() and not self._task.cancelled():
+            self._task.exception()  # was said, or comes of its end
+        self._stderr.close()
+
+
+def schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's of an MCP tool in the form of the wire."""
+    parameters = tool.get("inputSchema") or {"type": "object", "properties": {}}
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def said(result: dict[str, Any]) -> str:
+    """The text of a call's result. What is not text is named in its place: the policy reads text only."""
+    parts = []
+    for block in result.get("content") or ():
+        kind = block.get("type")
+        resource = block.get("resource") or {}
+        if kind == "text":
+            parts.append(str(block.get("text", "")))
+        elif kind == "resource" and "text" in resource:
+            parts.append(str(resource["text"]))
+        elif kind == "resource_link":
+            parts.append(f"[{block.get('name', '')}: {block.get('uri', '')}]")
+        else:
+            what = block.get("mimeType") or resource.get("mimeType") or "of unknown type"
+            parts.append(f"[{kind} ({what}) is left out: only text can be read]")
+    if not parts and result.get("structuredContent") is not None:
+        return json.dumps(result["structuredContent"], ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def innermost(error: BaseException | None) -> str:
+    """What the first of the errors says that a group of tasks has wrapped."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if error is None or isinstance(error, anyio.BrokenResourceError | anyio.ClosedResourceError):
+        return "it ended"
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+
+
+def _environment() -> dict[str, str]:
+    """Of our own, which is clean, what any program needs; Python's paths are ours, not the server's."""
+    names = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
+    return {key: value for key, value in os.environ.items() if key in names or key.startswith("LC_")}
+
+
+def _wire(value: Any) -> dict[str, Any]:
+    return dict(value.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+
+def _sdk() -> Any:
+    try:
+        import mcp
+    except ImportError as error:
+        raise ConfigError(f"needs the official SDK: pip install -e .[mcp] ({error})") from None
+    logging.getLogger("mcp").addHandler(logging.NullHandler())
+    logging.getLogger("mcp").propagate = False  # a traceback for each line that is no message
+    return mcp

@@ -1,0 +1,139 @@
+"""Boxes of the sandbox for tasks that bring no image: `/app` to work in, no network, the machine's Python and /usr.
+
+The verifier runs in a box of its own, with the tests and what the policy has left in /app: no process of the policy's
+is there, and nothing of the tests was there while it worked.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import tarfile
+from pathlib import Path
+
+from megarl.config import ConfigError
+from megarl.environments.harbor_tasks import REWARD_FILES, Task
+from megarl.environments.protocol import SessionLost
+from megarl.environments.templates import filled
+from megarl.sandbox.box import Interpreter, Sandbox
+from megarl.sandbox.results import Limits
+
+WORKDIR = "/app"
+_DISK_MB = 64
+_OUTPUT = 96 << 20
+"""Bytes that a call may bring out: all files of the box, packed, as text."""
+_KEPT = 1 << 15
+_MARK = "megarl: "
+_INSIDE = f"""
+import base64, io, json, os, signal, subprocess, tarfile
+
+def _run(command, seconds, env):
+    head, tail, late = b"", b"", False
+    shell = subprocess.Popen(
+        ["timeout", "-s", "KILL", str(seconds), "bash", "-c", command], cwd="{WORKDIR}", env={{**os.environ, **env}},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    while part := shell.stdout.read1(1 << 16):
+        room = max({_KEPT} - len(head), 0)
+        head, tail = head + part[:room], (tail + part[room:])[-{_KEPT} - 1:]
+    status = shell.wait()
+    try:
+        os.killpg(shell.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    if len(tail) > {_KEPT}:
+        tail = b"\\n[...]\\n" + tail[1:]
+    print("{_MARK}" + json.dumps([status, (head + tail).decode(errors="replace")]))
+
+def _pack():
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as file:
+        file.add("{WORKDIR}/", ".")
+    print("{_MARK}" + json.dumps(base64.b64encode(packed.getvalue()).decode()))
+
+def _unpack(text):
+    os.makedirs("/tmp{WORKDIR}", exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text))) as file:
+        file.extractall("/tmp{WORKDIR}")
+"""
+
+
+class TaskBox:
+    """A task's box, for one session."""
+
+    def __init__(self, task: Task) -> None:
+        if task.workdir not in ("", WORKDIR):
+            raise ConfigError(f"task {task.name}: works in {task.workdir}; without an image it can be {WORKDIR} only")
+        self.task = task
+        self.lost = False
+        self._sandbox = Sandbox.from_environment()
+        self._session: Interpreter | None = None
+        disk = min(task.storage_mb or _DISK_MB, _DISK_MB)
+        self._limits = {"memory_mb": task.memory_mb, "disk_mb": disk, "output_bytes": _OUTPUT}
+
+    async def probe(self) -> None:
+        """Raises ConfigError where there can be no box."""
+        try:
+            await self._sandbox.probe()
+        finally:
+            await self._sandbox.close()
+
+    async def start(self) -> None:
+        """Raises ConfigError where there can be no box, SessionLost where it does not begin."""
+        self._session = await self._sandbox.interpreter(Limits(seconds=60.0, **self._limits))
+        files = _packed(self.task.folder / "environment")
+        begun = await self._session.run(f"{_INSIDE}\n_unpack({base64.b64encode(files).decode()!r})")
+        if not begun.ok:
+            raise SessionLost(f"task {self.task.name}: its box did not begin: {begun.stderr.strip()[-300:]}")
+
+    async def run(self, command: str, seconds: float) -> tuple[int | None, str]:
+        """The status and the output of a command in a shell of its own; None where it was stopped after `seconds`."""
+        where = f"task {self.task.name}"
+        env = {name: filled(value, where) for name, value in self.task.env.items()}
+        said = await self._said(f"_run({command!r}, {seconds}, {env!r})", seconds + 10)
+        if self.lost:
+            return None, said
+        status, text = json.loads(said)
+        return (None if status in (-9, 137) else int(status)), str(text)
+
+    async def _said(self, code: str, seconds: float) -> str:
+        """What a call prints behind the mark; where the box is lost, why."""
+        assert self._session is not None
+        output = await self._session.run(code, seconds)
+        _, found, said = output.stdout.rpartition(_MARK)
+        if output.ok and found:
+            return said
+        self.lost = self.lost or output.lost or not found
+        return output.reason or "ended"
+
+    async def verify(self) -> tuple[dict[str, bytes], str]:
+        """Run the verifier: what it wrote of REWARD_FILES, and what it said."""
+        state = await self._said("_pack()", 60)
+        if self.lost:
+            return {}, f"the box was ended ({state})"
+        where = f"task {self.task.name}"
+        env = [f"{name}={filled(value, where)}" for name, value in self.task.verifier_env.items()]
+        unpack = f"mkdir -p {WORKDIR[1:]} tests logs/verifier && tar xzf state.tgz -C {WORKDIR[1:]}"
+        unpack += f" && tar xzf tests.tgz -C tests && rm state.tgz tests.tgz && cd {WORKDIR}"
+        result = await self._sandbox.run(
+            ["env", *env, "bash", "-c", f"{unpack} && exec bash /tests/test.sh"],
+            {"state.tgz": base64.b64decode(json.loads(state)), "tests.tgz": _packed(self.task.folder / "tests")},
+            limits=Limits(seconds=self.task.verifier_s, memory_mb=self.task.memory_mb, disk_mb=4 * _DISK_MB),
+            fetch=[f"logs/verifier/{name}" for name in REWARD_FILES],
+        )
+        said = (result.stdout + result.stderr).decode(errors="replace")
+        return {Path(name).name: data for name, data in result.files.items()}, said
+
+    async def close(self) -> None:
+        """End it. Nothing is raised."""
+        if self._session is not None:
+            await self._session.close()
+        await self._sandbox.close()
+
+
+def _packed(folder: Path) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as file:
+        if folder.is_dir():
+            file.add(folder, ".")
+    return packed.getvalue()

@@ -1,0 +1,235 @@
+"""MCP servers as tools: real servers of the official SDK, over stdio and HTTP, and servers that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.environments import mcp as adapter
+from megarl.environments.protocol import SessionLost
+
+pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'mcp>=1.30'")
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+TOOLS = ["add", "count", "process", "environment", "header", "picture", "fails", "hangs", "dies"]
+STDIO = {"command": sys.executable, "args": [SERVER]}
+
+
+def script(code: str) -> dict[str, Any]:
+    return {"command": sys.executable, "args": ["-c", code]}
+
+
+@pytest.fixture
+def with_servers(tmp_path: Path) -> Callable[..., Any]:
+    """Run `what(session)` in a session whose servers are the entries."""
+
+    def run(what: Callable[[adapter.McpTools], Awaitable[Any]] | None, **entries: Any) -> Any:
+        file = tmp_path / "servers.json"
+        file.write_text(json.dumps({"mcpServers": entries}))
+
+        async def session() -> Any:
+            tools = adapter.environment(str(file))()
+            try:
+                await tools.reset()
+                return await what(tools) if what is not None else None
+            finally:
+                await tools.close()
+
+        return asyncio.run(session())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+async def failing(session: adapter.McpTools, name: str, **arguments: Any) -> str:
+    with pytest.raises(adapter.ToolFailed) as said:
+        await session.call(name, arguments)
+    return str(said.value)
+
+
+def test_a_session_over_stdio(with_servers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_TRAINER", "secret")
+    monkeypatch.setenv("PASSED", "seven")
+
+    async def what(session: adapter.McpTools) -> tuple[int, str]:
+        schemas = session.tools()
+        assert [schema["function"]["name"] for schema in schemas] == TOOLS
+        assert schemas[0]["type"] == "function" and schemas[0]["function"]["description"] == "Add two numbers."
+        assert schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
+        assert await session.call("add", {"a": 2, "b": 3}) == "5"
+        assert [await session.call("count", {}) for _ in range(2)] == ["1", "2"]  # it has a state, and is ours alone
+        assert await session.call("picture", {}) == "a dot\n[image (image/png) is left out: only text can be read]"
+        assert "fails" in await failing(session, "fails")
+        assert "valid integer" in await failing(session, "add", a="x", b=1)
+        assert await session.call("count", {}) == "3"
+        return int(await session.call("process", {})), await session.call("environment", {})
+
+    process, environment = with_servers(what, one=STDIO | {"env": {"A": "b", "B": "${PASSED}"}})
+    assert "A=b" in environment and "B=seven" in environment and "PATH=" in environment
+    assert "secret" not in environment and "PASSED" not in environment
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_sessions_over_http(with_servers: Callable[..., Any], url: str) -> None:
+    async def what(session: adapter.McpTools) -> int:
+        assert [schema["function"]["name"] for schema in session.tools()] == TOOLS
+        assert await session.call("add", {"a": 2, "b": 3}) == "5"
+        assert await session.call("header", {"name": "x-key"}) == "k"
+        assert "fails" in await failing(session, "fails")
+        return int(await session.call("process", {}))
+
+    entry = {"type": "http", "url": url, "headers": {"X-Key": "k"}}
+    assert with_servers(what, one=entry) == with_servers(what, one=entry)  # the server outlives its sessions
+
+
+def test_a_server_that_dies_in_a_call(with_servers: Callable[..., Any]) -> None:
+    async def what(session: adapter.McpTools) -> None:
+        for name in ("dies", "count"):
+            with pytest.raises(SessionLost, match=r"MCP server one is gone \(fatal: out of luck\)"):
+                await session.call(name, {})
+
+    with_servers(what, one=STDIO)
+
+
+def test_a_server_that_is_killed_between_calls(with_servers: Callable[..., Any]) -> None:
+    async def what(session: adapter.McpTools) -> None:
+        os.kill(int(await session.call("process", {})), signal.SIGKILL)
+        with pytest.raises(SessionLost, match="MCP server one is gone"):
+            await session.call("count", {})
+
+    with_servers(what, one=STDIO)
+
+
+def test_a_call_that_hangs_ends_with_its_session(with_servers: Callable[..., Any]) -> None:
+    async def what(session: adapter.McpTools) -> int:
+        process = int(await session.call("process", {}))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.call("hangs", {}), 0.5)
+        assert await session.call("count", {}) == "1"  # cut off, and no harm done
+        asyncio.ensure_future(session.call("hangs", {})).add_done_callback(lambda call: call.exception())
+        await asyncio.sleep(0.1)
+        return process
+
+    process = with_servers(what, one=STDIO)
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+@pytest.mark.parametrize(
+    "entry, said",
+    [
+        ({"command": "/no/such"}, "one did not start: FileNotFoundError: .*'/no/such'"),
+        ({"url": "http://127.0.0.1:1/mcp"}, "one did not start: ConnectError"),
+        (
+            script("import sys; print('hello'); sys.exit('no key')"),
+            r"wrote 1 lines that are no messages of MCP \(no key\)",
+        ),
+        (script("while True: print('hello')"), "wrote 100. lines that are no messages of MCP"),
+        (script("import sys; sys.exit(2)"), "one did not start"),
+        ({"command": "cat"}, "one did not start"),  # an echo of what was asked
+        (script("import time; print('{}', flush=True); time.sleep(60)"), "one did not answer within 3 s"),
+    ],
+)
+def test_servers_that_are_none(
+    with_servers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(adapter, "START_LIMIT_S", 3.0)
+    with pytest.raises(SessionLost, match=said):
+        with_servers(None, one=entry)
+
+
+def test_two_tools_of_one_name_need_a_choice(with_servers: Callable[..., Any]) -> None:
+    async def names(session: adapter.McpTools) -> list[str]:
+        return [schema["function"]["name"] for schema in session.tools()]
+
+    with pytest.raises(ConfigError, match="servers one and two both have a tool of the name add; list those to offer"):
+        with_servers(names, one=STDIO, two=STDIO)
+    chosen = with_servers(names, one=STDIO | {"tools": ["count"]}, two=STDIO | {"tools": ["add", "fails"]})
+    assert chosen == ["count", "add", "fails"]
+    with pytest.raises(ConfigError, match="MCP server one has no tool 'ad'; it has: add, count"):
+        with_servers(names, one=STDIO | {"tools": ["ad"]})
+
+
+def test_what_is_no_text_is_named() -> None:
+    content = [
+        {"type": "text", "text": "a"},
+        {"type": "audio", "data": "", "mimeType": "audio/wav"},
+        {"type": "resource", "resource": {"uri": "file:///a", "text": "b"}},
+        {"type": "resource", "resource": {"uri": "file:///b", "blob": "", "mimeType": "application/pdf"}},
+        {"type": "resource_link", "name": "c", "uri": "file:///c"},
+    ]
+    audio, pdf = (
+        f"[{what} is left out: only text can be read]" for what in ("audio (audio/wav)", "resource (application/pdf)")
+    )
+    assert adapter.said({"content": content}) == f"a\n{audio}\nb\n{pdf}\n[c: file:///c]"
+    assert adapter.said({"content": [], "structuredContent": {"result": 5}}) == '{"result": 5}'
+    assert adapter.said({}) == ""
+
+
+@pytest.mark.parametrize(
+    "entry, said",
+    [
+        ([], "must be a mapping"),
+        ({}, "needs either `command` or `url`"),
+        ({"command": "a", "url": "http://b"}, "needs either `command` or `url`"),
+        ({"command": "a", "arg": ["b"]}, "has an unknown key 'arg'; there are args, command, cwd"),
+        ({"command": ["a"]}, "`command` must be text"),
+        ({"command": "a", "args": "b"}, "`args` must be a list of texts"),
+        ({"command": "a", "env": {"A": 1}}, "`env` must map to text"),
+        ({"command": "a", "type": "http"}, "is of type 'http', which does not fit `command`"),
+        ({"url": "http://a", "type": "sse"}, "is of type sse, which MCP has given up"),
+        ({"url": "a:1"}, "`url` must begin with http:// or https://"),
+        ({"command": "a", "disabled": True}, "names no server that is not disabled"),
+    ],
+)
+def test_entries_that_are_wrong(tmp_path: Path, entry: Any, said: str) -> None:
+    file = tmp_path / "servers.json"
+    file.write_text(json.dumps({"mcpServers": {"one": entry}}))
+    with pytest.raises(ConfigError, match=said):
+        adapter.read(str(file))
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [("{", "is not JSON"), ("[]", "must be {"), ('{"mcpServers": {}}', "names no server"), (None, "cannot be read")],
+)
+def test_files_that_are_wrong(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "servers.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        adapter.read(str(file))
+
+
+def test_a_name_that_is_not_set_is_told(with_servers: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"MCP server one: \$\{NO_SUCH\} is not set; name it in rollout.pass_env"):
+        with_servers(None, one={"command": "cat", "env": {"A": "${NO_SUCH}"}})

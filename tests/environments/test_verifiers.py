@@ -1,0 +1,123 @@
+"""Environments of the real verifiers package, played against a server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import shutil
+import sys
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import openai_stub
+import pytest
+
+from megarl.config import ConfigError, RolloutConfig
+from megarl.data.prompts import read_prompts
+from megarl.environments import verifiers as adapter
+from megarl.environments.describing import known_of, row_of
+from megarl.environments.protocol import SessionLost
+from megarl.environments.sessions import Sessions
+from megarl.processes.limits import Limits
+from megarl.types import Prompt
+
+pytest.importorskip("verifiers", reason="the package verifiers is not installed: pip install -e .[verifiers]")
+VERSION = tuple(map(int, importlib.metadata.version("verifiers").split(".")[:2]))
+classic = pytest.mark.skipif(VERSION >= (0, 4), reason="this version of verifiers has no load_environment")
+task_sets = pytest.mark.skipif(
+    shutil.which("uv") is None, reason="verifiers.v1 starts its agents by uv, which is absent"
+)
+
+
+def echo(messages: list[dict[str, Any]]) -> str:
+    """What was asked for."""
+    return str(messages[-1]["content"]).removeprefix("Say ").removeprefix("Again: ")
+
+
+def prompts_of(spec: str, folder: Path, evaluation: bool = False) -> list[Prompt]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in adapter.rows(spec, evaluation)))
+    return list(read_prompts(file))
+
+
+def played(spec: str, prompts: list[Prompt], answer: openai_stub.Answer = echo, key: str = "key") -> tuple[Any, Any]:
+    """What the episodes came to, one after the other, in processes of their own; and what the policy was asked."""
+    asked: list[dict[str, Any]] = []
+
+    async def run() -> list[Any]:
+        known = known_of(RolloutConfig(environments=(f"verifiers:{spec}",), pass_env=("UV_CACHE_DIR",)))
+        limits = Limits(pass_env=("UV_CACHE_DIR",))
+        async with (
+            openai_stub.served(answer, asked) as url,
+            aclosing(Sessions(known, 60.0, 2, limits=limits)) as sessions,
+        ):
+            return [await sessions.run_agent(prompt, url, key, 240.0) for prompt in prompts]
+
+    return asyncio.run(run()), asked
+
+
+@classic
+def test_a_classic_environment(tmp_path: Path) -> None:
+    spec = 'classic_greeting{"word": "hey"}'
+    prompts = prompts_of(spec, tmp_path)
+    assert [prompt.ground_truth for prompt in prompts] == ["hey 0", "hey 1", "hey 2"]
+    assert prompts[1].messages[-1] == {"role": "user", "content": "Say hey 1"}
+    found, asked = played(spec, prompts[1:])
+    assert found == [
+        {"reward": 2.0, "parts": {"exact": 2.0, "said": 2.0, "num_turns": 2.0}},
+        {"reward": 3.0, "parts": {"exact": 3.0, "said": 2.0, "num_turns": 2.0}},
+    ]
+    first = [message["content"] for message in asked[1]["messages"]]
+    assert first == ["Be brief.", "Say hey 1", "hey 1", "Again: hey 1"]
+    assert [prompt.ground_truth for prompt in prompts_of(spec, tmp_path, evaluation=True)] == ["hey 9"]
+
+
+@classic
+def test_an_episode_that_the_policy_cannot_answer_is_lost(tmp_path: Path) -> None:
+    prompts = prompts_of("classic_greeting", tmp_path)
+    with pytest.raises(SessionLost, match="classic_greeting: it raised RuntimeError: .*AuthenticationError"):
+        played("classic_greeting", prompts[:1], key="another")
+
+
+@classic
+def test_rewards_of_whole_groups_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rewards a group as a whole; episodes are played one by one"):
+        adapter.environment('classic_greeting{"group": true}')
+
+
+@task_sets
+def test_a_task_set(tmp_path: Path) -> None:
+    prompts = prompts_of("greeting-tasks", tmp_path)
+    assert [prompt.ground_truth for prompt in prompts] == ["hello 0", "hello 1", "hello 2"]
+    assert row_of(prompts[1])["verifiers"]["prompt"] == "Say hello 1"
+    right, asked = played("greeting-tasks", prompts[1:])
+    assert right == [{"reward": 1.0, "parts": {"length": 7.0, "exact": 1.0}}] * 2
+    assert [body["messages"][-1]["content"] for body in asked] == ["Say hello 1", "Say hello 2"]
+    wrong, _ = played("greeting-tasks", prompts[:1], lambda messages: "no")
+    assert wrong == [{"reward": 0.0, "parts": {"length": 2.0, "exact": 0.0}}]
+
+
+@task_sets
+def test_a_harness_that_runs_programs_on_this_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="its harness runs what the policy writes on this machine"):
+        adapter.environment('greeting_tasks{"agent": {"harness": {"id": "bash"}}}')
+
+
+@pytest.mark.parametrize(
+    "spec, said",
+    [
+        ("no_such_environment", "there is no module no_such_environment; install the environment where this runs"),
+        ('classic_greeting{"word"', "what follows classic_greeting is not JSON"),
+    ],
+)
+def test_environments_that_are_none(spec: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        adapter.environment(spec)
+
+
+def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(ConfigError, match=r"needs the package verifiers: pip install -e .\[verifiers\]"):
+        adapter.environment("classic_greeting")

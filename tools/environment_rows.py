@@ -1,0 +1,67 @@
+"""Make prompts of an environment's own tasks: .venv/bin/python tools/environment_rows.py SPEC FILE.jsonl [--evaluation]
+
+SPEC is an entry of rollout.environments that brings tasks: harbor:FOLDER (each task folder), or verifiers:NAME (its
+data set). Write it as the configuration has it, for each row names its environment. FILE is for data.train, or for
+data.eval with --evaluation: what the environment has for that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.command_line import Parser, ends_in_a_line
+from megarl.config import ConfigError
+from megarl.environments import harbor, verifiers
+
+
+def rows_of(spec: str, evaluation: bool = False) -> list[dict[str, Any]]:
+    """Rows as data.train has them. Raises ConfigError for an environment that brings none."""
+    prefix, _, rest = spec.partition(":")
+    if prefix == "harbor":
+        if evaluation:
+            raise ConfigError("a folder of tasks has none for evaluation; name a folder of those")
+        return harbor.rows(rest)
+    if prefix == "verifiers":
+        return verifiers.rows(rest, evaluation)
+    raise ConfigError(f"{spec!r} is neither harbor:FOLDER nor verifiers:NAME, which bring tasks of their own")
+
+
+def write(rows: list[dict[str, Any]], target: Path) -> None:
+    """All or nothing. Raises ConfigError for a row that JSON cannot hold."""
+    lines = []
+    for row in rows:
+        try:
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"row {row['id']}: {error}; only text, numbers, lists and mappings can be written"
+            ) from None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        unfinished.write_text("".join(lines), encoding="utf-8")
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def make() -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("spec", metavar="SPEC", help="harbor:FOLDER or verifiers:NAME")
+    parser.add_argument("target", metavar="FILE", type=Path, help="a .jsonl file")
+    parser.add_argument("--evaluation", action="store_true", help="the rows that it has for evaluation")
+    options = parser.parse_args()
+    if options.target.suffix != ".jsonl":
+        raise ConfigError(f"{options.target} must end in .jsonl")
+    rows = rows_of(options.spec, options.evaluation)
+    write(rows, options.target)
+    print(f"{options.target}: {len(rows)} prompts")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(make))
