@@ -57,7 +57,12 @@ def test_input_that_nobody_reads_and_output_that_ends_early(box):
 
 
 def test_how_programs_end(box):
-    ends = {"exit 7": (7, "exit"), "kill -9 $$": (-9, "signal"), "kill -11 $$": (-11, "signal"), "exit 255": (255, "exit")}
+    ends = {
+        "exit 7": (7, "exit"),
+        "kill -9 $$": (-9, "signal"),
+        "kill -11 $$": (-11, "signal"),
+        "exit 255": (255, "exit"),
+    }
     for line, wanted in ends.items():
         result = box.run(["sh", "-c", line])
         assert (result.status, result.reason, result.ok) == (*wanted, False)
@@ -153,7 +158,11 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
                 ["python3", "-c", "a = b'x' * (60 << 20)\n" + fork + "time.sleep(0.5)"], limits=limits
             ),
             "vforked": boxes.sandbox.run(
-                ["python3", "-c", "a = b'x' * (80 << 20)\nimport subprocess\nfor _ in range(40): subprocess.run(['true'])"],
+                [
+                    "python3",
+                    "-c",
+                    "a = b'x' * (80 << 20)\nimport subprocess\nfor _ in range(40): subprocess.run(['true'])",
+                ],
                 limits=limits,
             ),
         }

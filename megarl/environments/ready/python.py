@@ -3,7 +3,8 @@ code, whose reward is `megarl.rewards.code:hidden_tests`."""
 
 from __future__ import annotations
 
-from megarl.sandbox import Interpreter, Limits, Sandbox
+from megarl.sandbox.box import Interpreter, Sandbox
+from megarl.sandbox.results import Limits
 
 
 class Python:
