@@ -29,7 +29,7 @@ from megarl.rewards.fusion import checked_weights, fused_episodes
 from megarl.rewards.in_process import score
 from megarl.rewards.pool import Pool, Verdicts
 from megarl.rewards.unscored import check_unscored
-from megarl.types import Failed, Reward, Rollout, Rollouts, Verdict
+from megarl.types import Reward, Rollout, Rollouts, Verdict
 from megarl.workers.context import Context, Worker
 
 _A_DAY_S = 86400.0
