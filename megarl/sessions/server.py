@@ -134,16 +134,19 @@ class SessionServer:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         recording = self._session(request)
+        body = await request.read()
         try:
-            asked = read(await request.read(), recording.model, recording.params)
-            place = recording.place(asked)
-            answer = recording.answer(asked, place)
-            if not asked.stream:
-                return _json(answers.completion(await recording.run(answer)))
+            asked = read(body, recording.model, recording.params)
+            answer = recording.answer(asked, recording.place(asked))
         except Refused:
             recording.figures.refused += 1
             raise
-        return await _stream(request, recording, asked, answer)
+        except Exception as error:  # of ours: no client is to wonder, and what it makes of it is not trained
+            recording.fail(f"a request cannot be read: {type(error).__name__}: {error}")
+            raise Refused(recording.failure, status=503) from error
+        if asked.stream:
+            return await _stream(request, recording, asked, answer)
+        return _json(answers.completion(await recording.run(answer)))
 
 
 async def _stream(

@@ -319,7 +319,8 @@ def test_openais_client_asks_again_where_the_engine_failed() -> None:
     async def test(served: Served) -> None:
         assert (await served.create(ASK)).choices[0].message.content == "a"
         assert [one.status for one in served.recording.branches()] == ["stop"]
-        assert served.recording.figures.failed == 1
+        figures = served.recording.figures
+        assert (figures.failed, figures.refused, figures.requests) == (1, 0, 2)
 
     lines: Any = RequestFailed("the engine refused"), "a"
     run(test, Fails(*lines), retries=2)
@@ -378,6 +379,17 @@ def test_closing_answers_what_is_under_way() -> None:
 
     lines: Any = (None, None)
     run(test, Fails(*lines), retries=2)
+
+
+def test_an_error_of_the_servers_own_fails_the_session_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(served: Served) -> None:
+        monkeypatch.setattr(served.recording.tree, "find", None)
+        with pytest.raises(openai.InternalServerError, match="cannot be read: TypeError"):
+            await served.create(ASK)
+        (branch,) = served.recording.branches()
+        assert branch.status == "aborted" and "TypeError" in branch.failure
+
+    run(test, Numbered("a"), retries=2)
 
 
 def test_closing_ends_what_has_not_begun_either() -> None:

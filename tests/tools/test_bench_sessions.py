@@ -1,0 +1,25 @@
+"""The bench of the session server, in small, by a played engine."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "rollout")]
+
+import bench_sessions  # noqa: E402
+import tiny_models  # noqa: E402
+
+
+def test_both_ways_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
+    small = "--played --conversations 3 --turns 2 --tokens 4 --rounds 2".split()
+    assert bench_sessions.main([str(tmp_path), *small]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[::2]] == ["seconds", "seconds of this process"]
+    assert all("6 requests a round" in line for line in lines[::2])
+    assert [len(re.findall(r"\d+\.\d+", line)) for line in lines[1::2]] == [4, 4]
