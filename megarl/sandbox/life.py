@@ -182,12 +182,12 @@ class Box:
             self._status = self._outer_code
         elif self._status is None and not self._reason:
             said = self._outputs[2].value().decode(errors="replace").strip()
-            if self._outer_code != 1 or self._fault:
+            if self._outer_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
                 self._reason = "memory"  # the kernel's choice of what to end, for nobody else has
-            elif not said.startswith("bwrap: execvp "):  # bubblewrap's own words: nothing else has run
-                return said or "bubblewrap has ended without a word"
-            else:
+            elif said.startswith("bwrap: execvp "):
                 self._status = 127
+            else:
+                return self._fault or said or "bubblewrap has started nothing, and says nothing of why"
         if self._reason:
             self._status = None
         elif self._status:

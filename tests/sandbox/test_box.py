@@ -57,7 +57,12 @@ def test_input_that_nobody_reads_and_output_that_ends_early(box):
 
 
 def test_how_programs_end(box):
-    ends = {"exit 7": (7, "exit"), "kill -9 $$": (-9, "signal"), "kill -11 $$": (-11, "signal"), "exit 255": (255, "exit")}
+    ends = {
+        "exit 7": (7, "exit"),
+        "kill -9 $$": (-9, "signal"),
+        "kill -11 $$": (-11, "signal"),
+        "exit 255": (255, "exit"),
+    }
     for line, wanted in ends.items():
         result = box.run(["sh", "-c", line])
         assert (result.status, result.reason, result.ok) == (*wanted, False)
@@ -96,10 +101,17 @@ def test_paths_that_leave_the_box_are_refused(box, name):
         box.run(["true"], fetch=[name])
 
 
+def running(line):
+    return line in os.popen("ps -eo args").read()
+
+
 def test_nothing_is_left_of_a_daemon(box):
-    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
-    assert box.run(["sh", "-c", f"setsid sh -c 'exec -a {mark} sleep 50' & exit 0"]).ok
-    assert mark not in os.popen("ps -eo args").read().replace(f"-c 'exec -a {mark}", "")
+    daemon = (
+        "import os, subprocess\nif os.fork() == 0:\n    os.setsid()\n    subprocess.Popen(['sleep', '66.375'])\n"
+        "    open('there', 'w').close()\n    while True: os.wait()\nwhile not os.path.exists('there'): pass"
+    )
+    assert python(box, daemon).ok
+    assert not running("sleep 66.375")
 
 
 def test_a_run_that_is_cancelled_is_ended(box):
@@ -110,7 +122,7 @@ def test_a_run_that_is_cancelled_is_ended(box):
         with pytest.raises(asyncio.CancelledError):
             await run
         for _ in range(200):
-            if "sleep 77.125" not in os.popen("ps -eo args").read():
+            if not running("sleep 77.125"):
                 return True
             await asyncio.sleep(0.05)
 
@@ -153,7 +165,11 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
                 ["python3", "-c", "a = b'x' * (60 << 20)\n" + fork + "time.sleep(0.5)"], limits=limits
             ),
             "vforked": boxes.sandbox.run(
-                ["python3", "-c", "a = b'x' * (80 << 20)\nimport subprocess\nfor _ in range(40): subprocess.run(['true'])"],
+                [
+                    "python3",
+                    "-c",
+                    "a = b'x' * (80 << 20)\nimport subprocess\nfor _ in range(40): subprocess.run(['true'])",
+                ],
                 limits=limits,
             ),
         }
@@ -189,7 +205,7 @@ def test_boxes_end_with_the_process_that_wanted_them():
     out = os.popen(f'{sys.executable} -c "{program}"').read()
     assert out == "True\n"
     deadline = time.monotonic() + 20
-    while "sleep 88.25" in os.popen("ps -eo args").read():
+    while running("sleep 88.25"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
