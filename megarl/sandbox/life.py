@@ -113,6 +113,7 @@ class Box:
         else:
             self._outputs = {number: Cut(self._most) for number in self._outputs}
             self._set_off()
+            watching.go_on(self._first)
         self._home.ends.send(self._ends[CHANNEL], data)
 
     def look(self, now: float) -> float:
@@ -272,6 +273,7 @@ class Box:
                 self._read(number)
         self._answer({"kind": "called"}, [line])
         self._running = False
+        watching.halt(self._first)  # nobody watches it until the next call
         self._home.rests(self)
 
     def _answer(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import resource
 import shutil
 import signal
 import socket
@@ -187,6 +188,8 @@ def main(wire: socket.socket, parent: int) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     wire.set_inheritable(False)
     mounts.inherit_orphans()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a session has five, and there may be hundreds
     unpacker = Unpacker()
     found: list[Frame] = []
     while not found:

@@ -11,7 +11,7 @@ import pytest
 from megarl.config import ConfigError, SandboxConfig
 from megarl.sandbox import link, mounts, probing
 from megarl.sandbox.box import Sandbox
-from megarl.sandbox.results import Result
+from megarl.sandbox.results import Limits, Result
 
 sys.path.append(str(Path(__file__).parent))
 from boxes import Boxes, needs_boxes  # noqa: E402
@@ -47,11 +47,16 @@ def test_without_bubblewrap(monkeypatch, call):
 def test_without_namespaces(monkeypatch, tmp_path, call):
     """The process that starts boxes is itself where namespaces are refused."""
     monkeypatch.setattr(link.shutil, "which", lambda *args, **kwargs: "/bin/true")
-    refuse = (
-        "import ctypes\nlibc = ctypes.CDLL(None)\n"
-        "class Refusing:\n    def __getattr__(self, name): return (lambda *a: ctypes.set_errno(1) or -1) if name == 'unshare' else getattr(libc, name)\n"
-        "from megarl.sandbox import mounts\nmounts._libc = Refusing()\nfrom megarl.sandbox.runner import main\n"
-    )
+    refuse = """
+import ctypes
+libc = ctypes.CDLL(None)
+class Refusing:
+    def __getattr__(self, name):
+        return (lambda *given: ctypes.set_errno(1) or -1) if name == "unshare" else getattr(libc, name)
+from megarl.sandbox import mounts
+mounts._libc = Refusing()
+from megarl.sandbox.runner import main
+"""
     monkeypatch.setattr(link, "_START", link._START.replace("from megarl.sandbox.runner import main\n", refuse))
     said = refusal(Sandbox(SandboxConfig()), call)
     assert "namespace is refused (unshare: " in said and "kernel.unprivileged_userns_clone=1" in said
@@ -108,8 +113,6 @@ def test_none_runs_unprotected_and_says_so():
             ["python3", "-c", "print(open('a').read()); open('b', 'w').write('c')"], {"a": b"x"}, fetch=["b"]
         )
         assert result.ok and result.stdout == b"x\n" and result.files == {"b": b"c"}
-        from megarl.sandbox.results import Limits
-
         assert boxes.run(["sleep", "30"], limits=Limits(seconds=0.5)).reason == "time"
         assert boxes.run(["sh", "-c", "exit 4"]).status == 4
         assert boxes.collect("send(0, 1)", 1).results == {0: 1}
@@ -139,6 +142,28 @@ def test_a_folder_of_others_is_not_taken(tmp_path):
         mounts.private_folder(str(folder))
 
 
+AS_NOBODY = """
+import os, socket, subprocess, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sys.path.insert(0, sys.argv[1])
+from megarl.sandbox.channel import HARNESS, opening
+from megarl.sandbox.frames import Unpacker, packed
+a, b = socket.socketpair()
+command = [sys.executable, "-I", "-S", "-c", sys.argv[2], str(b.fileno()), str(os.getpid()), sys.argv[1]]
+subprocess.Popen(command, env={}, pass_fds=[b.fileno()])
+b.close()
+setup = {"place": "/tmp/megarl-sandbox-65534", "processes": 2, "bwrap": "/usr/bin/bwrap", "python": "/usr"}
+a.sendall(packed({**setup, "packages": [], "cgroups": True}))
+limits = {"seconds": 30, "memory_mb": 256, "disk_mb": 16, "files": 100, "processes": 8, "open_files": 64}
+order = {"number": 1, "kind": "run", "session": False, "channel": True, "command": HARNESS, "files": [], "fetch": []}
+a.sendall(packed({**order, "limits": {**limits, "output_bytes": 65536}}, [b"", opening("n", sys.argv[3])]))
+unpacker, said = Unpacker(), []
+while len(said) < 2 and (piece := a.recv(65536)):
+    said += unpacker.feed(piece)
+print(said)
+"""
+
+
 @needs_boxes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_for_a_user_who_is_not_root(tmp_path):
@@ -149,21 +174,9 @@ def test_for_a_user_who_is_not_root(tmp_path):
     copied = Path("/tmp") / f"megarl-as-nobody-{os.getpid()}"
     copied.mkdir()
     subprocess.run(["cp", "-r", str(root / "megarl"), f"{copied}/"], check=True)
-    program = (
-        "import os, sys\nos.setgroups([]); os.setgid(65534); os.setuid(65534)\nsys.path.insert(0, sys.argv[1])\n"
-        "import socket, subprocess\nfrom megarl.sandbox.frames import packed, Unpacker\nfrom megarl.sandbox.channel import HARNESS, opening\n"
-        "a, b = socket.socketpair()\n"
-        "subprocess.Popen([sys.executable, '-I', '-S', '-c', sys.argv[2], str(b.fileno()), str(os.getpid()), sys.argv[1]], env={}, pass_fds=[b.fileno()])\n"
-        "b.close()\n"
-        "a.sendall(packed({'place': '/tmp/megarl-sandbox-65534', 'processes': 2, 'bwrap': '/usr/bin/bwrap', 'python': '/usr', 'packages': [], 'cgroups': True}))\n"
-        "limits = {'seconds': 30, 'memory_mb': 256, 'disk_mb': 16, 'files': 100, 'processes': 8, 'open_files': 64, 'output_bytes': 65536}\n"
-        "order = {'number': 1, 'kind': 'run', 'session': False, 'channel': True, 'command': HARNESS, 'files': [], 'fetch': [], 'limits': limits}\n"
-        "a.sendall(packed(order, [b'', opening('n', sys.argv[3])]))\n"
-        "u, said = Unpacker(), []\nwhile len(said) < 2:\n    piece = a.recv(65536)\n    if not piece: break\n    said += u.feed(piece)\nprint(said)\n"
-    )
     try:
         done = subprocess.run(
-            ["/usr/bin/python3", "-I", "-c", program, str(copied), link._START, probing.SOURCE],
+            ["/usr/bin/python3", "-I", "-c", AS_NOBODY, str(copied), link._START, probing.SOURCE],
             capture_output=True,
             text=True,
             timeout=100,

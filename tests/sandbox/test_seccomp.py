@@ -3,6 +3,7 @@
 import ctypes
 import ctypes.util
 import errno
+import functools
 import struct
 
 import pytest
@@ -13,11 +14,15 @@ MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, KILL = "allow", "kill"
 
 
+@functools.cache
+def steps(machine):
+    program = seccomp.program(machine)
+    return [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
+
+
 def asked(machine, number, *arguments, architecture=None):
     """What the filter says of a call: allow, kill, or the name of an error."""
-    code = [
-        struct.unpack_from("=HBBI", seccomp.program(machine), at) for at in range(0, len(seccomp.program(machine)), 8)
-    ]
+    code = steps(machine)
     said = struct.pack("<IIQ6Q", number, architecture or MACHINES[machine], 0, *arguments, *[0] * (6 - len(arguments)))
     at = value = 0
     while True:
