@@ -21,6 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megarl.rewards.code import boxed
+from megarl.rewards.code.answering import PATIENCE
 from megarl.rewards.code.compare import right, same_output
 from megarl.rewards.code.plain import Unreadable, decode, encode
 from megarl.rewards.code.problems import Call, Judged, Problem, Program
@@ -44,9 +45,10 @@ class Grading:
     most: int = 50
     """Tests of a problem that are run; of more, as many spread evenly over them."""
     seconds: float = 6.0
-    """Of each test. One that takes longer is the last that is run: the others have not passed."""
+    """CPU seconds of each test, and up to four times as many on the clock. One that takes longer is the last that is
+    run: the others have not passed."""
     total: float = 30.0
-    """Seconds of all tests of an answer together, without waiting for a turn."""
+    """Seconds of all tests of an answer together, on the clock, without waiting for a turn."""
     memory_mb: int = 0
     """Of the box; 0 for `sandbox.memory_mb`."""
 
@@ -201,15 +203,17 @@ class _Turns:
     async def begin(self, sources: list[str], problem: Problem) -> bool:
         """Whether the answer could be loaded."""
         for who, names in ((self.judge, ("plain", "judging")), (self.answer, ("plain", "answering"))):
-            prepared = await who.run(boxed.modules(*names), _STARTING_S + self.how.seconds)
+            prepared = await who.run(boxed.modules(*names), _STARTING_S + PATIENCE * self.how.seconds)
             if not prepared.ok:
                 raise RuntimeError(f"an interpreter of the sandbox does not run: {prepared.stderr or prepared.reason}")
         alone = boxed.data({"sources": [""], "before": problem.before, "behind": ""})
-        prepared = await self.answer.run(f"{boxed.module('answering')}.load(**{alone})", self.how.seconds)
+        prepared = await self.answer.run(f"{boxed.module('answering')}.load(**{alone})", PATIENCE * self.how.seconds)
         if not prepared.ok:
             raise ValueError(f"the setup of its tests does not run in the sandbox: {prepared.stderr[-300:]}")
         given = boxed.data({"sources": sources, "before": problem.before, "behind": problem.behind})
-        loaded = await self.answer.run(f"_megarl = {boxed.module('answering')}.load(**{given})", self.how.seconds)
+        loaded = await self.answer.run(
+            f"_megarl = {boxed.module('answering')}.load(**{given})", PATIENCE * self.how.seconds
+        )
         self.left -= loaded.seconds
         return loaded.ok
 
@@ -234,7 +238,7 @@ class _Turns:
         if self.left <= 0:
             return None
         code = f"print('\\n' + {_MARK!r} + {expression}, flush=True)"
-        output = await who.run(code, min(self.how.seconds, self.left))
+        output = await who.run(code, min(PATIENCE * self.how.seconds, self.left))
         self.left -= output.seconds
         lines = output.stdout.split(_MARK)
         try:

@@ -1,4 +1,5 @@
-"""Boxes without walls, for answers that mean no harm: the sandbox's API on plain processes of this machine."""
+"""Boxes without walls: the sandbox's API on plain processes of this machine, for answers that are known to do no harm.
+What ends badly, loops or attacks is for a real box only."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ for order in orders:
 
 
 class PlainSession(Interpreter):
-    def __init__(self, process: asyncio.subprocess.Process, seconds: float) -> None:
-        self.process, self.seconds = process, seconds
+    def __init__(self, process: asyncio.subprocess.Process, seconds: float, folder: tempfile.TemporaryDirectory[str]):
+        self.process, self.seconds, self.folder = process, seconds, folder
 
     async def run(self, code: str, seconds: float | None = None) -> Output:
         assert self.process.stdin and self.process.stdout
@@ -65,6 +66,7 @@ class PlainSession(Interpreter):
         if self.process.returncode is None:
             self.process.kill()
             await self.process.wait()
+        self.folder.cleanup()
 
 
 class PlainBoxes(Sandbox):
@@ -111,7 +113,8 @@ class PlainBoxes(Sandbox):
         return Collected(results, count, Result(status == 0, status, b"", b"", 0.0))
 
     async def interpreter(self, limits: Limits = Limits()) -> Interpreter:  # noqa: B008
+        folder = tempfile.TemporaryDirectory()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-c", _SESSION, stdin=-1, stdout=-1, limit=limits.output_bytes
+            *(sys.executable, "-I", "-c", _SESSION), stdin=-1, stdout=-1, limit=limits.output_bytes, cwd=folder.name
         )
-        return PlainSession(process, limits.seconds)
+        return PlainSession(process, limits.seconds, folder)

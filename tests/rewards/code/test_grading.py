@@ -128,7 +128,6 @@ def test_answers(kind: str, code: str, truth: Any, passed: int, tests: int) -> N
     assert graded(kind, code, truth) == Graded(passed, tests)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("code", "passed"),
     [
@@ -142,22 +141,25 @@ def test_answers(kind: str, code: str, truth: Any, passed: int, tests: int) -> N
         ("input()\ndef f(x):\n    return x", 0),
     ],
 )
-def test_one_test_is_not_the_other_ones_matter(kind: str, code: str, passed: int) -> None:
+def test_one_test_is_not_the_other_ones_matter(code: str, passed: int) -> None:
     truth = [f"assert f({number}) == {number}" for number in range(4)]
     short = Grading(seconds=1.0, total=5.0)
-    found = graded(kind, code, truth, short)
+    found = graded("bubblewrap", code, truth, short)
     assert found.tests == 4 and (
         found.passed == passed or (passed == 3 and found.passed == 2 and "exit(0)\ndef" in code)
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_judged_function_that_ends_its_process_loses_what_comes_behind(kind: str) -> None:
+def test_a_judged_function_that_ends_its_process_loses_what_comes_behind() -> None:
     truth = [f"assert abs(f({number}) - {number}) < 1" for number in range(4)]
     short = Grading(seconds=1.0, total=5.0)
-    assert graded(kind, "import os\ndef f(x):\n    return x if x < 2 else os._exit(0)", truth, short).passed == 2
-    assert graded(kind, "def f(x):\n    while x > 1: pass\n    return x", truth, short).passed == 2
-    assert graded(kind, "import sys\ndef f(x):\n    return x if x != 2 else sys.exit(0)", truth, short).passed == 3
+    assert (
+        graded("bubblewrap", "import os\ndef f(x):\n    return x if x < 2 else os._exit(0)", truth, short).passed == 2
+    )
+    assert graded("bubblewrap", "def f(x):\n    while x > 1: pass\n    return x", truth, short).passed == 2
+    assert (
+        graded("bubblewrap", "import sys\ndef f(x):\n    return x if x != 2 else sys.exit(0)", truth, short).passed == 3
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
