@@ -84,7 +84,8 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
         try:
             check(*arguments)
         except ConfigError as error:
-            errors.append(str(error))
+            if (said := str(error)) not in errors:  # what several checks need is said once
+                errors.append(said)
             return False
         return True
 

@@ -671,3 +671,19 @@ def test_as_a_command(tmp_path: Path) -> None:
     probe = f"import sys, megarl.dry_run; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout
+
+
+def test_an_environment_needs_no_functions(plan) -> None:
+    own = ["reward.functions=[]", "rollout.environments=[odd_worlds:Guess]"]
+    report = plan(*own, "reward.weights={environment: 2}")
+    assert report.ok and report.warnings == []
+    other = plan("rollout.environments=[odd_worlds:Plain]", "reward.functions=[]")
+    assert other.errors == [
+        "rollout.environments: odd_worlds:Plain has no `reward`, and there are no reward.functions: nobody says what "
+        "its conversations are worth; give it one, or set the latter"
+    ]
+    assert "no part of the reward is called 'environment'" in plan("reward.weights={environment: 2}").errors[0]
+    broken = plan("rollout.environments=[odd_worlds:Nothing]", "rollout.pass_env=[NOT_SET_HERE]")
+    assert broken.errors == ["rollout.environments: odd_worlds has no Nothing"]
+    warned = plan("rollout.pass_env=[NOT_SET_HERE]").warnings
+    assert warned == ["rollout.pass_env: NOT_SET_HERE is not set here, so tools and rewards will not have it"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.config import Config, ConfigError
 from megarl.parallel.roles import MEGATRON, role_settings
-from megarl.rewards import judge, service
+from megarl.rewards import by_environment, judge, service
 from megarl.rewards.classifier import ClassifierOptions
 from megarl.rewards.functions import load_functions
 from megarl.rewards.fusion import checked_weights
@@ -37,12 +37,14 @@ def check_reward(config: Config, declared: Declared, options: dict[str, Any]) ->
         raise ConfigError(
             f"reward.model={model} with roles.reward.backend={backend}, which has no model: leave one of them out"
         )
-    if not functions and not model and "reward_fn" not in options and backend not in ("http", "judge"):
+    others = bool(functions or model or "reward_fn" in options or backend in ("http", "judge"))
+    played = by_environment.is_part(config.rollout, others)
+    if not others and not played:
         raise ConfigError(
             f"reward.functions is empty; {declared.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or "
-            "reward.model, or what answers elsewhere, roles.reward.backend=http or judge"
+            "reward.model, or what answers elsewhere, roles.reward.backend=http or judge, or rollout.environments"
         )
     given = options.get("reward_fn")
     parts = functions if given is None else [getattr(given, "__name__", "reward_fn")]
     parts += {"http": [service.PART], "judge": [judge.PART]}.get(backend, ["model"] if model else [])
-    checked_weights(config.reward.weights, parts)
+    checked_weights(config.reward.weights, [*parts, *([by_environment.PART] if played else [])])

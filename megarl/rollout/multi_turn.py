@@ -106,7 +106,7 @@ class _Talk:
         chat, config = self._around.chat, self._around.config
         now = self.now if chat.known.of(self.now.prompt) is None else self.now.anew()
         task = now.prompt
-        session = await self._around.sessions.begin(task)
+        session = await self._unless_halted(self._around.sessions.begin(task))
         self.now = replace(now, session=session)
         if session.messages == task.messages and session.schemas == chat.schemas(task):
             return

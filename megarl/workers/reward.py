@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError
-from megarl.environments.describing import ENVIRONMENTS, known_of
 from megarl.parallel import everyone
 from megarl.parallel.placement import engine_ranks
 from megarl.parallel.ranks import patient, together
 from megarl.processes.limits import Limits
+from megarl.rewards import by_environment
 from megarl.rewards.ahead import Ahead
 from megarl.rewards.deadline import GRACE_S
 from megarl.rewards.functions import checked, load_functions
@@ -33,8 +33,6 @@ from megarl.types import Reward, Rollout, Rollouts, Verdict
 from megarl.workers.context import Context, Worker
 
 _A_DAY_S = 86400.0
-ENVIRONMENT = "environment"
-"""The part of a reward that the environment itself gives."""
 _MOST = 64
 """Processes of a machine, where `reward.processes` does not say how many."""
 
@@ -59,8 +57,15 @@ class RewardWorker(Worker):
             self.functions = load_functions(config.functions)
         self._post = everyone.post()
         self._here = min(self.job.world, self.config.parallel.ranks_per_node)
-        self._environments = [one for one in known_of(self.config.rollout).environments.values() if one.rewards]
-        self._check_parts()
+        self._by_environments = by_environment.is_part(self.config.rollout, bool(self.functions or self.judges))
+        if not self.parts:
+            raise ConfigError(
+                "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass "
+                "reward_fn, or name an environment with a `reward` in rollout.environments"
+            )
+        for name in self.parts[len(self.functions) :]:
+            if name in self.functions:
+                raise ConfigError(f"a reward function may not be called {name!r}, which is another part; rename it")
         self.weights = checked_weights(config.weights, self.parts)
         self._in_time = 1.0
         self._pool: Pool | None = None
@@ -78,27 +83,8 @@ class RewardWorker(Worker):
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts of a reward, each of which may have a weight."""
-        own = (ENVIRONMENT,) if self._environments else ()
+        own = (by_environment.PART,) if self._by_environments else ()
         return (*self.functions, *own, *((self.judges,) if self.judges else ()))
-
-    def _check_parts(self) -> None:
-        """Raise ConfigError where nothing, or nobody, says what some rollouts are worth."""
-        for name in (self.judges, ENVIRONMENT if self._environments else ""):
-            if name in self.functions:
-                raise ConfigError(f"a reward function may not be called {name!r}, which is another part; rename it")
-        if self.functions or self.judges:
-            return
-        for one in known_of(self.config.rollout).environments.values():
-            if not one.rewards:
-                raise ConfigError(
-                    f"{ENVIRONMENTS}: {one.spec} has no `reward`, and there are no reward.functions: nobody says what "
-                    "its conversations are worth; give it one, or set the latter"
-                )
-        if not self._environments:
-            raise ConfigError(
-                "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass "
-                f"reward_fn, or name an environment with a `reward` in {ENVIRONMENTS}"
-            )
 
     def ready(self) -> None:
         """Raises ConfigError where the functions cannot be had in the pool's processes."""
@@ -137,9 +123,9 @@ class RewardWorker(Worker):
     def _by_environment(self, rollout: Rollout) -> dict[str, Verdict]:
         """What came with it; of a recorded one the figure that it had."""
         if rollout.verdict is not None:
-            return {ENVIRONMENT: rollout.verdict}
-        if self.config.rollout.replay and ENVIRONMENT in rollout.reward_parts:
-            return {ENVIRONMENT: Reward(rollout.reward_parts[ENVIRONMENT])}
+            return {by_environment.PART: rollout.verdict}
+        if self.config.rollout.replay and by_environment.PART in rollout.reward_parts:
+            return {by_environment.PART: Reward(rollout.reward_parts[by_environment.PART])}
         return {}
 
     def judged(self, whole: Rollouts) -> Sequence[Verdict]:

@@ -156,6 +156,12 @@ CASES = [
         "mine:Own has a tool calculator, and so has rollout.tools, megarl.rollout.tools:calculator",
         given=(f"rollout.tools=[{CALCULATOR}]",),
     ),
+    environment(
+        "nobody rates",
+        "class Own:\n    def reset(self): pass",
+        "rollout.environments: mine:Own has no `reward`, and there are no reward.functions",
+        given=("reward.functions=[]",),
+    ),
     environment("an adapter", "", "nowhere.json", specs='"mcp:nowhere.json"'),
     row("of no such name", '{"environment": "Othre"}', "'Othre', is none of rollout.environments; did you mean Other?"),
     row("of a number", '{"environment": 3}', "'3', is none of rollout.environments"),

@@ -346,6 +346,11 @@ def test_an_agent_runs_once_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert "it returned a set" in said[6]
 
 
+def test_an_agent_is_not_begun() -> None:
+    with pytest.raises(RuntimeError, match="odd_worlds:agent is an agent, which is run, not begun"):
+        within(lambda sessions: sessions.begin(prompt("url")), "agent")
+
+
 def test_a_row_that_cannot_be_sent() -> None:
     with pytest.raises(SessionLost, match="the row cannot be sent to its process"):
         within(lambda sessions: sessions.begin(prompt("fine", lock=lambda: 0)), "Odd")

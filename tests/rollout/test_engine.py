@@ -25,6 +25,7 @@ from conftest import Running, start
 from engine_config import make_config
 
 from megarl.config import ConfigError
+from megarl.environments.describing import known_of
 from megarl.rollout import engine_cpu, engine_host, gathering
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client, RequestFailed
@@ -34,7 +35,7 @@ from megarl.rollout.hosting import SHARED, Hosted
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
 from megarl.rollout.tools import load_tools
-from megarl.types import Prompt, TrainBatch
+from megarl.types import Message, Prompt, Reward, TrainBatch
 
 
 def test_sleep_and_wake(qwen3_moe: Running) -> None:
@@ -106,6 +107,25 @@ def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
     assert batch.routing is not None
     # Of every token but a conversation's last, which the engine never ran.
     assert [tuple(record.shape) for record in batch.routing] == [(length - 1, 2, 2) for length in batch.lengths]
+
+
+def test_an_environment_with_the_real_engine(qwen3_moe: Running) -> None:
+    """Each rollout has a prompt of its own, as reset has left it, and what its object says at the end."""
+    config = replace(qwen3_moe.config.rollout, tools=(), environments=("odd_worlds:Guess", "odd_worlds:Odd"))
+    known = known_of(config)
+    chat = Chat.load(str(qwen3_moe.folder), known.tools, known.environments)
+    user: Message = {"role": "user", "content": "Play."}
+    about = [(7, "Guess"), ("reset raise", "Odd"), ("fine", "Odd")]
+    tasks = [Prompt(f"{i}", (user,), ground_truth=x, extra={"environment": y}) for i, (x, y) in enumerate(about)]
+    talks = Conversations(qwen3_moe.engine, chat, config)
+    rollouts = talks.generate(tasks, samples=4, seed=3).rollouts
+    talks.close()
+    for rollout in rollouts[:4]:
+        assert rollout.messages[1]["content"] == "I think of a number from 1 to 100."
+        assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
+        assert isinstance(rollout.verdict, Reward) and len(rollout.verdict.turns) == len(rollout.turns) // 2
+    assert all(one.status == "aborted" and "it is odd" in one.failure for one in rollouts[4:8])
+    assert [one.verdict for one in rollouts[8:]] == [Reward(0.25)] * 4
 
 
 def test_what_is_late_is_aborted_also_in_the_engine(qwen3_moe: Running) -> None:

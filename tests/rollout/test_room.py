@@ -96,3 +96,25 @@ def test_what_was_done_when_it_was_cut_off_is_done() -> None:
     assert said.finish == "stop" and said.token_ids.tolist() == [11, END] and len(asked) == 1
     said, asked = through_a_push(part([11, 12, 13], 0))
     assert said.finish == "length" and len(asked) == 1
+
+
+def test_a_conversation_that_rests_leaves_room_for_another() -> None:
+    async def run() -> list[bool]:
+        room = Room(Script("3"), 1, asyncio.Event())
+        seat = room.seat()
+        waiting = asyncio.create_task(room.is_there())
+        await asyncio.sleep(0.01)
+        found = [waiting.done()]
+        seat.rest()
+        found.append(await waiting)
+        room.seat()
+        assert room.begun == 2 and room.away == 1
+        waiting = asyncio.create_task(room.is_there())
+        await asyncio.sleep(0.01)
+        found.append(waiting.done())  # two for one place are the most
+        seat.leave()
+        assert room.away == 0
+        waiting.cancel()
+        return found
+
+    assert asyncio.run(run()) == [False, True, False]

@@ -161,6 +161,20 @@ def test_a_stop_in_the_middle_of_a_call_calls_nothing_twice() -> None:
     assert again.verdict == Reward(1.0, {"tries": 0.0}, (-0.01,))
 
 
+def test_a_reset_is_not_waited_for_where_all_are_to_stop() -> None:
+    async def run() -> Partial:
+        async with aclosing(Sessions(KNOWN, 60.0, 2)) as sessions:
+            halt = asyncio.Event()
+            around = Surroundings(CHAT, sessions, parse, CONFIG, halt)
+            work = asyncio.create_task(run_conversation(begun(prompt("reset hang", "Odd")), Script("x"), around, {}))
+            await asyncio.sleep(0.2)
+            halt.set()
+            return await asyncio.wait_for(work, 60.0)
+
+    stopped = asyncio.run(run())
+    assert stopped.status is None and stopped.session is None and len(stopped.turns) == 1
+
+
 def read_back(partial: Partial) -> Partial:
     arrays: list[np.ndarray] = []
     record = to_record(partial, lambda array: (arrays.append(array.copy()), len(arrays) - 1)[1])

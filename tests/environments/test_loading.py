@@ -1,0 +1,100 @@
+"""What is said of a class, by hand, and what an adapter's prefix stands for."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import odd_worlds
+import pytest
+
+from megarl.environments.loading import ENVIRONMENTS, TOOLS, load
+from megarl.environments.protocol import Described
+from megarl.strict import ConfigError
+
+
+def described(name: str) -> Described:
+    return load(f"odd_worlds:{name}", ENVIRONMENTS).described
+
+
+def test_what_is_said_of_classes() -> None:
+    guess = described("Guess")
+    assert (guess.kind, guess.name, guess.dynamic, guess.rewards) == ("environment", "Guess", False, True)
+    assert (guess.required, guess.takes) == (("ground_truth",), ("ground_truth", "data_source"))
+    assert guess.of_reward == ("answer", "turns") and not guess.is_async and guess.timeout == 0
+    plain = described("Plain")
+    assert (plain.required, plain.takes, plain.rewards) == ((), (), False)
+    odd = described("Odd")
+    assert (odd.required, odd.takes, odd.timeout) == (("ground_truth",), None, 2.0)
+    assert [schema["function"]["name"] for schema in odd.schemas] == ["act", "pid"]
+    assert described("Waits").is_async and described("Found").dynamic and described("Found").schemas == ()
+    agent = described("agent")
+    assert (agent.kind, agent.rewards, agent.is_async, agent.schemas) == ("agent", True, True, ())
+
+
+def test_inherited_tools_and_static_ones() -> None:
+    class Child(odd_worlds.Plain):
+        @staticmethod
+        def twice(x: int) -> int:
+            """Double it."""
+            return 2 * x
+
+        @classmethod
+        def made(cls, x: str = "") -> str:
+            """Say what it is."""
+            return cls.__name__ + x
+
+        helper = len
+
+    odd_worlds.Child = Child  # type: ignore[attr-defined]
+    schemas = {one["function"]["name"]: one["function"]["parameters"] for one in described("Child").schemas}
+    assert list(schemas) == ["count", "made", "twice"]
+    assert list(schemas["twice"]["properties"]) == ["x"] and schemas["made"]["required"] == []
+
+
+@pytest.mark.parametrize("key", [TOOLS, ENVIRONMENTS])
+def test_an_adapter_makes_a_class_of_what_follows_its_prefix(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    given: list[str] = []
+
+    def environment(rest: str) -> Any:
+        given.append(rest)
+        return odd_worlds.Found
+
+    monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))
+    found = load("mcp:some/file.json:x", key)
+    assert found.made is odd_worlds.Found and given == ["some/file.json:x"]
+    assert (found.described.name, found.described.dynamic) == ("some/file.json:x", True)
+    assert found.described.kind == ("tools" if key == TOOLS else "environment")
+
+
+@pytest.mark.parametrize(
+    ("error", "complaint"),
+    [
+        (ConfigError("there is no such file"), "rollout.environments: mcp:x: there is no such file"),
+        (ImportError("no module mcp"), "rollout.environments: mcp:x cannot be had: ImportError: no module mcp"),
+        (SystemExit(3), "rollout.environments: mcp:x cannot be had: SystemExit: 3"),
+    ],
+)
+def test_an_adapter_that_cannot(monkeypatch: pytest.MonkeyPatch, error: BaseException, complaint: str) -> None:
+    def environment(rest: str) -> Any:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))
+    with pytest.raises(ConfigError, match=complaint):
+        load("mcp:x", ENVIRONMENTS)
+
+
+def test_a_plain_function_is_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(x: int) -> int:
+        """Double it."""
+        return 2 * x
+
+    monkeypatch.setattr(odd_worlds, "double", double, raising=False)
+    found = load("odd_worlds:double", TOOLS)
+    assert found.made.function is double and found.made.schema == found.described.schemas[0]
+    assert found.described.kind == "tools" and found.described.name == "double"
+    with pytest.raises(
+        ConfigError, match="rollout.tools: odd_worlds:Guess is a type: a class belongs into rollout.env"
+    ):
+        load("odd_worlds:Guess", TOOLS)
