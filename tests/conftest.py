@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))  # what tests of several folders share
-ALONE = ("algorithms", "controllers", "data", "models", "observe", "reshard", "rewards")
+ALONE = ("algorithms", "controllers", "data", "models", "observe", "reshard", "rewards", "sandbox")
 HAS_GPU = Path("/dev/nvidia0").exists()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -172,6 +172,11 @@ class Sandbox:
             self._probed = await self._probe()
         return self._probed
 
+    @property
+    def runner(self) -> int:
+        """The pid of the process that starts the boxes; 0 where there is none."""
+        return self._link.pid
+
     async def close(self) -> None:
         """End all that it started; a run in flight ends with it."""
         self._link.close()

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
+import time
 from collections.abc import Iterator
 
 _NAME = "megarl-sandbox-"
+_CLEANING_TRIES = 200
 
 
 class Cgroups:
@@ -84,9 +88,8 @@ class Cgroups:
         except OSError:
             return False
         try:
-            own = self._folder if self._version == 1 else self._new()
-            _write(f"{own}/cgroup.procs", str(os.getpid()))
-            if self._version == 2:
+            if self._version == 2:  # which has no processes beside groups
+                _write(f"{self._new()}/cgroup.procs", str(os.getpid()))
                 _write(f"{self._folder}/cgroup.subtree_control", "+memory")
             probe = self._new()
             _write(f"{probe}/memory.{'max' if self._version == 2 else 'limit_in_bytes'}", str(64 << 20))
@@ -94,10 +97,33 @@ class Cgroups:
         except OSError:
             with contextlib.suppress(OSError):
                 _write(f"{os.path.dirname(self._folder)}/cgroup.procs", str(os.getpid()))
-                for folder, _, _ in os.walk(self._folder, topdown=False):
-                    os.rmdir(folder)
+            _remove(self._folder)
             return False
+        self._leave_a_cleaner()
         return True
+
+    def _leave_a_cleaner(self) -> None:
+        """A process that does nothing but remove these cgroups when this one, which may no longer do it, has ended."""
+        own = os.getpid()
+        if os.fork():
+            return
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            handle = os.pidfd_open(own)
+            os.closerange(0, handle)
+            os.closerange(handle + 1, 4096)
+            if self._version == 2:
+                _write(f"{os.path.dirname(self._folder)}/cgroup.procs", str(os.getpid()))
+            wait = select.poll()
+            wait.register(handle, select.POLLIN)
+            wait.poll()
+            for _ in range(_CLEANING_TRIES):  # the last boxes may still be ending
+                if _remove(self._folder):
+                    break
+                time.sleep(0.05)
+        finally:
+            os._exit(0)
 
 
 def _candidates() -> Iterator[tuple[str, int]]:
@@ -120,13 +146,19 @@ def _candidates() -> Iterator[tuple[str, int]]:
 
 
 def _sweep(folder: str) -> None:
-    """A process that is in its cgroup itself cannot remove it: the next one does."""
+    """What is left of those whose cleaner was killed, too."""
     for name in os.listdir(folder):
         number = name.removeprefix(_NAME)
         if name.startswith(_NAME) and number.isdecimal() and not os.path.exists(f"/proc/{number}"):
-            with contextlib.suppress(OSError):
-                for below, _, _ in os.walk(f"{folder}/{name}", topdown=False):
-                    os.rmdir(below)
+            _remove(f"{folder}/{name}")
+
+
+def _remove(folder: str) -> bool:
+    """With those in it; whether that is done."""
+    with contextlib.suppress(OSError):
+        for below, _, _ in os.walk(folder, topdown=False):
+            os.rmdir(below)
+    return not os.path.exists(folder)
 
 
 def _write(path: str, text: str) -> None:

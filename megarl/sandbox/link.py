@@ -44,6 +44,9 @@ class SandboxError(RuntimeError):
 class Link:
     """Belongs to the process that made it, and to one event loop at a time."""
 
+    cgroups = True
+    """Whether to look for memory cgroups; tests of the watchdog do without."""
+
     def __init__(self, settings: SandboxConfig) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,6 +57,8 @@ class Link:
         self._unpacker = Unpacker()
         self._numbers = itertools.count(1)
         self._futures: dict[int, asyncio.Future[Frame]] = {}
+        self._first: asyncio.Future[Frame] | None = None
+        self._greeting: dict[str, Any] | None = None
         self.ready: dict[str, Any] | None = None
 
     async def open(self) -> None:
@@ -65,10 +70,14 @@ class Link:
             assert self._wire is not None
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(self._wire)
-            self._loop, self._sending, self._futures = loop, asyncio.Lock(), {}
+            self._loop, self._sending, self._futures, self._first = loop, asyncio.Lock(), {}, None
             loop.add_reader(self._wire, self._hear)
         if self.ready is None:
-            said, _ = await asyncio.wait_for(self._answer(0), _READY_S)
+            if self._greeting is None:
+                self._first = self._first or self._answer(0)
+                await asyncio.wait_for(asyncio.shield(self._first), _READY_S)
+            said = self._greeting
+            assert said is not None
             if said["kind"] == "refused":
                 self.close()
                 raise ConfigError(f"sandbox.backend=bubblewrap cannot hold here: {said['why']}. Remedy: {REMEDY}")
@@ -100,6 +109,11 @@ class Link:
             except OSError as error:
                 self._lost()
                 raise SandboxError(f"the process that starts boxes has ended: {error}") from None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that starts boxes; 0 where there is none."""
+        return self._process.pid if self._process is not None and self._owner == os.getpid() else 0
 
     def number(self) -> int:
         return next(self._numbers)
@@ -149,11 +163,12 @@ class Link:
             "bwrap": bwrap,
             "python": os.path.realpath(sys.base_prefix),
             "packages": _packages(),
+            "cgroups": self.cgroups,
         }
         ours.sendall(packed(setup))
         ours.setblocking(False)
         self._wire, self._owner, self._loop, self.ready = ours, os.getpid(), None, None
-        self._unpacker, self._futures = Unpacker(), {}
+        self._unpacker, self._futures, self._greeting = Unpacker(), {}, None
 
     def _hear(self) -> None:
         assert self._wire is not None
@@ -167,6 +182,8 @@ class Link:
             self._lost()
             return
         for said, blobs in self._unpacker.feed(piece):
+            if "number" not in said:
+                self._greeting = said
             future = self._futures.pop(said.get("number", 0), None)
             if future is not None and not future.done():
                 future.set_result((said, blobs))

@@ -61,7 +61,7 @@ class Runner:
         self.ends.listen(self._wire, self._hear)
 
     def _become_nobody(self, setup: dict[str, Any]) -> None:
-        self.cgroups = Cgroups.find()
+        self.cgroups = Cgroups.find() if setup["cgroups"] else None
         said = mounts.enter(self.place, setup["python"], setup["packages"], self._hand_over)
         self.spawner = Spawner(setup["bwrap"], self.place, setup["python"])
         self.layers = [said, "bubblewrap: namespaces of its own, read-only files"]

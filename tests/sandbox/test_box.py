@@ -1,0 +1,229 @@
+"""Runs, files, limits and turns of real boxes."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.config import ConfigError, SandboxConfig
+from megarl.sandbox.box import VARIABLE, Sandbox
+from megarl.sandbox.link import Link, SandboxError
+from megarl.sandbox.results import Limits
+
+sys.path.append(str(Path(__file__).parent))
+from boxes import Boxes, needs_boxes  # noqa: E402
+
+pytestmark = needs_boxes
+
+
+@pytest.fixture(scope="module")
+def box():
+    boxes = Boxes(processes=4)
+    yield boxes
+    boxes.end()
+
+
+def python(box, source, **given):
+    return box.run(["python3", "-c", source], **given)
+
+
+def test_a_run_with_files_and_input(box):
+    result = python(
+        box,
+        "print(open('a/b.txt').read(), input()); import sys; print('error', file=sys.stderr); open('a/out', 'wb').write(b'\\0\\xff')",
+        files={"a/b.txt": b"content"},
+        stdin=b"line\nanother",
+        fetch=["a/out", "a/b.txt", "none"],
+    )
+    assert result.ok and result.status == 0 and result.reason == ""
+    assert (result.stdout, result.stderr) == (b"content line\n", b"error\n")
+    assert result.files == {"a/out": b"\0\xff", "a/b.txt": b"content"}
+
+
+def test_large_input_and_output(box):
+    data = os.urandom(3 << 20)
+    result = box.run(["cat", "in", "-"], {"in": data}, stdin=data, limits=Limits(output_bytes=8 << 20))
+    assert result.ok and result.stdout == data + data
+
+
+def test_input_that_nobody_reads_and_output_that_ends_early(box):
+    assert box.run(["true"], stdin=b"x" * (8 << 20)).ok
+    result = box.run(["sh", "-c", "exec 1>&- 2>&-; sleep 0.2; exit 3"])
+    assert (result.status, result.reason) == (3, "exit")
+
+
+def test_how_programs_end(box):
+    ends = {"exit 7": (7, "exit"), "kill -9 $$": (-9, "signal"), "kill -11 $$": (-11, "signal"), "exit 255": (255, "exit")}
+    for line, wanted in ends.items():
+        result = box.run(["sh", "-c", line])
+        assert (result.status, result.reason, result.ok) == (*wanted, False)
+    result = box.run(["no-such-program"])
+    assert result.status == 127 and b"no-such-program" in result.stderr
+
+
+def test_numpy_and_sympy_are_there(box):
+    pytest.importorskip("numpy")
+    result = python(box, "import numpy, sympy; print(numpy.arange(4).sum(), sympy.sqrt(8))", limits=Limits(seconds=60))
+    assert result.stdout == b"6 2*sqrt(2)\n", result
+
+
+def test_a_box_is_new_each_time(box):
+    python(box, "open('/tmp/left', 'w'); open('/dev/shm/left', 'w')")
+    assert python(box, "import os; print(os.listdir('/tmp'), os.listdir('/dev/shm'))").stdout == b"[] []\n"
+
+
+def test_files_that_come_back_are_regular_and_inside(box):
+    result = python(
+        box,
+        "import os\nos.symlink('/etc/passwd', 'link'); os.symlink('/', 'root'); os.mkfifo('fifo'); open('a', 'w').write('a')\n"
+        "os.link('a', 'hard'); os.mkdir('folder'); open('b', 'w').write('b'); os.symlink('b', 'to_b')\n"
+        "open('big', 'wb').write(bytes(3 << 20)); os.symlink('.', 'here')",
+        fetch=["link", "root/etc/passwd", "fifo", "a", "hard", "folder", "b", "to_b", "here/b", "big"],
+        limits=Limits(output_bytes=1 << 17),
+    )
+    assert result.ok and result.files == {"b": b"b"}
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", ".", "a//b", "a/", "x\0y", "a" * 5000])
+def test_paths_that_leave_the_box_are_refused(box, name):
+    with pytest.raises(ValueError, match="no path within a box"):
+        box.run(["true"], {name: b""})
+    with pytest.raises(ValueError, match="no path within a box"):
+        box.run(["true"], fetch=[name])
+
+
+def test_nothing_is_left_of_a_daemon(box):
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    assert box.run(["sh", "-c", f"setsid sh -c 'exec -a {mark} sleep 50' & exit 0"]).ok
+    assert mark not in os.popen("ps -eo args").read().replace(f"-c 'exec -a {mark}", "")
+
+
+def test_a_run_that_is_cancelled_is_ended(box):
+    async def cancelled():
+        run = asyncio.ensure_future(box.sandbox.run(["sleep", "77.125"]))
+        await asyncio.sleep(0.5)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        for _ in range(200):
+            if "sleep 77.125" not in os.popen("ps -eo args").read():
+                return True
+            await asyncio.sleep(0.05)
+
+    assert box.wait(cancelled())
+
+
+def test_no_more_boxes_at_once_than_may_be():
+    """Of two sandboxes with two processes together."""
+    boxes = [Boxes(processes=2), Boxes(processes=2)]
+    source = "import time; print(time.time()); time.sleep(0.3); print(time.time())"
+
+    async def both():
+        runs = [one.sandbox.run(["python3", "-c", source]) for one in boxes for _ in range(3)]
+        return await asyncio.gather(*runs)
+
+    results = boxes[0].wait(both())
+    spans = [tuple(map(float, result.stdout.split())) for result in results]
+    for one in boxes:
+        boxes[0].wait(one.sandbox.close())
+    assert all(sum(a <= begin < b for a, b in spans) <= 2 for begin, _ in spans)
+
+
+def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
+    monkeypatch.setattr(Link, "cgroups", False)
+    boxes = Boxes(processes=3)
+    layers = boxes.probe()
+    assert "memory watchdog" in layers.layers and "memory cgroup" not in layers.layers
+    fork = "import os, time\nfor _ in range(4): os.fork()\n"
+    limits = Limits(seconds=20, memory_mb=120)
+    found = boxes.all(
+        {
+            "one": boxes.sandbox.run(["python3", "-c", "a = b'x' * (200 << 20)\nwhile True: pass"], limits=limits),
+            "many": boxes.sandbox.run(["python3", "-c", fork + "a = b'x' * (12 << 20)\ntime.sleep(30)"], limits=limits),
+            "files": boxes.sandbox.run(
+                ["python3", "-c", "a = b'x' * (70 << 20)\nopen('a', 'wb').write(a)\nimport time; time.sleep(30)"],
+                limits=Limits(seconds=20, memory_mb=120, disk_mb=100),
+            ),
+            # Many processes with the same pages, and one that is vforked, have them once.
+            "shared": boxes.sandbox.run(
+                ["python3", "-c", "a = b'x' * (60 << 20)\n" + fork + "time.sleep(0.5)"], limits=limits
+            ),
+            "vforked": boxes.sandbox.run(
+                ["python3", "-c", "a = b'x' * (80 << 20)\nimport subprocess\nfor _ in range(40): subprocess.run(['true'])"],
+                limits=limits,
+            ),
+        }
+    )
+    boxes.end()
+    assert {name: result.reason for name, result in found.items()} == {
+        "one": "memory",
+        "many": "memory",
+        "files": "memory",
+        "shared": "",
+        "vforked": "",
+    }
+
+
+def test_another_process_starts_boxes_when_the_first_was_killed():
+    boxes = Boxes()
+    assert boxes.run(["true"]).ok
+    process = boxes.sandbox._link._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with pytest.raises(SandboxError, match="has ended"):
+        boxes.run(["sleep", "1"])
+    assert boxes.run(["true"]).ok
+    boxes.end()
+
+
+def test_boxes_end_with_the_process_that_wanted_them():
+    program = (
+        "import asyncio, os\nfrom megarl.sandbox.box import Sandbox\nbox = Sandbox.from_environment()\n"
+        "async def main():\n    run = asyncio.ensure_future(box.run(['sleep', '88.25']))\n    await asyncio.sleep(1.5)\n"
+        "    print(os.popen('ps -eo args').read().count('sleep 88.25') > 0, flush=True)\n    os.kill(os.getpid(), 9)\nasyncio.run(main())"
+    )
+    out = os.popen(f'{sys.executable} -c "{program}"').read()
+    assert out == "True\n"
+    deadline = time.monotonic() + 20
+    while "sleep 88.25" in os.popen("ps -eo args").read():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_any_event_loop_and_any_process_may_use_it():
+    sandbox = Sandbox(SandboxConfig())
+    for _ in range(2):
+        assert asyncio.run(sandbox.run(["true"])).ok
+    first = sandbox._link._process.pid
+    pid = os.fork()
+    if pid == 0:
+        try:
+            good = asyncio.run(sandbox.run(["true"])).ok and sandbox._link._process.pid != first
+        finally:
+            os._exit(0 if good else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert asyncio.run(sandbox.run(["true"])).ok and sandbox._link._process.pid == first
+    asyncio.run(sandbox.close())
+
+
+def test_the_probe_says_what_protects(box):
+    probe = box.probe()
+    assert probe.backend == "bubblewrap" and probe is box.probe()
+    assert {"seccomp", "resource limits"} <= set(probe.layers) and "bubblewrap" in str(probe)
+    if os.getuid() == 0:
+        assert any("dropped from root" in layer for layer in probe.layers)
+
+
+def test_settings_of_the_run_reach_any_process(monkeypatch):
+    monkeypatch.setenv(VARIABLE, '{"backend": "none", "memory_mb": 99, "processes": 3}')
+    assert Sandbox.from_environment().settings == SandboxConfig("none", 99, 3)
+    monkeypatch.delenv(VARIABLE)
+    assert Sandbox.from_environment().settings == SandboxConfig()
+    for text in ("[]", "{", '{"memory": 1}', '{"processes": 0}'):
+        monkeypatch.setenv(VARIABLE, text)
+        with pytest.raises(ConfigError, match="sandbox|SANDBOX"):
+            Sandbox.from_environment()

@@ -1,0 +1,52 @@
+"""Which lines of a private channel are believed."""
+
+import math
+
+import pytest
+
+from megarl.sandbox.channel import opening, results
+
+NONCE = "ab" * 16
+
+
+def lines(*given):
+    return b"".join(f"{NONCE} {line}\n".encode() for line in given)
+
+
+def test_results_by_number():
+    assert results(lines("0 1", '2 "x"', "1 [1, {}]"), NONCE, 3) == {0: 1, 1: [1, {}], 2: "x"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"0 1\n",
+        b"ab 0 1\n",
+        NONCE.upper().encode() + b" 0 1\n",
+        f"{NONCE}x 0 1\n".encode(),
+        *(
+            lines(text)
+            for text in ("3 1", "-1 1", "+0 1", "0x0 1", "٠ 1", "1" * 400 + " 1", " 0 1", "0", "0 ", "0 {", "0 1 2")
+        ),
+        *(lines(text) for text in ("0 " + "[" * 100_000, "0 " + "9" * 5000)),
+        lines("0 1")[:-1],
+        b"\xff" * 100 + b"\n",
+    ],
+)
+def test_what_is_not_believed(line):
+    assert results(line + lines("1 true"), NONCE, 3) in ({1: True}, {})
+    assert results(line + b"\n" + lines("1 true"), NONCE, 3) == {1: True} or line == lines("0 1")[:-1]
+
+
+def test_a_number_that_came_twice_is_none():
+    assert results(lines("0 1", "1 2", "0 1"), NONCE, 2) == {1: 2}
+    assert results(lines("0 {", "0 1"), NONCE, 1) == {}
+
+
+def test_no_number_is_not_one():
+    assert math.isnan(results(lines("0 NaN"), NONCE, 1)[0])
+
+
+def test_a_source_with_a_zero_is_refused():
+    with pytest.raises(ValueError, match="zero"):
+        opening(NONCE, "x = '\0'")

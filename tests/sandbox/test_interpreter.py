@@ -1,0 +1,106 @@
+"""Sessions of an interpreter keep their state, and end when they take too much."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.sandbox.results import Limits
+
+sys.path.append(str(Path(__file__).parent))
+from boxes import Boxes, needs_boxes  # noqa: E402
+
+pytestmark = needs_boxes
+
+
+@pytest.fixture(scope="module")
+def box():
+    boxes = Boxes(processes=2)
+    yield boxes
+    boxes.end()
+
+
+@pytest.fixture()
+def run(box):
+    session = box.interpreter(Limits(seconds=20, output_bytes=2000, memory_mb=200))
+    yield lambda code, seconds=None: box.wait(session.run(code, seconds))
+    box.wait(session.close())
+    assert box.wait(session.run("1")).reason == "closed"
+
+
+def test_names_stay(run):
+    assert run("x = 41").stdout == ""
+    output = run("def f(n):\n    return n + 1\nprint('called')\nf(x)")
+    assert output.ok and output.stdout == "called\n42\n" and not output.lost
+
+
+def test_exceptions_are_told_and_change_nothing(run):
+    run("x = 1")
+    output = run("x = 2\n1 / 0")
+    assert (output.ok, output.reason, output.lost) == (False, "exit", False)
+    assert "ZeroDivisionError" in output.stderr and "1 / 0" in output.stderr and "inside" not in output.stderr
+    for code in ("raise SystemExit(3)", "exit()", "raise KeyboardInterrupt", "(", "x = '\0'", "raise BaseException"):
+        assert run(code).reason == "exit"
+    assert run("x").stdout == "2\n"
+
+
+def test_what_hangs_is_ended_and_the_next_call_begins_anew(run):
+    run("x = 1")
+    output = run("print('before', flush=True)\nwhile True: pass", seconds=0.5)
+    assert (output.reason, output.lost, output.stdout) == ("time", True, "before\n")
+    assert "NameError" in run("x").stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os._exit(0)", "exit"),
+        ("import os; os.kill(os.getpid(), 9)", "exit"),
+        ("import os; os.close(3)", "exit"),
+        ("import os; os.closerange(0, 99)", "exit"),
+        ("a = b'x' * (1 << 30)", "memory"),
+        ("import os\nwhile True: os.write(1, b'x' * 9999)", "output"),
+    ],
+)
+def test_what_ends_the_interpreter_ends_its_own_session_only(run, code, reason):
+    output = run(code)
+    assert (output.ok, output.lost) == (False, True) and output.reason == reason
+    assert run("1 + 1").stdout == "2\n"
+
+
+def test_output_is_cut_in_the_middle(run):
+    output = run("print('a' * 3000)\nprint('z' * 3000)")
+    assert output.ok and len(output.stdout) < 2100
+    assert output.stdout.startswith("aaa") and output.stdout.endswith("zzz\n") and "left out" in output.stdout
+
+
+def test_children_and_threads_do_not_answer_for_it(run):
+    assert run("import os\nprint('one', flush=True)\nif os.fork() == 0: print('child')").ok
+    assert run("import threading, time; threading.Thread(target=time.sleep, args=(50,)).start()").ok
+    assert run("2").stdout.endswith("2\n")
+
+
+def test_a_forged_answer_only_ends_its_own_call(run):
+    run("import os, time; os.write(3, b'1\\n')\nx = 1\ntime.sleep(0.2)")
+    assert run("y = 1").reason in ("", "exit")
+
+
+def test_odd_text(run):
+    assert run("print('ä€𝄞\\udc80'.encode('utf-8', 'replace'), '\\x1b[0m', 'ä')").stdout.endswith("ä\n")
+    assert run("import sys; sys.stdout.buffer.write(b'\\xff\\n'); sys.stdout.flush()").stdout.startswith("�")
+    assert run("").ok and run("# only a comment").ok and run("x = 1;").ok
+
+
+def test_sessions_that_wait_take_no_turn(box):
+    async def many():
+        sessions = [await box.sandbox.interpreter() for _ in range(6)]
+        outputs = await asyncio.gather(*(session.run(f"x = {i}") for i, session in enumerate(sessions)))
+        assert all(output.ok for output in outputs)
+        assert (await box.sandbox.run(["true"])).ok
+        outputs = await asyncio.gather(*(session.run("x") for session in sessions))
+        assert [output.stdout for output in outputs] == [f"{i}\n" for i in range(6)]
+        for session in sessions:
+            await session.close()
+
+    box.wait(many())

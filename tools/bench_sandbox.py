@@ -1,0 +1,116 @@
+"""Boxes per second and the time that one takes, beside bubblewrap alone with the same Python.
+
+    .venv/bin/python tools/bench_sandbox.py [--boxes 100] [--workers 1 2 4 8] [section.key=value ...]
+
+Each box runs `python3 -c pass`; so does the bare one, which is bubblewrap with /usr, the interpreter, /proc, /dev and
+/tmp, started from a program as plain as can be. They take turns, so that what else the machine does meets both.
+Processor seconds are those of all their processes; on a busy machine they say more than the clock: cores divided by
+them is what the machine can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from megarl import plain_yaml
+from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.config import ConfigError, from_dict
+from megarl.sandbox.box import Sandbox
+
+WIDTHS = {"p50": 10, "p95": 10, "processor": 14}
+COMMAND = ["python3", "-c", "pass"]
+PYTHON = os.path.realpath(sys.base_prefix)
+BARE = [
+    *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr"),
+    *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--symlink", "usr/bin", "/bin"),
+    *(() if PYTHON.startswith("/usr") else ("--ro-bind", PYTHON, PYTHON)),
+    *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", f"{PYTHON}/bin/python3", *COMMAND[1:]),
+]
+
+
+async def in_turn(sandbox: Sandbox, boxes: int) -> dict[str, dict[str, float]]:
+    """Seconds and processor seconds of a box, of each kind; they take turns."""
+    spent: dict[str, list[float]] = {"sandbox": [], "bare": []}
+    used = dict.fromkeys(spent, 0.0)
+    for _ in range(boxes):
+        before, began = processor(sandbox.runner), time.perf_counter()
+        result = await sandbox.run(COMMAND)
+        spent["sandbox"].append(time.perf_counter() - began)
+        used["sandbox"] += processor(sandbox.runner) - before
+        if not result.ok:
+            raise ConfigError(f"a box does not run Python: {result.stderr.decode(errors='replace')[-200:]}")
+        before, began = of_children(), time.perf_counter()
+        subprocess.run(BARE, env={}, stdin=subprocess.DEVNULL, check=True)
+        spent["bare"].append(time.perf_counter() - began)
+        used["bare"] += of_children() - before
+    found = {}
+    for kind, seconds in spent.items():
+        cuts = statistics.quantiles(seconds, n=20) if boxes > 1 else seconds * 19
+        found[kind] = {"p50": cuts[9], "p95": cuts[18], "processor": used[kind] / boxes}
+    return found
+
+
+async def at_once(sandbox: Sandbox, boxes: int, workers: int) -> float:
+    """Boxes per second, of so many workers."""
+
+    async def work() -> None:
+        for _ in range(boxes // workers):
+            await sandbox.run(COMMAND)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(workers)))
+    return (boxes // workers) * workers / (time.perf_counter() - began)
+
+
+def processor(pid: int) -> float:
+    """Seconds of a process and of those that it has reaped."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(") ")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+async def measure(options: argparse.Namespace) -> None:
+    sandbox = Sandbox(options.settings)
+    try:
+        print(await sandbox.probe())
+        kinds = await in_turn(sandbox, options.boxes)
+        print(f"{'':12}{'p50 ms':>10}{'p95 ms':>10}{'processor ms':>14}")
+        for kind, row in kinds.items():
+            print(f"{kind:12}{row['p50'] * 1e3:10.1f}{row['p95'] * 1e3:10.1f}{row['processor'] * 1e3:14.1f}")
+        ratio = {name: kinds["sandbox"][name] / kinds["bare"][name] for name in kinds["bare"] if kinds["bare"][name]}
+        print(f"{'ratio':12}" + "".join(f"{ratio.get(name, float('nan')):{w}.2f}" for name, w in WIDTHS.items()))
+        for workers in options.workers:
+            print(f"{workers:3} at once: {await at_once(sandbox, options.boxes, workers):8.1f} boxes/s")
+    finally:
+        await sandbox.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--boxes", type=count(), default=100, help="of each kind, and with each number of workers")
+    parser.add_argument("--workers", type=count(most=1000), nargs="+", default=[1, 2, 4, 8], help="boxes at once")
+    parser.add_argument("overrides", nargs="*", help="sandbox.memory_mb=256 and the like")
+    options = parser.parse_args(arguments)
+    tree = plain_yaml.overridden({}, options.overrides, {"sandbox": "sandbox.backend"})
+    options.settings = from_dict(tree).sandbox
+    if options.settings.backend != "bubblewrap":
+        raise ConfigError("sandbox.backend must be bubblewrap here: it is what the boxes are compared with")
+    asyncio.run(measure(options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(main))
