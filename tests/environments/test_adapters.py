@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from test_harbor import SOLUTION, task_folder
 
-from megarl.config import ConfigError, RolloutConfig
+from megarl.config import ConfigError, RolloutConfig, from_dict
+from megarl.environments import mcp
 from megarl.environments.describing import known_of
 from megarl.environments.protocol import SessionLost
 from megarl.environments.sessions import Session, Sessions
@@ -134,3 +137,18 @@ def test_a_folder_of_tasks_without_a_verifier_is_said_at_once(tmp_path: Path) ->
     task_folder(tmp_path / "greet", verifier=None)
     with pytest.raises(ConfigError, match=f"rollout.environments: harbor:{tmp_path}: task greet: has no verifier"):
         known_of(RolloutConfig(environments=(f"harbor:{tmp_path}",)))
+
+
+def test_the_pages_examples(tmp_path: Path) -> None:
+    page = (Path(mcp.__file__).parent / "ADAPTERS.md").read_text(encoding="utf-8")
+    (servers,) = re.findall(r"```json servers.json\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "servers.json").write_text(servers)
+    files, search = mcp.read(str(tmp_path / "servers.json"))
+    assert (files.command, files.tools, search.url) == ("npx", ("read_text_file",), "http://127.0.0.1:8000/mcp")
+    configs = [yaml.safe_load(text) for text in re.findall(r"```yaml config\n(.*?)```", page, re.DOTALL)]
+    found = [from_dict(config).rollout for config in configs]
+    assert [one.tools + one.environments for one in found] == [
+        ("mcp:servers.json",),
+        ("verifiers:wordle",),
+        ("harbor:tasks",),
+    ]
