@@ -54,10 +54,8 @@ def environment(folder: str) -> type[HarborTask]:
 
 def rows(folder: str) -> list[dict[str, Any]]:
     """A prompt for each task, as `data.train` has them."""
-    return [
-        {"id": task.name, "prompt": task.instruction, "data_source": "harbor", "environment": folder, "task": task.name}
-        for task in read_tasks(folder)
-    ]
+    same = {"ground_truth": "", "data_source": "harbor", "environment": folder}
+    return [{"id": task.name, "prompt": task.instruction, "task": task.name, **same} for task in read_tasks(folder)]
 
 
 class HarborTask:

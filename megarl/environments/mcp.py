@@ -28,8 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import anyio
-
 from megarl.config import ConfigError
 from megarl.environments.protocol import SessionLost
 from megarl.environments.templates import filled
@@ -368,7 +366,7 @@ def innermost(error: BaseException | None) -> str:
     """What the first of the errors says that a group of tasks has wrapped."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if error is None or isinstance(error, anyio.BrokenResourceError | anyio.ClosedResourceError):
+    if error is None or type(error).__name__ in ("BrokenResourceError", "ClosedResourceError"):  # anyio's
         return "it ended"
     return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 

@@ -83,7 +83,7 @@ class ToolResult:
 
 
 class SessionLost(Exception):
-    """An environment can go on no more, in one line: its process died or hung, `reset` raised, or a tool raised this."""
+    """An environment can go on no more, in one line: its process died or hung, `reset` raised, a tool raised this."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from megarl.config import ConfigError
 
-PACKAGE = "needs the package verifiers: pip install -e .[verifiers]"
+PACKAGE = "needs the package verifiers: pip install --no-deps -r launch/requirements-verifiers.txt"
 COLUMN = "verifiers"
 """Of a row: the environment's own row, as it made it."""
 _KEY = "MEGARL_POLICY_KEY"
@@ -103,7 +103,7 @@ class _Classic:
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"{name} has load_environment, which this version of verifiers does not know ({error}); "
-                "pip install --no-deps verifiers==0.3.1"
+                "pip install --no-deps -r launch/requirements-verifiers.txt"
             ) from None
         if getattr(self._environment, "requires_group_rollouts", False):
             raise ConfigError(f"{name} rewards a group as a whole; episodes are played one by one here")

@@ -191,6 +191,18 @@ def test_a_box_goes_on_after_a_flood(
     assert len(text) < 100_000 and after == "on\n"
 
 
+def test_a_box_that_was_ended_is_worth_nothing(tmp_path: Path, episode: Callable[..., Any]) -> None:
+    async def exhausting(session: harbor.HarborTask) -> tuple[str, str, Any]:
+        await session.bash(command=SOLUTION)
+        text = await session.bash(command="python3 -c 'x = bytearray(1 << 30); print(len(x))'; kill -9 -1; sleep 9")
+        return text, await session.bash(command="ls"), await session.reward()
+
+    task_folder(tmp_path / "greet")
+    text, after, reward = episode(tmp_path, exhausting)
+    assert "the machine ended, and with it all files" in text
+    assert after == "Error: the machine is gone" and reward == {"reward": 0.0}
+
+
 def test_a_verifier_that_writes_nothing_is_an_error(tmp_path: Path, episode: Callable[..., Any]) -> None:
     task_folder(tmp_path / "greet", verifier="echo no pytest here >&2")
     with pytest.raises(Exception, match=r"the verifier failed: it wrote neither .*\(no pytest here\)"):

@@ -31,7 +31,8 @@ def test_scripts_are_valid_bash(script: Path) -> None:
 
 
 def test_the_cpu_list_is_complete_and_pinned() -> None:
-    """It is installed with --no-deps: whatever a package on it needs must be on it, CUDA-only needs aside."""
+    """It is installed with --no-deps: whatever a package on it needs must be on it, but for what of SGLang is for CUDA
+    and what of verifiers is for other agents than ours."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -40,12 +41,16 @@ def test_the_cpu_list_is_complete_and_pinned() -> None:
     listed = {canonicalize_name(line.split("==")[0]) for line in lines}
     assert len(listed) == len(lines)
     missing = set()
-    for name in listed - {"sglang"}:  # its CPU needs are listed, its CUDA needs are not
+    for name in listed - {"sglang", "verifiers"}:  # listed is what we need of theirs
         for text in importlib.metadata.requires(name) or []:
             need = Requirement(text)
             if (need.marker is None or need.marker.evaluate({"extra": ""})) and need.name:
                 missing |= {(name, canonicalize_name(need.name))} - {(name, item) for item in listed}
     assert missing == set()
+
+
+def test_the_list_for_verifiers_is_a_part_of_the_cpu_list() -> None:
+    assert set(pins("verifiers")) < set(pins("cpu"))
 
 
 def test_what_is_installed_is_what_the_list_says() -> None:
@@ -274,4 +279,5 @@ def test_whatever_is_imported_is_in_both_lists() -> None:
 
 
 OPTIONAL = {"torch_memory_saver", "transformer_engine", "sgl_kernel", "sgl_kernel_stub", "apex"}
+OPTIONAL |= {"mcp", "verifiers"}  # of adapters; without them they say how to get them
 OPTIONAL |= {"trl", "datasets"}  # of the environment that tools/bench_trl.py is told of

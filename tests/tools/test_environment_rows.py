@@ -1,0 +1,73 @@
+"""Prompts of environments that bring tasks, as a data set."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.data.prompts import read_prompts
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "environment_rows.py"
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+
+
+def task(folder: Path, instruction: str) -> None:
+    (folder / "tests").mkdir(parents=True)
+    (folder / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
+    (folder / "task.toml").write_text("")
+    (folder / "instruction.md").write_text(instruction)
+
+
+def test_folders_of_tasks_become_prompts(tmp_path: Path) -> None:
+    task(tmp_path / "tasks" / "b", "Write b.")
+    task(tmp_path / "tasks" / "a", "Write a.")
+    done = run(f"harbor:{tmp_path / 'tasks'}", tmp_path / "new" / "rows.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path}/new/rows.jsonl: 2 prompts\n"
+    prompts = list(read_prompts(tmp_path / "new" / "rows.jsonl"))
+    assert [prompt.messages for prompt in prompts] == [
+        ({"role": "user", "content": text},) for text in ("Write a.", "Write b.")
+    ]
+    assert prompts[1].extra == {"environment": f"{tmp_path}/tasks", "task": "b"} and prompts[1].id == "b"
+
+
+def test_a_data_set_of_verifiers_becomes_prompts(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "verifiers", reason="the package verifiers is not installed, see launch/requirements-verifiers.txt"
+    )
+    (tmp_path / "small_world.py").write_text(
+        "import verifiers as vf\nfrom datasets import Dataset\n"
+        "def load_environment():\n"
+        "    data = Dataset.from_list([{'question': '2+3?', 'answer': '5'}])\n"
+        "    return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric())\n"
+    )
+    code = f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = sys.argv[1:]; "
+    code += f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    command = [sys.executable, "-c", code, str(SCRIPT), "verifiers:small-world", str(tmp_path / "rows.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert row["prompt"] == [{"role": "user", "content": "2+3?"}] and row["ground_truth"] == "5"
+    assert row["environment"] == "small-world" and row["verifiers"]["answer"] == "5"
+
+
+@pytest.mark.parametrize(
+    "spec, target, said",
+    [
+        ("mcp:a.json", "rows.jsonl", "is neither harbor:FOLDER nor verifiers:NAME"),
+        ("harbor:none", "rows.jsonl", "there is no folder none"),
+        ("harbor:none", "rows.json", "must end in .jsonl"),
+    ],
+)
+def test_what_brings_no_tasks(tmp_path: Path, spec: str, target: str, said: str) -> None:
+    done = run(spec, tmp_path / target)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / target).exists()
