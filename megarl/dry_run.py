@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl import checks, named_models, strict
+from megarl.boxes import check_sandbox
 from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.controllers.correction import check_correction
 from megarl.controllers.registry import declare, make_controller
@@ -102,6 +103,7 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
     laid_out = laid_out and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
     passes(expectations, config)
+    passes(check_sandbox, config, declared, warnings)
     passes(checks.check_algorithm, config, declared, warnings)
     passes(check_correction, config, declared)
     passes(check_guards, config, declared, warnings)

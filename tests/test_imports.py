@@ -30,6 +30,7 @@ LAYERS = (
         "torchrun",
         "dry_run",
         "checks",
+        "boxes",
         "named_models",
         "suggest",
     }

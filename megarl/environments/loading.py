@@ -123,6 +123,7 @@ def _of_class(made: type, spec: str, name: str, where: str, kind: Kind) -> Descr
         rewards="reward" in methods,
         of_reward=_reward(*methods["reward"], f"{where}.reward") if "reward" in methods else (),
         timeout=float(timeout),
+        sandboxed=bool(getattr(made, "sandboxed", False)),
         is_async=any(inspect.iscoroutinefunction(function) for function, _ in methods.values()),
     )
 

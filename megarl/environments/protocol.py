@@ -93,7 +93,7 @@ class Described:
     spec: as the configuration has it; name: of the class or function, or what comes behind a prefix's colon. schemas:
     of its tools, () where they are found at run time (`dynamic`). required: columns that `reset` must have; takes:
     those that it may have, None for all. rewards: whether it has a `reward`; an agent may. timeout: its own seconds, 0
-    for none.
+    for none. sandboxed: whether it runs what the policy writes in the sandbox, which an attribute of that name says.
     """
 
     spec: str
@@ -106,4 +106,5 @@ class Described:
     rewards: bool = False
     of_reward: tuple[str, ...] = ()
     timeout: float = 0.0
+    sandboxed: bool = False
     is_async: bool = field(default=False, compare=False)

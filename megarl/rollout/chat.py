@@ -11,7 +11,6 @@ statement. Either way that token is the policy's own, the last of its turn, and 
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -23,7 +22,7 @@ from megarl.data.text import encodable
 from megarl.environments.describing import Known
 from megarl.environments.protocol import Described
 from megarl.environments.tools import Tool
-from megarl.rollout.controls import Controls
+from megarl.rollout.controls import Controls, generation_eos
 from megarl.rollout.messages import FORMS, Form, call_id, example_arguments, hollow, plain, safe, withheld
 from megarl.rollout.reasoning import Reasoned, find, forgets, is_open, marks_of
 from megarl.types import Ids, Message, Prompt, ids_of
@@ -74,7 +73,7 @@ class Chat:
         except Exception as error:  # whatever the readers of a broken file raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"model.path: no tokenizer in {folder}: {reason[:500]}") from None
-        return cls(tokenizer, tools, _generation_eos(Path(folder, "generation_config.json")), environments)
+        return cls(tokenizer, tools, generation_eos(Path(folder, "generation_config.json")), environments)
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ConfigError where the tokenizer has ids that a model of `size` words does not know."""
@@ -389,18 +388,3 @@ def _stand_in(role: str, words: bool, calls: bool, number: int) -> Message:
 def _words(message: Message) -> list[str]:
     called = [call["function"]["name"] for call in message.get("tool_calls", ())]
     return [word for word in (message["content"], *called) if word]
-
-
-def _generation_eos(file: Path) -> tuple[int, ...]:
-    """eos_token_id of a generation_config.json, none where there is no such file. Raises ConfigError for nonsense."""
-    if not file.is_file():
-        return ()
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        eos = found.get("eos_token_id")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{file} is not a JSON object: {error}") from None
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise ConfigError(f"{file}: eos_token_id must be a token id or a list of them, not {str(eos)[:80]}")
-    return tuple(ids)

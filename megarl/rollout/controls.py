@@ -1,12 +1,16 @@
-"""The control tokens of a tokenizer: which they are, and text in which there are none."""
+"""The control tokens of a model: which they are, which end a turn by its own word, and text in which there are none."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+
+from megarl.config import ConfigError
 
 _MARKS = "<>[]|{}｜"  # an added token with one of these is taken for a control token, even if not declared special
 _TAG = re.compile(r"</?[A-Za-z][\w:.-]*/?>")
@@ -74,3 +78,18 @@ class Controls:
         """The tags of a text, in its order."""
         pattern = "|".join(re.escape(tag) for tag in self.texts if tag in self.tags)
         return re.findall(pattern, text) if pattern else []
+
+
+def generation_eos(file: Path) -> tuple[int, ...]:
+    """eos_token_id of a generation_config.json, none where there is no such file. Raises ConfigError for nonsense."""
+    if not file.is_file():
+        return ()
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        eos = found.get("eos_token_id")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file} is not a JSON object: {error}") from None
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise ConfigError(f"{file}: eos_token_id must be a token id or a list of them, not {str(eos)[:80]}")
+    return tuple(ids)

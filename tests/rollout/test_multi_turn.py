@@ -273,8 +273,8 @@ def test_a_call_that_is_quoted_in_reasoning_is_none() -> None:
         return Generation(tokens, [-0.1] * len(tokens), "stop", 7)  # type: ignore[arg-type]
 
     async def run(*lines: str) -> Rollout:
-        async with aclosing(ToolPool(chat.tools, CONFIG.tool_timeout, 1)) as pool:
-            around = Surroundings(chat, pool, parse, CONFIG)
+        async with aclosing(Sessions(chat.known, CONFIG.tool_timeout, 1)) as sessions:
+            around = Surroundings(chat, sessions, parse, CONFIG)
             ended = await run_conversation(begun(PROMPT, 9, chat), Script(*map(line, lines)), around, {})
             return ended.rollout(group=5)
 

@@ -104,7 +104,7 @@ def test_a_conversation_whose_environment_is_lost_is_aborted(
 def test_what_a_tool_raises_or_writes_is_read_by_the_policy_and_is_no_turn() -> None:
     done, script = talk(begun(prompt("fine", "Odd")), call("act", how="controls"), call("act", how="raise"), "bye")
     assert (done.status, done.tool_calls, done.tool_errors) == ("stop", 2, 1)
-    frame = CHAT.observation([{"role": "tool", "name": "f", "tool_call_id": "f", "content": "0"}])
+    frame = CHAT.continuation([{"role": "tool", "name": "f", "tool_call_id": "f", "content": "0"}])
     assert list(done.turns[2].token_ids).count(END) == frame.count(END)
     assert "it is odd in two lines" in CHAT.text(done.turns[4].token_ids)
     assert script.asked[1][0] == [*done.turns[0].token_ids, *done.turns[1].token_ids, *done.turns[2].token_ids]

@@ -10,6 +10,7 @@ from megarl.sandbox.results import Limits
 class Python:
     """What the policy runs has no network and nothing of this machine; names stay from call to call."""
 
+    sandboxed = True
     limits = Limits()
     """A fork may ask for others: `class Quick(Python): limits = Limits(seconds=2.0)`."""
 

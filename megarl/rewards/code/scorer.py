@@ -7,9 +7,9 @@ from functools import cached_property
 from megarl.rewards.code.answers import code_of
 from megarl.rewards.code.formats import problem_of
 from megarl.rewards.code.grading import Grading, grade
-from megarl.rewards.result import Reward
 from megarl.sandbox.box import Sandbox
 from megarl.types import Rollout
+from megarl.types.verdicts import Reward
 
 
 class HiddenTests:
@@ -19,6 +19,8 @@ class HiddenTests:
 
     share: the reward is the share of tests that have passed; else 1.0 where all have, and 0.0.
     """
+
+    sandboxed = True
 
     def __init__(self, how: Grading = Grading(), share: bool = False) -> None:  # noqa: B008
         self.how, self.share = how, share

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.rewards.functions import load_functions
 from megarl.rewards.pool import Pool
-from megarl.rewards.result import Failed, Reward
+from megarl.types.verdicts import Failed, Reward
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from code_attacks import ATTACKS  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 from megarl.rewards import in_process
 from megarl.rewards.code import Grading, HiddenTests, hidden_tests
 from megarl.rewards.functions import checked, is_async, load_functions
-from megarl.rewards.result import Failed, Reward
+from megarl.types.verdicts import Failed, Reward
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from plain_boxes import PlainBoxes  # noqa: E402

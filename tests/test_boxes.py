@@ -1,0 +1,49 @@
+"""The sandbox of a run, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import Any
+
+import pytest
+
+from megarl.boxes import check_sandbox
+from megarl.config import ConfigError, from_dict
+from megarl.controllers.registry import declare
+from megarl.sandbox import link
+
+CODE = {"reward": {"functions": ["megarl.rewards.code:hidden_tests"]}}
+PYTHON = {"rollout": {"environments": ["megarl.environments.ready.python:Python"]}}
+
+
+def looked(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("MEGARL_SANDBOX", "{}")  # so that it is as before afterwards
+    config = from_dict(tree)
+    warnings: list[str] = []
+    check_sandbox(config, declare(config), warnings)
+    assert json.loads(os.environ["MEGARL_SANDBOX"])["backend"] == config.sandbox.backend
+    return warnings
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@pytest.mark.parametrize("tree", [CODE, PYTHON], ids=["a reward", "an environment"])
+def test_it_is_looked_at_where_it_will_be_needed(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked(tree, monkeypatch) == []
+
+
+@pytest.mark.parametrize("tree", [CODE, PYTHON], ids=["a reward", "an environment"])
+def test_where_there_can_be_none_it_is_said_at_once(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link.shutil, "which", lambda name, path="": None)
+    with pytest.raises(ConfigError, match="runs what the policy writes: .*bubblewrap"):
+        looked(tree, monkeypatch)
+
+
+def test_nobody_asks_for_one_that_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link.shutil, "which", lambda name, path="": None)
+    assert looked({"reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]}}, monkeypatch) == []
+
+
+def test_one_that_protects_nothing_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "NOTHING protects" in looked({**CODE, "sandbox": {"backend": "none"}}, monkeypatch)[0]
