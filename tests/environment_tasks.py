@@ -3,7 +3,7 @@
 `write(folder)` leaves model/, sft.jsonl and train.jsonl. The warm-up shows how each is done in a minority of the
 conversations, WELL of them; the others guess. So all skills are there, and what is left to find is that they pay.
 
-    python tests/environments/tasks.py FOLDER
+    python tests/environment_tasks.py FOLDER
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
+
+from megarl.rewards.arithmetic import arithmetic
+from megarl.rewards.by_source import BySource
+from megarl.rewards.code import hidden_tests
+from megarl.rewards.squad import exact_match
+from megarl.types import Rollout
 
 WELL = 0.3
 NAMES = ("Tom", "Ann", "Kim", "Leo", "Eva", "Max")
@@ -95,6 +101,19 @@ TASKS: dict[str, Callable[[random.Random, bool, Path], tuple[Row, Conversation]]
     "game": game,
     "search": search,
 }
+
+
+def by_itself(rollout: Rollout) -> float:
+    """The game's own reward is all that there is."""
+    return 0.0
+
+
+rewards = BySource(
+    {"tool": arithmetic, "maths": arithmetic, "code": hidden_tests, "game": by_itself, "search": exact_match}
+)
+ENVIRONMENTS = [
+    f"megarl.environments.ready.{spec}" for spec in ("calculator:Calculator", "python:Python", "guess:Guess", "search:Search")
+]
 
 
 def schemas() -> dict[str, list[dict[str, Any]]]:
