@@ -47,8 +47,8 @@ def check_text_only(row: dict[str, Any], where: str) -> None:
     for name in ("images", "videos", "audios"):
         if row.get(name):
             raise ConfigError(
-                f"{where} has {name!r}; only text can be trained on: drop the row, or say in words what is in them and "
-                "leave the column out"
+                f"{where}: there are {name!r}; only text can be trained on: drop the row, or say in words what is in "
+                "them and leave the column out"
             )
 
 

@@ -113,7 +113,7 @@ def test_what_cannot_be_meant(name: str) -> None:
 def test_columns_of_what_is_no_text_are_refused_by_name_unless_they_are_empty() -> None:
     check_text_only({"images": [], "videos": None, "image": "a container's"}, "f:1")
     for name in ("images", "videos", "audios"):
-        with pytest.raises(ConfigError, match=f"f:1 has '{name}'; only text can be trained on: drop the row"):
+        with pytest.raises(ConfigError, match=f"f:1: there are '{name}'; only text can be trained on: drop the row"):
             check_text_only({name: [{"bytes": b"x"}]}, "f:1")
 
 
