@@ -21,8 +21,8 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.data.text import encodable
 from megarl.rollout.controls import Controls
-from megarl.rollout.messages import FORMS, Form, call_id, hollow, plain, safe, withheld
-from megarl.rollout.reasoning import Reasoned, find, is_open, marks_of
+from megarl.rollout.messages import FORMS, Form, call_id, example_arguments, hollow, plain, safe, withheld
+from megarl.rollout.reasoning import Reasoned, find, forgets, is_open, marks_of
 from megarl.rollout.tools import Tool
 from megarl.types import Ids, Message, Prompt, ids_of
 
@@ -45,7 +45,7 @@ class Chat:
         self.tools = tools or {}
         self.eos = tuple(eos)
         self.controls = Controls(tokenizer)
-        self._forms: dict[tuple[_Pattern, bool], Form | ConfigError] = {}
+        self._forms: dict[tuple[_Pattern, bool], Form | str] = {}
         self._opened: dict[str, bool] = {}
 
     @classmethod
@@ -222,38 +222,24 @@ class Chat:
         return self._opened[after]
 
     def _drops(self, pattern: _Pattern) -> bool:
-        """A template that knows OpenAI's field for reasoning has its rule for that, others for what is in the text."""
-        assert self.marks is not None
-        opening, closing = self.marks
         behind = [_stand_in(*kind, number) for number, kind in enumerate(pattern)]
-        by_field = {"role": "assistant", "content": "x", "reasoning_content": _POLICY_TURN}
-        in_text = {"role": "assistant", "content": f"{opening}\n{_POLICY_TURN}\n{closing}\n\nx"}
         calling = _stand_in("assistant", False, True, len(pattern))["tool_calls"]
-        result = _stand_in("tool", True, False, len(pattern))
 
-        def shown(turn: Message, following: Sequence[Message]) -> bool:
+        def render(turn: Message, following: Sequence[Message]) -> str:
             if following and following[0]["role"] == "tool":
                 turn = {**turn, "tool_calls": calling}
-            problem = None
+            problem: ConfigError | None = None
             for form in FORMS:
-                given = [form(message) for message in (_HEAD[0], turn, *following)]
                 try:
-                    return _POLICY_TURN in self._text(given, generate=bool(following))
+                    given = [form(message) for message in (_HEAD[0], turn, *following)]
+                    return self._text(given, generate=bool(following))
                 except ConfigError as error:
                     problem = problem or error
             assert problem is not None
             raise problem
 
-        def knows_field() -> bool:
-            for following in ([], [result]):
-                try:
-                    if shown(by_field, following):
-                        return True
-                except ConfigError:
-                    pass
-            return False
-
-        return not shown(by_field if knows_field() else in_text, behind)
+        assert self.marks is not None
+        return forgets(render, self.marks, behind, _stand_in("tool", True, False, len(pattern)))
 
     def calls(self, name: str) -> list[tuple[str, dict[str, Any]]]:
         """(text, arguments): how the template writes a call of the tool with these arguments, in each of the forms that
@@ -262,7 +248,7 @@ class Chat:
         Raises ConfigError where the template writes no call, or does not put behind it what `continuation` does.
         """
         schema = self.tools[name].schema
-        arguments = _example(schema)
+        arguments = example_arguments(schema)
         user: Message = {"role": "user", "content": "x"}
         answer = plain({"role": "tool", "name": name, "content": _RESULT})
         function = {"name": name, "arguments": arguments}
@@ -293,13 +279,21 @@ class Chat:
         return found
 
     def _escaped(self, messages: Sequence[Message], make: Callable[[Sequence[Message]], list[int]]) -> list[int]:
+        """Some tokenizers read control tokens where their text is not: what others say is withheld then."""
         controls = self.controls
         ready = [safe(plain(message, number), controls) for number, message in enumerate(messages)]
+        ready = [withheld(one) if one["role"] != "tool" and self._forges(one["content"]) else one for one in ready]
         ids = make(ready)
-        frame = controls.among(make([hollow(message, controls) for message in ready]))
-        if controls.among(ids) != frame:  # a tokenizer that reads control tokens where their text is not
-            ids = make([withheld(message) for message in ready])
+        if any(message["role"] == "tool" for message in ready):
+            frame = make([hollow(message) for message in ready])
+            if controls.among(ids) != controls.among(frame):
+                ids = make([withheld(message) if message["role"] == "tool" else message for message in ready])
         return ids
+
+    def _forges(self, text: str) -> bool:
+        """Whether a text that is escaped has control tokens but for the tags that it spells."""
+        tags = [self.ids(tag) for tag in self.controls.tags_in(text)]
+        return self.controls.among(self.ids(text)) != [token for ids in tags for token in ids]
 
     def _form(self, pattern: _Pattern, behind: bool) -> Form:
         """How messages of these roles are to be given to the template so that it leaves none of them out. Raises
@@ -307,39 +301,37 @@ class Chat:
         found = self._forms.get((pattern, behind))
         if found is None:
             found = self._forms[pattern, behind] = self._find_form(pattern, behind)
-        if isinstance(found, ConfigError):
-            raise found
+        if isinstance(found, str):
+            raise ConfigError(found)
         return found
 
-    def _find_form(self, pattern: _Pattern, behind: bool) -> Form | ConfigError:
+    def _find_form(self, pattern: _Pattern, behind: bool) -> Form | str:
+        """That, or what is wrong with all of them."""
         messages = [_stand_in(*kind, number) for number, kind in enumerate(pattern)]
-        problem: ConfigError | None = None
         found: list[tuple[int, Form]] = []
+        problem = ""
         for form in FORMS if any(calls for _, _, calls in pattern) else FORMS[:1]:
             given = [form(message) for message in messages]
             try:
                 text = self._after(given) if behind else self._text(given, generate=True)
             except ConfigError as error:
-                problem = problem or error
+                problem = problem or str(error)
                 continue
+            end = self.controls.first(text)
+            words = [word for one in messages for word in _words(one)]
             missing = [one["role"] for one in messages for word in _words(one) if word not in text]
             if missing:
-                problem = problem or ConfigError(
+                problem = problem or (
                     f"the chat template of model.path leaves out a message of role {missing[0]}, or what it calls"
                     + (", where it stands behind the policy's turn" if behind else "")
                     + f"; give it another role, or do without it (the roles: {_roles(messages)})"
                 )
-                continue
-            words = [word for one in messages for word in _words(one)]
-            end = self.controls.first(text)
-            if behind and (end is None or any(text.find(word) < end.start for word in words)):
-                problem = problem or ConfigError("the chat template of model.path ends a turn with no control token")
+            elif behind and (end is None or any(text.find(word) < end.start for word in words)):
+                problem = problem or "the chat template of model.path ends a turn with no control token"
             else:
                 found.append((len(text), form))
-        if found:  # some write an empty turn more for no words, or what Python calls nothing
-            return min(found, key=lambda item: item[0])[1]
-        assert problem is not None
-        return problem
+        # Some write an empty turn more for no words, or what Python calls nothing.
+        return min(found, key=lambda item: item[0])[1] if found else problem
 
     def _after(self, following: Sequence[Message], schemas: Sequence[dict[str, Any]] = ()) -> str:
         """What the template writes after the policy's words where these messages follow, and then the policy again."""
@@ -382,25 +374,6 @@ def _stand_in(role: str, words: bool, calls: bool, number: int) -> Message:
 def _words(message: Message) -> list[str]:
     called = [call["function"]["name"] for call in message.get("tool_calls", ())]
     return [word for word in (message["content"], *called) if word]
-
-
-_EXAMPLES: dict[str, Any] = {
-    **{"string": "some words", "number": 1.5, "integer": 2, "boolean": True},
-    **{"array": [], "object": {}},
-}
-
-
-def _example(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that the schema would take: the required ones, where it has some."""
-    parameters = schema["function"].get("parameters") or {}
-    properties = parameters.get("properties") or {}
-    names = parameters.get("required") or list(properties)[:1]
-    chosen = {}
-    for name in names:
-        about = properties.get(name) or {}
-        kind = about.get("type")
-        chosen[name] = (about.get("enum") or [_EXAMPLES.get(kind if isinstance(kind, str) else "string", "words")])[0]
-    return chosen
 
 
 def _generation_eos(file: Path) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from megarl.types import Message
 _NOT_TEXT = ("audio", "image", "images", "video", "videos", "file", "files")
 _OWN_ID = re.compile(r"functions\.(.+):\d+")
 _WITHHELD = "(withheld: the output contains control tokens)"
+_RESULT: Message = {"role": "tool", "name": "f", "tool_call_id": "functions.f:0"}
 
 Form = Callable[[Message], Message]
 """A message with calls, as one kind of template takes it."""
@@ -94,21 +95,14 @@ def safe(message: Message, controls: Controls) -> Message:
     }
 
 
-def hollow(message: Message, controls: Controls) -> Message:
-    """The same without what tools and users say, but for its tags; what the template itself writes is of the same
-    tokens."""
-    if message["role"] == "tool":
-        return {"role": "tool", "content": "0", "name": "f", "tool_call_id": call_id("f", 0)}
-    if message["role"] == "user":
-        return {**message, "content": " ".join(["0", *controls.tags_in(message["content"])])}
-    return message
+def hollow(message: Message) -> Message:
+    """In place of a tool's result one that says nothing: what the template itself writes is of the same tokens."""
+    return {**_RESULT, "content": "0"} if message["role"] == "tool" else message
 
 
 def withheld(message: Message) -> Message:
-    """In place of what a tool or a user says, where a tokenizer reads control tokens in it that it does not spell."""
-    if message["role"] == "tool":
-        return {"role": "tool", "content": _WITHHELD, "name": "f", "tool_call_id": call_id("f", 0)}
-    return {**message, "content": _WITHHELD} if message["role"] == "user" else message
+    """In place of a message in which a tokenizer reads control tokens that it does not spell."""
+    return {**(_RESULT if message["role"] == "tool" else message), "content": _WITHHELD}
 
 
 def _text(arguments: Any) -> str:
@@ -132,3 +126,22 @@ def _formed(content: str | None, as_text: bool) -> Form:
 
 FORMS: Sequence[Form] = tuple(_formed(content, as_text) for content in ("", None) for as_text in (False, True))
 """Of messages with calls: arguments as a mapping, or as OpenAI's text; no words as "", or as nothing."""
+
+
+_EXAMPLES: dict[str, Any] = {
+    **{"string": "some words", "number": 1.5, "integer": 2, "boolean": True},
+    **{"array": [], "object": {}},
+}
+
+
+def example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that the schema would take: the required ones, where it has some."""
+    parameters = schema["function"].get("parameters") or {}
+    properties = parameters.get("properties") or {}
+    names = parameters.get("required") or list(properties)[:1]
+    chosen = {}
+    for name in names:
+        about = properties.get(name) or {}
+        kind = about.get("type")
+        chosen[name] = (about.get("enum") or [_EXAMPLES.get(kind if isinstance(kind, str) else "string", "words")])[0]
+    return chosen

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from megarl.config import ConfigError
+from megarl.types import Message
 
 MARKS = (
     ("<think>", "</think>"),
@@ -52,3 +56,33 @@ def is_open(text: str, marks: tuple[str, str]) -> bool:
     """Whether the head of a turn leaves reasoning open."""
     opening, closing = marks
     return text.rfind(opening) > text.rfind(closing)
+
+
+_WORD = "REASONINGWORDS"
+
+
+def forgets(
+    render: Callable[[Message, Sequence[Message]], str],
+    marks: tuple[str, str],
+    behind: Sequence[Message],
+    result: Message,
+) -> bool:
+    """Whether a template leaves out the reasoning of an assistant's turn where these messages follow it. Where it knows
+    OpenAI's field for reasoning the rule is for that, else for what is in the text.
+
+    render: a turn and what follows it, as text. result: some tool's. Raises ConfigError where `render` does.
+    """
+    opening, closing = marks
+    by_field = {"role": "assistant", "content": "x", "reasoning_content": _WORD}
+    in_text = {"role": "assistant", "content": f"{opening}\n{_WORD}\n{closing}\n\nx"}
+
+    def knows_field() -> bool:
+        for following in ([], [result]):
+            try:
+                if _WORD in render(by_field, following):
+                    return True
+            except ConfigError:
+                pass
+        return False
+
+    return _WORD not in render(by_field if knows_field() else in_text, behind)

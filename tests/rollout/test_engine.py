@@ -258,6 +258,8 @@ def test_a_call_of_each_family_is_written_by_its_template_and_read_by_its_parser
         wrong = rehearse(chat, *access, "qwen25" if family.parser != "qwen25" else "glm45", "", 60.0)
         assert "does not read how the chat template" in wrong and "\n" not in wrong
         assert family.parser in wrong.partition("set rollout.tool_call_parser to ")[2], wrong
+    of_family = rehearse(Chat(templates.PUBLISHED["glm"].tokenizer(), tools), *access, "qwen25", "", 60.0, True)
+    assert of_family.startswith("qwen25, the parser of the model's family, does not read how the chat template")
     chat = Chat(templates.PUBLISHED["qwen"].tokenizer(), tools)
     assert rehearse(chat, *access, "qwen25", "<another>", 60.0)
     without = tiny_models.tokenizer()
