@@ -10,7 +10,9 @@ files that are given, which lie in its working directory /tmp; no network, no ot
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -38,6 +40,21 @@ UNPROTECTED = (
 def variables(settings: SandboxConfig) -> dict[str, str]:
     """What a process of the run needs in its environment for `Sandbox.from_environment`."""
     return {VARIABLE: json.dumps(strict.to_dict(settings))}
+
+
+@functools.cache
+def probe(settings: SandboxConfig) -> Probe:
+    """Which layers boxes with these settings have on this machine, for a check at start-up, where no event loop runs:
+    as `Sandbox.probe`, asked once. Whoever starts a run with `none` has to show it."""
+
+    async def asked() -> Probe:
+        sandbox = Sandbox(settings)
+        try:
+            return await sandbox.probe()
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(asked())
 
 
 class Interpreter:
