@@ -10,7 +10,9 @@ files that are given, which lie in its working directory /tmp; no network, no ot
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -40,6 +42,21 @@ def variables(settings: SandboxConfig) -> dict[str, str]:
     return {VARIABLE: json.dumps(strict.to_dict(settings))}
 
 
+@functools.cache
+def probe(settings: SandboxConfig) -> Probe:
+    """Which layers boxes with these settings have on this machine, for a check at start-up, where no event loop runs:
+    as `Sandbox.probe`, asked once. Whoever starts a run with `none` has to show it."""
+
+    async def asked() -> Probe:
+        sandbox = Sandbox(settings)
+        try:
+            return await sandbox.probe()
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(asked())
+
+
 class Interpreter:
     """A session of Python in a box of its own, whose names stay from call to call. Of one event loop."""
 
@@ -48,13 +65,31 @@ class Interpreter:
         self._number = 0
         """Of the box; 0 where there is none."""
         self._closed = False
+        self._calling = asyncio.Lock()
 
     async def run(self, code: str, seconds: float | None = None) -> Output:
-        """Run code; it has `seconds`, or those of the limits that the session was begun with. One call at a time.
+        """Run code; it has `seconds`, or those of the limits that the session was begun with. Calls at the same time
+        come one after the other, and where `sandbox.processes` boxes run already each waits for its turn first.
 
         What hangs or takes too much is ended with all its processes: that output says so, the state is lost, and the
-        next call begins anew. A call never waits longer. Never raises for what the code does; SandboxError where there
-        can be no box."""
+        next call begins anew. Never raises for what the code does; SandboxError where there can be no box."""
+        async with self._calling:
+            return await self._run(code, seconds)
+
+    async def close(self) -> None:
+        """End it; further calls come back at once with reason `closed`."""
+        self._closed = True
+        if self._number and self._link.ready is not None:
+            await self._link.send({"number": self._number, "kind": "end"}, ())
+            self._number = 0
+
+    async def __aenter__(self) -> Interpreter:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def _run(self, code: str, seconds: float | None) -> Output:
         if self._closed:
             return Output(False, "", "", 0.0, "closed")
         await self._link.open()
@@ -74,19 +109,6 @@ class Interpreter:
             return Output(good, stdout, stderr, said["seconds"], "" if good else "exit")
         self._number = 0
         return Output(False, stdout, stderr, said["seconds"], said["reason"] or "exit", lost=True)
-
-    async def close(self) -> None:
-        """End it; further calls come back at once with reason `closed`."""
-        self._closed = True
-        if self._number and self._link.ready is not None:
-            await self._link.send({"number": self._number, "kind": "end"}, ())
-            self._number = 0
-
-    async def __aenter__(self) -> Interpreter:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        await self.close()
 
 
 class Sandbox:

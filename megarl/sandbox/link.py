@@ -44,8 +44,9 @@ class SandboxError(RuntimeError):
 class Link:
     """Belongs to the process that made it, and to one event loop at a time."""
 
-    cgroups = True
-    """Whether to look for memory cgroups; tests of the watchdog do without."""
+    cgroups, old = True, False
+    """Whether to look for memory cgroups; whether to take the kernel for one before 5.14. Tests of the watchdog set
+    them."""
 
     def __init__(self, settings: SandboxConfig) -> None:
         self._settings = settings
@@ -164,6 +165,7 @@ class Link:
             "python": os.path.realpath(sys.base_prefix),
             "packages": _packages(),
             "cgroups": self.cgroups,
+            "old": self.old,
         }
         ours.sendall(packed(setup))
         ours.setblocking(False)

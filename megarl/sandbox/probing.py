@@ -37,7 +37,6 @@ send(0, {
     ),
     "it has a network": any(not line.split(":")[0].strip() == "lo" for line in open("/proc/net/dev").readlines()[2:]),
     "it can make network sockets": not fails(lambda: socket.socket(socket.AF_INET)),
-    "its processes are not limited": resource.getrlimit(resource.RLIMIT_NPROC)[1] == resource.RLIM_INFINITY,
     "its address space is not limited": resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY,
     "its open files are not limited": resource.getrlimit(resource.RLIMIT_NOFILE)[1] > 4096,
     "it can make namespaces": not fails(unshare),

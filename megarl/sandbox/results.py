@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Reason = Literal["", "exit", "signal", "time", "memory", "output", "closed"]
+Reason = Literal["", "exit", "signal", "time", "memory", "output", "processes", "closed"]
 """Why a run is not ok: its exit status was not 0; a signal ended it (its own doing, or RLIMIT_CPU's); or it went beyond
-what it may: the seconds, the memory of all its processes and files, what it may print. `closed`: a session that was
+what it may: the seconds, the memory of all its processes and files, what it may print, and on
+kernels before 5.14 how many processes it has (others refuse one too many). `closed`: a session that was
 closed, or whose interpreter has ended."""
 
 

@@ -26,7 +26,7 @@ from megarl.sandbox.cgroups import Cgroups
 from megarl.sandbox.ends import Ends
 from megarl.sandbox.frames import Frame, Unpacker, packed
 from megarl.sandbox.life import Box
-from megarl.sandbox.spawning import Bare, Spawner
+from megarl.sandbox.spawning import Bare, Spawner, counts_by_box
 from megarl.sandbox.turns import Turns
 
 _LATEST_S = 3600.0
@@ -40,6 +40,7 @@ class Runner:
     def __init__(self, wire: socket.socket, unpacker: Unpacker, setup: dict[str, Any]) -> None:
         self.ends = Ends()
         self.cores = os.cpu_count() or 1
+        self.counted = counts_by_box() and not setup["old"]
         self.cgroups: Cgroups | None = None
         self.layers: list[str] = []
         self.missing: list[str] = []
@@ -71,6 +72,8 @@ class Runner:
         else:
             self.missing.append(f"no seccomp filter for {platform.machine()}")
         self.layers.append("resource limits")
+        if not self.counted:
+            self.missing.append("this kernel counts a user's processes all alike, the watchdog counts those of a box")
         if self.cgroups:
             self.layers.append("memory cgroup")
         else:

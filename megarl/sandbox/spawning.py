@@ -6,8 +6,10 @@ import fcntl
 import math
 import os
 import platform
+import re
 import resource
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 
 from megarl.sandbox import seccomp
@@ -39,10 +41,11 @@ def environment(python: str) -> dict[str, str]:
     }
 
 
-def view(place: str, python: str) -> list[str]:
+def view(place: str, python: str, version: tuple[int, ...]) -> list[str]:
     """Bubblewrap's arguments for what is the same in every box: what it sees, and what it is parted from."""
     given = [
-        *("--unshare-all", "--unshare-user", "--disable-userns", "--new-session", "--die-with-parent"),
+        *("--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"),
+        *(("--disable-userns",) if version >= (0, 8) else ()),  # else the filter alone does it
         *("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "box"),
         *("--ro-bind", "/usr", "/usr"),
     ]
@@ -75,7 +78,8 @@ class Spawner:
 
     def __init__(self, bwrap: str, place: str, python: str) -> None:
         self._bwrap = bwrap
-        self._view = view(place, python)
+        said = subprocess.run([bwrap, "--version"], env={}, capture_output=True, text=True).stdout
+        self._view = view(place, python, tuple(map(int, re.findall(r"\d+", said))))
         self._environment = environment(python)
         code = seccomp.program(platform.machine())
         self.filtered = code is not None
@@ -144,12 +148,17 @@ def posix_spawn(
             os.close(end)
 
 
-def confine(pid: int, limits: Mapping[str, int | float], memory: int, session: bool) -> None:
-    """Limits of a process, and of each that it will start. From outside: nothing in the box could raise them."""
+def counts_by_box() -> bool:
+    """Whether the kernel counts processes by user namespace, as since 5.14, and not all of a user's alike."""
+    return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 14)
+
+
+def confine(pid: int, limits: Mapping[str, int | float], memory: int, session: bool, counted: bool) -> None:
+    """Limits of a process, and of each that it will start; of their number, where they are counted by box. From
+    outside: nothing in the box could raise them."""
     space = max(4 * memory, _LEAST_ADDRESS_SPACE)
     amounts = {
         resource.RLIMIT_AS: space,
-        resource.RLIMIT_NPROC: int(limits["processes"]) + 1,  # init is one
         resource.RLIMIT_FSIZE: int(limits["disk_mb"]) << 20,
         resource.RLIMIT_NOFILE: int(limits["open_files"]),
         resource.RLIMIT_CORE: 0,
@@ -157,6 +166,8 @@ def confine(pid: int, limits: Mapping[str, int | float], memory: int, session: b
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 1024,
     }
+    if counted:
+        amounts[resource.RLIMIT_NPROC] = int(limits["processes"]) + 1  # init is one
     if not session:  # whose calls are many
         amounts[resource.RLIMIT_CPU] = math.ceil(limits["seconds"]) + 1
     for kind, amount in amounts.items():

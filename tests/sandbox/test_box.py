@@ -11,6 +11,7 @@ import pytest
 
 from megarl.config import ConfigError, SandboxConfig
 from megarl.sandbox.box import VARIABLE, Sandbox, variables
+from megarl.sandbox.box import probe as at_start
 from megarl.sandbox.link import Link, SandboxError
 from megarl.sandbox.results import Limits
 
@@ -192,6 +193,18 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
     }
 
 
+def test_processes_are_counted_where_the_kernel_counts_others_with_them(monkeypatch):
+    monkeypatch.setattr(Link, "old", True)
+    boxes = Boxes()
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    try:
+        assert "counts" in " ".join(boxes.probe().missing)
+        assert python(boxes, bomb, limits=Limits(seconds=20)).reason == "processes"
+        assert python(boxes, "import os; [os.fork() for _ in range(3)]").ok
+    finally:
+        boxes.end()
+
+
 def test_another_process_starts_boxes_when_the_first_was_killed():
     boxes = Boxes()
     assert boxes.run(["true"]).ok
@@ -243,6 +256,10 @@ def test_any_event_loop_and_any_process_may_use_it():
 def test_the_probe_says_what_protects(box):
     probe = box.probe()
     assert probe.backend == "bubblewrap" and probe is box.probe()
+    assert (
+        at_start(SandboxConfig()) is at_start(SandboxConfig())
+        and at_start(SandboxConfig()).layers[1:] == probe.layers[1:]
+    )
     assert {"seccomp", "resource limits"} <= set(probe.layers) and "bubblewrap" in str(probe)
     if os.getuid() == 0:
         assert any("dropped from root" in layer for layer in probe.layers)

@@ -97,6 +97,26 @@ def test_nothing_goes_on_between_calls(box, run):
     assert run("n").ok and before
 
 
+def test_calls_at_the_same_time_come_one_after_the_other(box):
+    async def both():
+        async with await box.sandbox.interpreter() as session:
+            calls = [session.run(f"import time; time.sleep(0.1); x = {i}; x") for i in range(3)]
+            return [output.stdout for output in await asyncio.gather(*calls)]
+
+    assert box.wait(both()) == ["0\n", "1\n", "2\n"]
+
+
+def test_a_call_that_is_cancelled_ends_the_session(box):
+    async def cancelled():
+        async with await box.sandbox.interpreter() as session:
+            await session.run("x = 1")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.run("while True: pass"), 0.3)
+            return await session.run("x")
+
+    assert "NameError" in box.wait(cancelled()).stderr
+
+
 def test_a_forged_answer_only_ends_its_own_call(run):
     run("import os, time; os.write(3, b'1\\n')\nx = 1\ntime.sleep(0.2)")
     assert run("y = 1").reason in ("", "exit")
