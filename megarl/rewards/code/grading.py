@@ -20,6 +20,7 @@ from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from megarl.config import ConfigError
 from megarl.rewards.code import boxed
 from megarl.rewards.code.answering import PATIENCE
 from megarl.rewards.code.compare import right, same_output
@@ -51,6 +52,10 @@ class Grading:
     """Seconds of all tests of an answer together, on the clock, without waiting for a turn."""
     memory_mb: int = 0
     """Of the box; 0 for `sandbox.memory_mb`."""
+
+    def __post_init__(self) -> None:
+        if self.most < 1 or not (0 < self.seconds and 0 < self.total < math.inf) or self.memory_mb < 0:
+            raise ConfigError(f"{self}: most must be at least 1, seconds and total above 0, memory_mb not below 0")
 
     def limits(self, room: int = 1 << 21, given: int = 0) -> Limits:
         """room: bytes of results. given: bytes of the largest input."""

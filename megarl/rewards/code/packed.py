@@ -8,6 +8,7 @@ import binascii
 import json
 import pickletools
 import zlib
+from functools import lru_cache
 from typing import Any
 
 MOST = 1 << 28
@@ -16,8 +17,9 @@ _TEXTS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
 _BESIDE = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP")
 
 
+@lru_cache(maxsize=16)
 def unpacked(text: str) -> Any:
-    """What a text holds. Raises ValueError for anything else."""
+    """What a text holds, not to be changed: once for the samples of a prompt. Raises ValueError for anything else."""
     start = text.lstrip()[:1]
     if start in ("[", "{", '"'):
         return _json(text)

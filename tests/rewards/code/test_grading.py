@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from megarl.config import ConfigError, SandboxConfig
 from megarl.rewards.code import Graded, Grading, grade, problem_of
 from megarl.rewards.code.grading import _room
 from megarl.rewards.code.problems import Call, Program
+from megarl.sandbox.box import Sandbox
 from megarl.sandbox.results import Collected, Output, Result
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -162,6 +164,20 @@ def test_a_judged_function_that_ends_its_process_loses_what_comes_behind() -> No
     )
 
 
+@pytest.mark.parametrize(
+    "settings", [{"most": 0}, {"seconds": 0.0}, {"total": math.inf}, {"total": math.nan}, {"memory_mb": -1}]
+)
+def test_settings_that_are_none(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="most must be at least 1, seconds and total above 0, memory_mb not below 0"):
+        Grading(**settings)
+
+
+def test_seconds_are_of_cpu() -> None:
+    """Who waits for others is not late; a test's clock goes on to four times as many seconds."""
+    code = "import time\ndef f(x):\n    time.sleep(3)\n    return x"
+    assert graded("bubblewrap", code, ["assert f(1) == 1"], Grading(seconds=2.0, total=20.0)) == Graded(1, 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_much_is_read_and_printed(kind: str) -> None:
     text = " ".join(map(str, range(200_000)))
@@ -251,6 +267,15 @@ def test_a_box_that_does_not_work_is_no_wrong_answer() -> None:
 
     with pytest.raises(RuntimeError, match="nothing comes out of the sandbox"):
         run("plain", silent)
+
+
+def test_a_service_has_no_judge() -> None:
+    async def asked(_: Any) -> Graded:
+        box = Sandbox(SandboxConfig(backend="http://127.0.0.1:9"))
+        return await grade("def f(x): return x", problem_of(["assert abs(f(1)) == 1"]), box)
+
+    with pytest.raises(ConfigError, match="keeps no state between calls"):
+        run("plain", asked)
 
 
 DEEP: Any = 1

@@ -56,6 +56,15 @@ def test_a_ground_truth_without_tests_is_no_wrong_answer(truth: Any) -> None:
     assert isinstance(found, Failed) and "it raised ValueError: " in found.why
 
 
+def test_the_example_of_the_page() -> None:
+    page = Path(__file__).parents[3] / "megarl/rewards/SCORERS.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    code = [line.strip() for line in lines if line.startswith("    ") and "HiddenTests" in line]
+    names: dict[str, Any] = {}
+    exec("\n".join(code), names)
+    assert names["mine"].share and names["mine"].how == Grading(most=20, seconds=2, total=20)
+
+
 def test_many_at_once() -> None:
     scorer = HiddenTests()
     scorer.__dict__["_box"] = PlainBoxes()
