@@ -22,7 +22,7 @@ from megarl.config import ConfigError, SandboxConfig
 from megarl.sandbox import channel, probing
 from megarl.sandbox.frames import Frame
 from megarl.sandbox.fusion import Fusion
-from megarl.sandbox.given import checked
+from megarl.sandbox.given import checked, spoken
 from megarl.sandbox.link import REMEDY, Link, SandboxError
 from megarl.sandbox.results import Collected, Limits, Output, Probe, Result
 
@@ -33,6 +33,11 @@ UNPROTECTED = (
     "sandbox.backend=none: NOTHING protects this machine from what the policy writes; it runs as the user who runs the "
     "training, with all of this user's files and the network"
 )
+
+
+def variables(settings: SandboxConfig) -> dict[str, str]:
+    """What a process of the run needs in its environment for `Sandbox.from_environment`."""
+    return {VARIABLE: json.dumps(strict.to_dict(settings))}
 
 
 class Interpreter:
@@ -121,9 +126,10 @@ class Sandbox:
 
         Waits for a turn where `sandbox.processes` boxes run already; that is not part of its time. Raises ConfigError
         where there can be no box, SandboxError where one could not be made after all, ValueError for a path that leaves
-        it."""
+        it and a command that is none."""
         for name in (*files, *fetch):
             checked(name)
+        command = spoken(command)
         if self._service is not None:
             return await self._service.run(command, files, stdin, self._limits(limits), fetch)
         said, blobs = await self._ask(command, files, stdin, limits, fetch, b"")
@@ -214,7 +220,7 @@ class Sandbox:
             "kind": "run",
             "session": False,
             "channel": bool(opening),
-            "command": list(command),
+            "command": command,
             "files": list(files),
             "fetch": list(fetch),
             "limits": self._limits(limits),

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Sequence
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LONGEST_COMMAND = 100_000
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -23,6 +24,15 @@ def checked(name: str) -> str:
     ):
         raise ValueError(f"{name[:80]!r} is no path within a box: a/b.txt is, and no . or .. or empty part")
     return name
+
+
+def spoken(command: Sequence[str]) -> list[str]:
+    """A command that the kernel takes. Raises ValueError."""
+    if not command or any("\0" in part for part in command):
+        raise ValueError("a command has a first part, and no zero character in any; give code in a file")
+    if sum(len(os.fsencode(part)) for part in command) > _LONGEST_COMMAND:
+        raise ValueError(f"a command has at most {_LONGEST_COMMAND} bytes; give code in a file")
+    return list(command)
 
 
 def put(folder: str, name: str, content: bytes) -> None:

@@ -113,6 +113,7 @@ class Box:
         else:
             self._outputs = {number: Cut(self._most) for number in self._outputs}
             self._set_off()
+            watching.go_on(self._first)
         self._home.ends.send(self._ends[CHANNEL], data)
 
     def look(self, now: float) -> float:
@@ -182,12 +183,12 @@ class Box:
             self._status = self._outer_code
         elif self._status is None and not self._reason:
             said = self._outputs[2].value().decode(errors="replace").strip()
-            if self._outer_code != 1 or self._fault:
+            if self._outer_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
                 self._reason = "memory"  # the kernel's choice of what to end, for nobody else has
-            elif not said.startswith("bwrap: execvp "):  # bubblewrap's own words: nothing else has run
-                return said or "bubblewrap has ended without a word"
-            else:
+            elif said.startswith("bwrap: execvp "):
                 self._status = 127
+            else:
+                return self._fault or said or "bubblewrap has started nothing, and says nothing of why"
         if self._reason:
             self._status = None
         elif self._status:
@@ -272,6 +273,7 @@ class Box:
                 self._read(number)
         self._answer({"kind": "called"}, [line])
         self._running = False
+        watching.halt(self._first)  # nobody watches it until the next call
         self._home.rests(self)
 
     def _answer(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None:

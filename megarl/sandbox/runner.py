@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import resource
 import shutil
 import signal
 import socket
@@ -36,14 +37,13 @@ _PIECE = 1 << 20
 class Runner:
     """All boxes of one process."""
 
-    def __init__(self, wire: socket.socket, setup: dict[str, Any]) -> None:
+    def __init__(self, wire: socket.socket, unpacker: Unpacker, setup: dict[str, Any]) -> None:
         self.ends = Ends()
         self.cores = os.cpu_count() or 1
         self.cgroups: Cgroups | None = None
         self.layers: list[str] = []
         self.missing: list[str] = []
-        self._wire = wire.detach()
-        self._unpacker = Unpacker()
+        self._unpacker = unpacker
         self._boxes: dict[int, Box] = {}
         self._busy: dict[Box, int] = {}
         self._by_outer: dict[int, Box] = {}
@@ -58,6 +58,7 @@ class Runner:
             self.spawner = Bare(setup["python"])
             self.place = tempfile.mkdtemp(prefix="boxes-", dir=self.place)
             os.mkdir(f"{self.place}/boxes")
+        self._wire = wire.detach()
         self.ends.listen(self._wire, self._hear)
 
     def _become_nobody(self, setup: dict[str, Any]) -> None:
@@ -117,11 +118,11 @@ class Runner:
         except OSError:
             piece = b""
         if not piece:
-            self._leave()
+            self.leave()
         for order, blobs in self._unpacker.feed(piece):
-            self._take(order, blobs)
+            self.take(order, blobs)
 
-    def _take(self, order: dict[str, Any], blobs: list[bytes]) -> None:
+    def take(self, order: dict[str, Any], blobs: list[bytes]) -> None:
         number, kind = order["number"], order["kind"]
         if kind in ("run", "open"):
             box = self._boxes[number] = Box(self, order, blobs)
@@ -170,7 +171,7 @@ class Runner:
                 if box := self._by_outer.get(ended[0]):
                     box.left(ended[1])
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Each box ends with its bubblewrap, and that with this process."""
         for box in tuple(self._boxes.values()):
             if box.outer:
@@ -187,6 +188,8 @@ def main(wire: socket.socket, parent: int) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     wire.set_inheritable(False)
     mounts.inherit_orphans()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a session has five, and there may be hundreds
     unpacker = Unpacker()
     found: list[Frame] = []
     while not found:
@@ -195,13 +198,15 @@ def main(wire: socket.socket, parent: int) -> None:
             return
         found = unpacker.feed(piece)
     try:
-        runner = Runner(wire, found[0][0])
+        runner = Runner(wire, unpacker, found[0][0])
     except OSError as error:
         wire.sendall(packed({"kind": "refused", "why": str(error)}))
         return
     handle = os.pidfd_open(parent)
-    runner.ends.listen(handle, runner._leave)
+    runner.ends.listen(handle, runner.leave)
     runner.answer({"kind": "ready", "layers": runner.layers, "missing": runner.missing}, ())
+    for order, blobs in found[1:]:
+        runner.take(order, blobs)
     runner.run()
 
 

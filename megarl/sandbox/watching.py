@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import signal
 
 _FASTEST = 2 << 30
 """Bytes that a core can fill in a second, and a little more."""
@@ -51,6 +52,25 @@ def family(first: int) -> list[int]:
                 found += map(int, _text(f"/proc/{found[i]}/task/{thread}/children").split())
         i += 1
     return found
+
+
+def halt(first: int) -> None:
+    """Stop all processes from `first` downwards, and those that they fork meanwhile."""
+    stopped: set[int] = set()
+    while new := set(family(first)) - stopped:
+        _signal(new, signal.SIGSTOP)
+        stopped |= new
+
+
+def go_on(first: int) -> None:
+    """After `halt`."""
+    _signal(set(family(first)), signal.SIGCONT)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
 
 
 def _others(first: int, files: str | None) -> int:

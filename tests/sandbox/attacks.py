@@ -1,11 +1,6 @@
-"""Programs that want out, or more than they may have. Each runs in a real box.
-
-`QUICK` are functions that say what they got: falsy where the box held, else what it was. They run one after the other
-in one box, each in a process of its own. `HEAVY` have a box each, with the limits there and the reasons for which it
-may have been ended ("" where it went on, and had to).
+"""Functions that want out of a box. They run one after the other in one box, each in a process of its own, and say what
+they got: falsy where the box held.
 """
-
-from megarl.sandbox.results import Limits
 
 PRELUDE = r"""
 import ctypes, errno, os, platform, resource, signal, socket, struct, sys, time
@@ -50,7 +45,8 @@ QUICK = r"""
 def reads_users(): return readable("/etc/passwd") or readable("/etc/shadow")
 def reads_checkpoints(): return readable(CHECKPOINTS) or readable(os.path.dirname(CHECKPOINTS))
 def reads_ssh_keys(): return readable("/root/.ssh") or readable(os.path.expanduser("~/.ssh")) or readable("/home")
-def reads_host_files(): return [p for p in ("/var", "/run", "/work", "/home", "/mnt", "/opt", "/srv", "/sys") if readable(p)]
+def reads_host_files():
+    return [p for p in ("/var", "/run", "/work", "/home", "/mnt", "/opt", "/srv", "/sys") if readable(p)]
 def sees_the_environment(): return [k for k in os.environ if "SECRET" in k or "MEGARL" in k]
 
 def sees_environments_of_processes():
@@ -71,10 +67,12 @@ def inherits_files():
 def finds_files_of_init():
     # Its standard files are this box's own, and an eventfd of bubblewrap.
     ends = [os.readlink(f"/proc/1/fd/{end}") for end in os.listdir("/proc/1/fd")]
-    return [end for end in ends if end.startswith("socket:") and end != os.readlink("/proc/self/fd/3") or end.startswith("/")]
+    own = os.readlink("/proc/self/fd/3")
+    return [end for end in ends if end.startswith("socket:") and end != own or end.startswith("/")]
 
 def opens_the_root_of_init():
-    return [n for n in os.listdir("/proc/1/root") if n not in ("usr","bin","sbin","lib","lib32","lib64","etc","root","packages","proc","dev","tmp", *PYTHON)]
+    own = "usr bin sbin lib lib32 lib64 etc root packages proc dev tmp".split()
+    return [n for n in os.listdir("/proc/1/root") if n not in own + PYTHON]
 
 def writes_to_usr(): return writable("/usr/evil") or writable("/usr/bin/python3") or writable(os.__file__)
 def writes_to_the_root(): return writable("/evil") or writable("/etc/evil") or writable("/packages/evil")
@@ -127,7 +125,7 @@ def enters_a_namespace():
 def mounts(): return worked("mount", b"none", b"/tmp", b"tmpfs", 0, None) or worked("umount2", b"/tmp", 2)
 def remounts(): return worked("mount", b"none", b"/usr", None, 32 | 4096, None)
 def mounts_anew(): return [n for n in (428, 429, 430, 431, 432, 433, 442) if system_call(n, n, 0, 0, 0, 0, 0)]
-def pivots(): return worked("pivot_root", b"/tmp", b"/tmp") if hasattr(libc, "pivot_root") else worked("chroot", b"/tmp")
+def pivots(): return system_call(155, 41, b"/tmp", b"/tmp") or worked("chroot", b"/tmp")
 def loads_bpf(): return system_call(321, 280, 5, None, 0)
 def uses_io_uring(): return [n for n in (425, 426, 427) if system_call(n, n, 1, (ctypes.c_char * 200)(), 0)]
 def faults_in_user_space(): return system_call(323, 282, 1)
@@ -159,10 +157,10 @@ def opens_a_pseudo_terminal():
     except OSError: return None
 def raises_limits():
     found = []
-    for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_CORE):
+    for name in ("AS", "NPROC", "CPU", "FSIZE", "NOFILE", "CORE"):
         try:
-            resource.setrlimit(kind, (resource.RLIM_INFINITY,) * 2)
-            found.append(kind)
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (resource.RLIM_INFINITY,) * 2)
+            found.append(name)
         except (OSError, ValueError): pass
     return found
 def becomes_root():
@@ -191,7 +189,10 @@ def runs_in_real_time():
     try: return os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10)) or "set"
     except OSError: return None
 def kills_init(): os.kill(1, signal.SIGKILL); time.sleep(0.1); return not os.path.exists("/proc/1")
-def stops_init(): os.kill(1, signal.SIGSTOP); time.sleep(0.1); return "T" in open("/proc/1/stat").read().rsplit(")")[1][:3]
+def stops_init():
+    os.kill(1, signal.SIGSTOP)
+    time.sleep(0.1)
+    return "T" in open("/proc/1/stat").read().rsplit(")")[1][:3]
 def sees_other_processes(): return [p for p in os.listdir("/proc") if p.isdecimal() and int(p) > 1000]
 def old_numbers():
     # The calls of 32 bits, whose numbers the filter does not know: the kernel ends who makes them.
@@ -255,120 +256,3 @@ for name in names:
     results[name] = said
 send(0, results)
 """
-
-_MANY = "import os, time\nfor _ in range(5): os.fork()\n"
-HEAVY: dict[str, tuple[str, Limits, tuple[str, ...]]] = {
-    "fork bomb": (
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-        Limits(seconds=1.5),
-        ("time",),
-    ),
-    "fork bomb of a shell": (
-        "import os\nos.execlp('bash', 'bash', '-c', ':(){ :|:& };: ; sleep 9')",
-        Limits(seconds=1.5),
-        ("time", "exit", "output"),
-    ),
-    "thread bomb": (
-        "import threading, time\nn = 0\ntry:\n    while True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start(); n += 1\n"
-        "except RuntimeError: print(n); import os; os._exit(0 if n < 64 else 1)",
-        Limits(seconds=5),
-        ("",),
-    ),
-    "memory of one": (
-        "a = bytearray(1 << 31)\nfor i in range(0, len(a), 4096): a[i] = 1",
-        Limits(seconds=8, memory_mb=100),
-        ("memory",),
-    ),
-    "memory of many": (
-        _MANY + "a = b'x' * (20 << 20)\ntime.sleep(9)",
-        Limits(seconds=8, memory_mb=150, processes=64),
-        ("memory",),
-    ),
-    "address space": ("a = bytearray(1 << 40)", Limits(seconds=5), ("exit",)),
-    "memory that is freed and taken": (
-        "while True:\n    a = b'x' * (1 << 28)\n    del a",
-        Limits(seconds=8, memory_mb=100),
-        ("memory",),
-    ),
-    "files that fill the disk": (
-        "try:\n    for i in range(99):\n        with open(f'f{i}', 'wb') as f: f.write(b'x' * (1 << 20))\n"
-        "except OSError as e: print(e.errno); raise SystemExit(0)\nraise SystemExit(9)",
-        Limits(seconds=5, disk_mb=8),
-        ("",),
-    ),
-    "one large file": (
-        "f = open('f', 'wb')\nwhile True: f.write(b'x' * (1 << 20)); f.flush()",
-        Limits(seconds=5, disk_mb=8),
-        ("exit", "signal"),
-    ),
-    "files in /dev/shm": (
-        "try:\n    for i in range(99):\n        with open(f'/dev/shm/f{i}', 'wb') as f: f.write(b'x' * (1 << 20))\n"
-        "except OSError as e: print(e.errno); raise SystemExit(0)\nraise SystemExit(9)",
-        Limits(seconds=5, disk_mb=8),
-        ("",),
-    ),
-    "inodes": (
-        "import os\ntry:\n    for i in range(99999): os.close(os.open(f'i{i}', os.O_CREAT))\n"
-        "except OSError as e: print(i); raise SystemExit(0 if i < 300 else 9)\nraise SystemExit(9)",
-        Limits(seconds=5, files=256),
-        ("",),
-    ),
-    "stdout": ("import os\nwhile True: os.write(1, b'x' * 65536)", Limits(seconds=5), ("output",)),
-    "stderr": ("import os\nwhile True: os.write(2, b'x' * 65536)", Limits(seconds=5), ("output",)),
-    "endless loop": ("while True: pass", Limits(seconds=1), ("time",)),
-    "sleep": ("import time\ntime.sleep(99)", Limits(seconds=1), ("time",)),
-    "wait for input": ("import signal\nsignal.pause()", Limits(seconds=1), ("time",)),
-    "open files": (
-        "import os\nn = 3\ntry:\n    while True: n = os.open('/usr', 0)\nexcept OSError: raise SystemExit(n > 63)",
-        Limits(seconds=5, open_files=64),
-        ("",),
-    ),
-    "huge integer": ("print(len(str(10 ** 10 ** 9)))", Limits(seconds=1.5), ("time", "memory", "exit")),
-    "regular expression": ("import re\nre.match('(a+)+$', 'a' * 40 + 'b')", Limits(seconds=1), ("time",)),
-    "zip bomb": (
-        "import zlib, io, zipfile\nb = io.BytesIO()\nz = zipfile.ZipFile(b, 'w', 8)\nz.writestr('a', bytes(1 << 26))\nz.close()\n"
-        "a = zipfile.ZipFile(b).read('a') * 99",
-        Limits(seconds=8, memory_mb=128),
-        ("memory", "exit"),
-    ),
-    "kill all": ("import os, signal\nos.kill(-1, 9)", Limits(seconds=2), ("", "signal", "exit")),
-    "kill the parent": ("import os, signal\nos.kill(os.getppid(), 9)\nprint('alive')", Limits(seconds=2), ("",)),
-    "daemon": (
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(99)\n        open('/tmp/late', 'w')\n"
-        "    os._exit(0)",
-        Limits(seconds=5),
-        ("",),
-    ),
-    "deaf to signals": (
-        "import signal, time\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
-        "while True: time.sleep(1)",
-        Limits(seconds=1),
-        ("time",),
-    ),
-    "stopped": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", Limits(seconds=1), ("time",)),
-    "stopped with children": (
-        "import os, signal\nfor _ in range(3): os.fork()\nos.kill(os.getpid(), signal.SIGSTOP)",
-        Limits(seconds=1),
-        ("time",),
-    ),
-    "processor time of many": (_MANY + "while True: pass", Limits(seconds=1, processes=40), ("time",)),
-    "closed standard files": ("import os, time\nos.closerange(0, 99)\ntime.sleep(99)", Limits(seconds=1), ("time",)),
-    "socket buffers": (
-        "import socket\nkept = []\ntry:\n    while True:\n        a, b = socket.socketpair()\n        a.setblocking(False)\n        kept += [a, b]\n"
-        "        try:\n            while True: a.send(b'x' * 4096)\n        except BlockingIOError: pass\nexcept OSError: pass\nimport time; time.sleep(0.5); print(len(kept))",
-        Limits(seconds=5, memory_mb=64, open_files=1024),
-        ("", "memory"),
-    ),
-    "deep folders": (
-        "import os\ntry:\n    while True: os.mkdir('d'); os.chdir('d')\nexcept OSError: pass",
-        Limits(seconds=5, files=2000),
-        ("",),
-    ),
-    "crash": ("import ctypes\nctypes.string_at(0)", Limits(seconds=5), ("signal",)),
-    "signals by the thousand": (
-        "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {40})\nimport ctypes\nlibc = ctypes.CDLL(None)\n"
-        "n = 0\nwhile n < 99999 and libc.sigqueue(os.getpid(), 40, None) == 0: n += 1\nprint(n)\nraise SystemExit(n > 2000)",
-        Limits(seconds=5),
-        ("",),
-    ),
-}

@@ -1,4 +1,4 @@
-"""What tries to get out of a box, or to take more than it may, is contained: each attack of `attacks.py`, in real boxes."""
+"""What tries to get out of a box, or to take more than it may, is contained: each attack in a real one."""
 
 import contextlib
 import os
@@ -15,6 +15,7 @@ from megarl.sandbox.results import Limits
 sys.path.append(str(Path(__file__).parent))
 import attacks  # noqa: E402
 from boxes import Boxes, needs_boxes  # noqa: E402
+from heavy import HEAVY  # noqa: E402
 
 pytestmark = needs_boxes
 SECRET = "SECRET-OF-THE-TRAINER-1f00"
@@ -72,15 +73,14 @@ def test_it_gets_nothing(quick, name):
 @pytest.fixture(scope="module")
 def heavy(box):
     runs = {
-        name: box.sandbox.run(["python3", "-c", source], limits=limits)
-        for name, (source, limits, _) in attacks.HEAVY.items()
+        name: box.sandbox.run(["python3", "-c", source], limits=limits) for name, (source, limits, _) in HEAVY.items()
     }
     return box.all(runs)
 
 
-@pytest.mark.parametrize("name", attacks.HEAVY)
+@pytest.mark.parametrize("name", HEAVY)
 def test_it_takes_no_more_than_it_may(heavy, name):
     result = heavy[name]
-    assert result.reason in attacks.HEAVY[name][2], result
-    assert result.seconds < attacks.HEAVY[name][1].seconds + 20
-    assert len(result.stdout) <= attacks.HEAVY[name][1].output_bytes + 100
+    assert result.reason in HEAVY[name][2], result
+    assert result.seconds < HEAVY[name][1].seconds + 20
+    assert len(result.stdout) <= HEAVY[name][1].output_bytes + 100

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, SandboxConfig
-from megarl.sandbox.box import VARIABLE, Sandbox
+from megarl.sandbox.box import VARIABLE, Sandbox, variables
 from megarl.sandbox.link import Link, SandboxError
 from megarl.sandbox.results import Limits
 
@@ -34,7 +34,8 @@ def python(box, source, **given):
 def test_a_run_with_files_and_input(box):
     result = python(
         box,
-        "print(open('a/b.txt').read(), input()); import sys; print('error', file=sys.stderr); open('a/out', 'wb').write(b'\\0\\xff')",
+        "import sys; print(open('a/b.txt').read(), input()); print('error', file=sys.stderr)\n"
+        "open('a/out', 'wb').write(b'\\0\\xff')",
         files={"a/b.txt": b"content"},
         stdin=b"line\nanother",
         fetch=["a/out", "a/b.txt", "none"],
@@ -57,7 +58,12 @@ def test_input_that_nobody_reads_and_output_that_ends_early(box):
 
 
 def test_how_programs_end(box):
-    ends = {"exit 7": (7, "exit"), "kill -9 $$": (-9, "signal"), "kill -11 $$": (-11, "signal"), "exit 255": (255, "exit")}
+    ends = {
+        "exit 7": (7, "exit"),
+        "kill -9 $$": (-9, "signal"),
+        "kill -11 $$": (-11, "signal"),
+        "exit 255": (255, "exit"),
+    }
     for line, wanted in ends.items():
         result = box.run(["sh", "-c", line])
         assert (result.status, result.reason, result.ok) == (*wanted, False)
@@ -79,7 +85,8 @@ def test_a_box_is_new_each_time(box):
 def test_files_that_come_back_are_regular_and_inside(box):
     result = python(
         box,
-        "import os\nos.symlink('/etc/passwd', 'link'); os.symlink('/', 'root'); os.mkfifo('fifo'); open('a', 'w').write('a')\n"
+        "import os\nos.symlink('/etc/passwd', 'link'); os.symlink('/', 'root'); os.mkfifo('fifo')\n"
+        "open('a', 'w').write('a')\n"
         "os.link('a', 'hard'); os.mkdir('folder'); open('b', 'w').write('b'); os.symlink('b', 'to_b')\n"
         "open('big', 'wb').write(bytes(3 << 20)); os.symlink('.', 'here')",
         fetch=["link", "root/etc/passwd", "fifo", "a", "hard", "folder", "b", "to_b", "here/b", "big"],
@@ -96,10 +103,23 @@ def test_paths_that_leave_the_box_are_refused(box, name):
         box.run(["true"], fetch=[name])
 
 
+@pytest.mark.parametrize("command", [[], ["python3", "-c", "\0"], ["echo", "x" * 200_000], ["echo", "\ud800"]])
+def test_commands_that_are_none_are_refused(box, command):
+    with pytest.raises(ValueError, match="give code in a file|surrogates"):
+        box.run(command)
+
+
+def running(line):
+    return line in os.popen("ps -eo args").read()
+
+
 def test_nothing_is_left_of_a_daemon(box):
-    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
-    assert box.run(["sh", "-c", f"setsid sh -c 'exec -a {mark} sleep 50' & exit 0"]).ok
-    assert mark not in os.popen("ps -eo args").read().replace(f"-c 'exec -a {mark}", "")
+    daemon = (
+        "import os, subprocess\nif os.fork() == 0:\n    os.setsid()\n    subprocess.Popen(['sleep', '66.375'])\n"
+        "    open('there', 'w').close()\n    while True: os.wait()\nwhile not os.path.exists('there'): pass"
+    )
+    assert python(box, daemon).ok
+    assert not running("sleep 66.375")
 
 
 def test_a_run_that_is_cancelled_is_ended(box):
@@ -110,7 +130,7 @@ def test_a_run_that_is_cancelled_is_ended(box):
         with pytest.raises(asyncio.CancelledError):
             await run
         for _ in range(200):
-            if "sleep 77.125" not in os.popen("ps -eo args").read():
+            if not running("sleep 77.125"):
                 return True
             await asyncio.sleep(0.05)
 
@@ -153,7 +173,11 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
                 ["python3", "-c", "a = b'x' * (60 << 20)\n" + fork + "time.sleep(0.5)"], limits=limits
             ),
             "vforked": boxes.sandbox.run(
-                ["python3", "-c", "a = b'x' * (80 << 20)\nimport subprocess\nfor _ in range(40): subprocess.run(['true'])"],
+                [
+                    "python3",
+                    "-c",
+                    "a = b'x' * (80 << 20)\nimport subprocess\nfor _ in range(40): subprocess.run(['true'])",
+                ],
                 limits=limits,
             ),
         }
@@ -181,15 +205,21 @@ def test_another_process_starts_boxes_when_the_first_was_killed():
 
 
 def test_boxes_end_with_the_process_that_wanted_them():
-    program = (
-        "import asyncio, os\nfrom megarl.sandbox.box import Sandbox\nbox = Sandbox.from_environment()\n"
-        "async def main():\n    run = asyncio.ensure_future(box.run(['sleep', '88.25']))\n    await asyncio.sleep(1.5)\n"
-        "    print(os.popen('ps -eo args').read().count('sleep 88.25') > 0, flush=True)\n    os.kill(os.getpid(), 9)\nasyncio.run(main())"
-    )
+    program = """
+import asyncio, os
+from megarl.sandbox.box import Sandbox
+box = Sandbox.from_environment()
+async def main():
+    run = asyncio.ensure_future(box.run(['sleep', '88.25']))
+    await asyncio.sleep(1.5)
+    print(os.popen('ps -eo args').read().count('sleep 88.25') > 0, flush=True)
+    os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
     out = os.popen(f'{sys.executable} -c "{program}"').read()
     assert out == "True\n"
     deadline = time.monotonic() + 20
-    while "sleep 88.25" in os.popen("ps -eo args").read():
+    while running("sleep 88.25"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -221,6 +251,10 @@ def test_the_probe_says_what_protects(box):
 def test_settings_of_the_run_reach_any_process(monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"backend": "none", "memory_mb": 99, "processes": 3}')
     assert Sandbox.from_environment().settings == SandboxConfig("none", 99, 3)
+    settings = SandboxConfig("http://sandbox:8080", 77, 5)
+    for name, value in variables(settings).items():
+        monkeypatch.setenv(name, value)
+    assert Sandbox.from_environment().settings == settings
     monkeypatch.delenv(VARIABLE)
     assert Sandbox.from_environment().settings == SandboxConfig()
     for text in ("[]", "{", '{"memory": 1}', '{"processes": 0}'):

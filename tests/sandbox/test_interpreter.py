@@ -2,11 +2,13 @@
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megarl.sandbox.results import Limits
+from megarl.sandbox.watching import family
 
 sys.path.append(str(Path(__file__).parent))
 from boxes import Boxes, needs_boxes  # noqa: E402
@@ -79,6 +81,20 @@ def test_children_and_threads_do_not_answer_for_it(run):
     assert run("import os\nprint('one', flush=True)\nif os.fork() == 0: print('child')").ok
     assert run("import threading, time; threading.Thread(target=time.sleep, args=(50,)).start()").ok
     assert run("2").stdout.endswith("2\n")
+
+
+def test_nothing_goes_on_between_calls(box, run):
+    """Neither threads nor processes, which would take time and memory while nobody watches."""
+    run("import os, threading, time\nn = 0\ndef count():\n    global n\n    while True: n += 1")
+    run("threading.Thread(target=count, daemon=True).start()\nif os.fork() == 0:\n    while True: pass")
+    before = run("n").stdout
+    time.sleep(0.5)
+    states = []
+    for pid in family(box.sandbox.runner):
+        if b"an interpreter" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            states.append(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0])
+    assert len(states) >= 2 and set(states) <= {"T", "S"} and states.count("T") >= 2
+    assert run("n").ok and before
 
 
 def test_a_forged_answer_only_ends_its_own_call(run):

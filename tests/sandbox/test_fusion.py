@@ -1,0 +1,209 @@
+"""Boxes of a service: against a server here that speaks SandboxFusion's `/run_code`."""
+
+import asyncio
+import base64
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from megarl.config import ConfigError, SandboxConfig
+from megarl.sandbox.box import Sandbox
+from megarl.sandbox.link import SandboxError
+from megarl.sandbox.results import Limits
+
+sys.path.append(str(Path(__file__).parent))
+
+
+@asynccontextmanager
+async def service(folder, answer=None, seen=None):
+    """A server that runs what it is told, here, and the sandbox that asks it."""
+
+    async def run_code(request):
+        body = await request.json()
+        if seen is not None:
+            seen.append(body)
+        if answer is not None:
+            return await answer(body) if callable(answer) else web.json_response(answer)
+        for name, content in body["files"].items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(base64.b64decode(content))
+        assert body["language"] == "bash"
+        result = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "", "stderr": ""}
+        try:
+            done = await asyncio.to_thread(
+                subprocess.run,
+                ["bash", "-c", body["code"]],
+                input=body["stdin"].encode(),
+                capture_output=True,
+                cwd=folder,
+                timeout=body["run_timeout"],
+            )
+            result |= {"return_code": done.returncode, "stdout": done.stdout.decode(), "stderr": done.stderr.decode()}
+        except subprocess.TimeoutExpired:
+            result |= {"status": "TimeLimitExceeded", "return_code": None}
+        good = result["return_code"] == 0
+        files = {
+            name: base64.b64encode((folder / name).read_bytes()).decode()
+            for name in body["fetch_files"]
+            if (folder / name).is_file()
+        }
+        said = {"status": "Success" if good else "Failed", "message": "", "compile_result": None, "run_result": result}
+        return web.json_response({**said, "executor_pod_name": None, "files": files})
+
+    app = web.Application(client_max_size=1 << 26)
+    app.router.add_post("/run_code", run_code)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]
+    sandbox = Sandbox(SandboxConfig(backend=f"http://127.0.0.1:{port}/", processes=3))
+    try:
+        yield sandbox
+    finally:
+        await sandbox.close()
+        await runner.cleanup()
+
+
+def asked(folder, use, **given):
+    async def main():
+        async with service(folder, **given) as sandbox:
+            return await use(sandbox)
+
+    return asyncio.run(main())
+
+
+def test_a_run(tmp_path):
+    async def use(sandbox):
+        assert (await sandbox.probe()).layers == ("what the service does",)
+        return [
+            await sandbox.run(
+                ["python3", "-c", "print(input(), open('a/b').read()); open('c', 'wb').write(b'\\xff')"],
+                {"a/b": b"it's"},
+                b"in",
+                fetch=["c", "none"],
+            ),
+            await sandbox.run(["sh", "-c", "echo $0 >&2; exit 3", "a b;c"]),
+            await sandbox.run(["sleep", "9"], limits=Limits(seconds=0.5)),
+            await sandbox.run(["sh", "-c", "yes | head -c 5000"], limits=Limits(output_bytes=1000)),
+        ]
+
+    good, bad, slow, much = asked(tmp_path, use)
+    assert good.ok and good.stdout == b"in it's\n" and good.files == {"c": b"\xff"}
+    assert (bad.ok, bad.status, bad.reason, bad.stderr) == (False, 3, "exit", b"a b;c\n")
+    assert (slow.reason, slow.status) == ("time", None)
+    assert much.reason == "output" and len(much.stdout) == 1000
+
+
+def test_results_of_a_harness_come_by_a_file(tmp_path):
+    async def use(sandbox):
+        right = await sandbox.collect("for i in range(3): print(i); send(i, [i, open('x').read()])", 3, {"x": b"y"})
+        cut = await sandbox.collect("import os; send(0, 1); os._exit(0)", 2)
+        return right, cut
+
+    right, cut = asked(tmp_path, use)
+    assert right.complete and right.results == {i: [i, "y"] for i in range(3)} and right.run.stdout == b"0\n1\n2\n"
+    assert not right.run.files and not cut.complete and cut.results == {0: 1}
+
+
+def test_what_is_sent(tmp_path):
+    seen = []
+
+    async def use(sandbox):
+        await sandbox.run(["true"], {"x": b"\0"}, b"\xff", Limits(seconds=7, memory_mb=99), ["y"])
+
+    asked(tmp_path, use, seen=seen)
+    assert seen == [
+        {
+            "language": "bash",
+            "code": "exec true",
+            "stdin": "�",
+            "files": {"x": "AA=="},
+            "fetch_files": ["y"],
+            "run_timeout": 7,
+            "compile_timeout": 7,
+            "memory_limit_MB": 99,
+        }
+    ]
+
+
+def test_no_more_at_once_than_may_be(tmp_path):
+    now, most = 0, 0
+
+    async def answer(body):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.02)
+        now -= 1
+        return web.json_response({"status": "Success", "run_result": {"return_code": 0}})
+
+    async def use(sandbox):
+        return await asyncio.gather(*(sandbox.run(["true"]) for _ in range(12)))
+
+    assert all(result.ok for result in asked(tmp_path, use, answer=answer)) and most == 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"status": "SandboxError", "message": "no room"},
+        {"status": "Success", "run_result": None, "compile_result": None},
+        {},
+        [],
+        "text",
+    ],
+)
+def test_a_fault_of_the_service_is_nobodys_wrong_answer(tmp_path, answer):
+    with pytest.raises(SandboxError):
+        asked(tmp_path, lambda sandbox: sandbox.run(["true"]), answer=answer)
+
+
+def test_answers_that_are_none(tmp_path):
+    async def busy(body):
+        return web.Response(status=503, text="busy")
+
+    async def odd(body):
+        return web.Response(text="{", content_type="text/plain")
+
+    for answer, why in ((busy, "503"), (odd, "does not answer as it should")):
+        with pytest.raises(SandboxError, match=why):
+            asked(tmp_path, lambda sandbox: sandbox.run(["true"]), answer=answer)
+    with pytest.raises(ConfigError, match=r"^sandbox.backend: .*start the service"):
+        asked(tmp_path, lambda sandbox: sandbox.probe(), answer=busy)
+
+
+def test_files_that_it_returns_are_those_that_were_asked_for(tmp_path):
+    said = {
+        "status": "Success",
+        "run_result": {"return_code": 0},
+        "files": {"a": "YQ==", "../b": "YQ==", "c": "?", "d": 1},
+    }
+
+    async def use(sandbox):
+        return await sandbox.run(["true"], fetch=["a", "c", "d"])
+
+    assert asked(tmp_path, use, answer=said).files == {"a": b"a"}
+
+
+def test_where_nobody_answers():
+    sandbox = Sandbox(SandboxConfig(backend="http://127.0.0.1:9"))
+
+    async def main():
+        try:
+            await sandbox.probe()
+        finally:
+            await sandbox.close()
+
+    with pytest.raises(ConfigError, match="does not answer as it should"):
+        asyncio.run(main())
+
+
+def test_sessions_need_boxes_of_this_machine(tmp_path):
+    with pytest.raises(ConfigError, match="keeps no state"):
+        asked(tmp_path, lambda sandbox: sandbox.interpreter())

@@ -1,0 +1,24 @@
+"""The README's example runs, and says what it says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+from boxes import needs_boxes  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "megarl/sandbox/README.md").read_text(encoding="utf-8")
+
+
+@needs_boxes
+def test_the_example_runs():
+    code = re.search(r"```python\n(.*?)```", README, re.S).group(1)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.stdout == "True b'cba\\n'\nTrue\n21\n\n", done.stderr
+
+
+def test_files_that_it_names_are_there():
+    for name in re.findall(r"`([\w/]+\.py)`", README):
+        assert (ROOT / "megarl/sandbox" / name).exists() or (ROOT / name).exists(), name

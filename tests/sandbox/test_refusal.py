@@ -1,0 +1,187 @@
+"""Where the layers cannot be had, there are no boxes: one line says why, and what to do."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.config import ConfigError, SandboxConfig
+from megarl.sandbox import link, mounts, probing
+from megarl.sandbox.box import Sandbox
+from megarl.sandbox.results import Limits, Result
+
+sys.path.append(str(Path(__file__).parent))
+from boxes import Boxes, needs_boxes  # noqa: E402
+
+
+def refusal(sandbox, call="probe"):
+    async def asked():
+        try:
+            if call == "run":
+                await sandbox.run(["true"])
+            elif call == "interpreter":
+                await (await sandbox.interpreter()).run("1")
+            else:
+                await sandbox.probe()
+        finally:
+            await sandbox.close()
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(asked())
+    said = str(caught.value)
+    assert "\n" not in said and said.startswith("sandbox.backend")
+    return said
+
+
+@pytest.mark.parametrize("call", ["probe", "run", "interpreter"])
+def test_without_bubblewrap(monkeypatch, call):
+    monkeypatch.setattr(link.shutil, "which", lambda *args, **kwargs: None)
+    said = refusal(Sandbox(SandboxConfig()), call)
+    assert "there is no bwrap" in said and "apt install bubblewrap" in said and "SandboxFusion" in said
+
+
+@pytest.mark.parametrize("call", ["probe", "run", "interpreter"])
+def test_without_namespaces(monkeypatch, tmp_path, call):
+    """The process that starts boxes is itself where namespaces are refused."""
+    monkeypatch.setattr(link.shutil, "which", lambda *args, **kwargs: "/bin/true")
+    refuse = """
+import ctypes
+libc = ctypes.CDLL(None)
+class Refusing:
+    def __getattr__(self, name):
+        return (lambda *given: ctypes.set_errno(1) or -1) if name == "unshare" else getattr(libc, name)
+from megarl.sandbox import mounts
+mounts._libc = Refusing()
+from megarl.sandbox.runner import main
+"""
+    monkeypatch.setattr(link, "_START", link._START.replace("from megarl.sandbox.runner import main\n", refuse))
+    said = refusal(Sandbox(SandboxConfig()), call)
+    assert "namespace is refused (unshare: " in said and "kernel.unprivileged_userns_clone=1" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (
+            "#!/bin/sh\necho 'bwrap: Creating new namespace failed: Operation not permitted' >&2\nexit 1\n",
+            "Creating new namespace",
+        ),
+        ("#!/bin/sh\nexit 0\n", "says nothing of why"),
+    ],
+)
+@needs_boxes
+def test_with_a_bubblewrap_that_makes_none(monkeypatch, script, why):
+    path = Path("/tmp") / f"bwrap-{os.getpid()}"
+    path.write_text(script)
+    path.chmod(0o755)
+    monkeypatch.setattr(link.shutil, "which", lambda *args, **kwargs: str(path))
+    try:
+        assert why in refusal(Sandbox(SandboxConfig()))
+    finally:
+        path.unlink()
+
+
+def test_a_box_that_does_not_hold_is_none():
+    run = Result(True, 0, b"", b"", 0.1)
+    assert probing.faults({"it is root": False, "it has a network": True}, run) == ["it has a network"]
+    assert probing.faults(None, Result(False, 1, b"", b"Traceback\nImportError: x\n", 0.1, "exit")) == [
+        "Python does not run in a box (exit: ImportError: x)"
+    ]
+
+
+@needs_boxes
+def test_each_look_of_the_probe_finds_what_it_is_for():
+    """Outside of any box, nearly all of it is found."""
+    boxes = Boxes(backend="none")
+    found = boxes.collect(probing.SOURCE, 1, limits=probing.LIMITS)
+    boxes.end()
+    faults = probing.faults(found.results[0], found.run)
+    assert {"it sees users of this machine", "it can make network sockets", "it sees other processes"} <= set(faults)
+    if os.getuid() == 0:
+        assert {"it is root", "it has capabilities", "it can write outside of its own folders"} <= set(faults)
+
+
+def test_none_runs_unprotected_and_says_so():
+    boxes = Boxes(backend="none")
+    try:
+        probe = boxes.probe()
+        assert probe.layers == () and "NOTHING protects" in str(probe)
+        result = boxes.run(
+            ["python3", "-c", "print(open('a').read()); open('b', 'w').write('c')"], {"a": b"x"}, fetch=["b"]
+        )
+        assert result.ok and result.stdout == b"x\n" and result.files == {"b": b"c"}
+        assert boxes.run(["sleep", "30"], limits=Limits(seconds=0.5)).reason == "time"
+        assert boxes.run(["sh", "-c", "exit 4"]).status == 4
+        assert boxes.collect("send(0, 1)", 1).results == {0: 1}
+        session = boxes.interpreter()
+        assert boxes.wait(session.run("1 + 1")).stdout == "2\n"
+        assert "MEGARL" not in boxes.run(["env"]).stdout.decode()
+    finally:
+        boxes.end()
+
+
+@pytest.mark.parametrize("backend", ["docker", "ftp://x", "", "HTTP"])
+def test_unknown_backends(backend):
+    with pytest.raises(ConfigError, match=r"^sandbox.backend must be bubblewrap, http"):
+        Sandbox(SandboxConfig(backend=backend))
+
+
+def test_a_folder_of_others_is_not_taken(tmp_path):
+    folder = tmp_path / "place"
+    mounts.private_folder(str(folder))
+    mounts.private_folder(str(folder))
+    folder.chmod(0o755)
+    with pytest.raises(PermissionError, match="not a folder of this user's alone"):
+        mounts.private_folder(str(folder))
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(PermissionError):
+        mounts.private_folder(str(folder))
+
+
+AS_NOBODY = """
+import os, socket, subprocess, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sys.path.insert(0, sys.argv[1])
+from megarl.sandbox.channel import HARNESS, opening
+from megarl.sandbox.frames import Unpacker, packed
+a, b = socket.socketpair()
+command = [sys.executable, "-I", "-S", "-c", sys.argv[2], str(b.fileno()), str(os.getpid()), sys.argv[1]]
+subprocess.Popen(command, env={}, pass_fds=[b.fileno()])
+b.close()
+setup = {"place": "/tmp/megarl-sandbox-65534", "processes": 2, "bwrap": "/usr/bin/bwrap", "python": "/usr"}
+a.sendall(packed({**setup, "packages": [], "cgroups": True}))
+limits = {"seconds": 30, "memory_mb": 256, "disk_mb": 16, "files": 100, "processes": 8, "open_files": 64}
+order = {"number": 1, "kind": "run", "session": False, "channel": True, "command": HARNESS, "files": [], "fetch": []}
+a.sendall(packed({**order, "limits": {**limits, "output_bytes": 65536}}, [b"", opening("n", sys.argv[3])]))
+unpacker, said = Unpacker(), []
+while len(said) < 2 and (piece := a.recv(65536)):
+    said += unpacker.feed(piece)
+print(said)
+"""
+
+
+@needs_boxes
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_for_a_user_who_is_not_root(tmp_path):
+    """With the system's own Python, which everybody can read."""
+    if not Path("/usr/bin/python3").exists():
+        pytest.skip("there is no Python of the system here")
+    root = Path(__file__).resolve().parents[2]
+    copied = Path("/tmp") / f"megarl-as-nobody-{os.getpid()}"
+    copied.mkdir()
+    subprocess.run(["cp", "-r", str(root / "megarl"), f"{copied}/"], check=True)
+    try:
+        done = subprocess.run(
+            ["/usr/bin/python3", "-I", "-c", AS_NOBODY, str(copied), link._START, probing.SOURCE],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+    finally:
+        subprocess.run(["rm", "-r", str(copied)], check=True)
+    assert "'layers': ['runs as user 65534'" in done.stdout, done.stdout + done.stderr
+    assert '"it is root": false' in done.stdout and "true" not in done.stdout.split("it is root")[1].split("}")[0]

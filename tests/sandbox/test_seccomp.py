@@ -1,0 +1,92 @@
+"""The filter's numbers and its logic, without a kernel: a small machine runs the program."""
+
+import ctypes
+import ctypes.util
+import errno
+import functools
+import struct
+
+import pytest
+
+from megarl.sandbox import seccomp
+
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+ALLOW, KILL = "allow", "kill"
+
+
+@functools.cache
+def steps(machine):
+    program = seccomp.program(machine)
+    return [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
+
+
+def asked(machine, number, *arguments, architecture=None):
+    """What the filter says of a call: allow, kill, or the name of an error."""
+    code = steps(machine)
+    said = struct.pack("<IIQ6Q", number, architecture or MACHINES[machine], 0, *arguments, *[0] * (6 - len(arguments)))
+    at = value = 0
+    while True:
+        kind, yes, no, k = code[at]
+        at += 1
+        if kind == 0x20:
+            value = struct.unpack_from("<I", said, k)[0]
+        elif kind == 0x54:
+            value &= k
+        elif kind == 0x06:
+            return {0x7FFF0000: ALLOW, 0x80000000: KILL}.get(k) or errno.errorcode[k & 0xFFFF]
+        else:
+            at += yes if {0x15: value == k, 0x25: value > k, 0x45: bool(value & k)}[kind] else no
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_number_on_the_list_is_refused(machine):
+    column = list(MACHINES).index(machine)
+    for numbers in seccomp.DENIED.values():
+        if numbers[column] is not None:
+            assert asked(machine, numbers[column]) == "EPERM"
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_numbers_are_those_of_libseccomp(machine):
+    name = ctypes.util.find_library("seccomp")
+    if name is None:
+        pytest.skip("there is no libseccomp on this machine to ask")
+    resolve = ctypes.CDLL(name).seccomp_syscall_resolve_name_arch
+    resolve.argtypes = [ctypes.c_uint32, ctypes.c_char_p]
+    column = list(MACHINES).index(machine)
+    others = {"clone": 56, "clone3": 435, "socket": 41, "ioctl": 16, "mmap": 9} if column == 0 else {}
+    for call, number in {**{name: row[column] for name, row in seccomp.DENIED.items()}, **others}.items():
+        found = resolve(MACHINES[machine], call.encode())
+        assert (found if found >= 0 else None) == number, call
+
+
+def test_arguments():
+    def x86(number, *arguments):
+        return asked("x86_64", number, *arguments)
+
+    assert (
+        x86(0) == x86(39) == x86(59) == x86(56, 17) == x86(56, 0x3D0F00) == ALLOW
+    )  # read, getpid, execve, fork, a thread
+    for flag in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
+        assert x86(56, flag | 17) == "EPERM"
+    assert x86(435) == "ENOSYS"
+    assert x86(41, 1, 1) == x86(53, 1, 1) == ALLOW
+    for family in (0, 2, 10, 16, 17, 40, 1 << 32 | 2):
+        assert x86(41, family) == x86(53, family) == "EAFNOSUPPORT"
+    assert (
+        x86(16, 0, 0x5401) == ALLOW
+        and x86(16, 0, 0x5412) == x86(16, 0, 0x541C) == x86(16, 0, 7 << 32 | 0x5412) == "EPERM"
+    )
+    assert x86(72, 0, 1) == ALLOW and x86(72, 0, 1031) == "EPERM"
+    assert x86(54, 0, 1, 2) == x86(54, 0, 6, 7) == ALLOW and x86(54, 0, 1, 7) == x86(54, 0, 1, 33) == "EPERM"
+    assert x86(9, 0, 0, 3, 0x22) == x86(9, 0, 0, 3, 0x01) == ALLOW
+    assert x86(9, 0, 0, 3, 0x21) == x86(9, 0, 0, 3, 0x23) == x86(9, 0, 0, 3, 0x4021) == "EPERM"
+
+
+def test_other_ways_to_call():
+    assert asked("x86_64", 39, architecture=0x40000003) == KILL  # 32 bits
+    assert asked("x86_64", 0x40000000 | 39) == asked("x86_64", 462) == asked("aarch64", 451) == "ENOSYS"
+
+
+def test_other_machines_have_none():
+    assert seccomp.program("riscv64") is None

@@ -1,0 +1,44 @@
+"""The bench of boxes: what it makes of times, and of a backend that it cannot compare."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import bench_sandbox  # noqa: E402
+
+from megarl.config import ConfigError  # noqa: E402
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bubblewrap on this machine")
+def test_a_table_of_both_and_boxes_per_second(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert bench_sandbox.main(["--boxes", "4", "--workers", "1", "2"]) == 0
+    except ConfigError as error:
+        pytest.skip(f"there can be no boxes here: {error}")
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines]
+    assert lines[0].startswith("sandbox bubblewrap: ")
+    assert rows[1] == ["p50", "ms", "p95", "ms", "processor", "ms"]
+    assert [row[0] for row in rows[2:5]] == ["sandbox", "bare", "ratio"] and all(len(row) == 4 for row in rows[2:5])
+    assert float(rows[4][1]) == pytest.approx(float(rows[2][1]) / float(rows[3][1]), rel=0.1)
+    assert [row[0] for row in rows[5:]] == ["1", "2"] and all(row[-1] == "boxes/s" for row in rows[5:])
+
+
+def test_processor_seconds_grow() -> None:
+    before = bench_sandbox.processor(os.getpid())
+    while bench_sandbox.processor(os.getpid()) < before + 0.05:
+        pass
+
+
+def test_only_boxes_of_this_machine_are_compared() -> None:
+    with pytest.raises(ConfigError, match="must be bubblewrap here"):
+        bench_sandbox.main(["sandbox.backend=none"])
+    with pytest.raises(ConfigError):
+        bench_sandbox.main(["--boxes", "0"])
