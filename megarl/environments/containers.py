@@ -117,6 +117,7 @@ class Container:
 
     async def verify(self) -> tuple[dict[str, bytes], str]:
         """Run the verifier, where the policy's processes are no more: what it wrote of REWARD_FILES, and what it said.
+        `lost` where it came to no end.
 
         Tests come only now, into a folder that was emptied, as was that of the rewards."""
         await self._ask("exec", "--user", "0", self._name, "bash", "-c", "kill -9 -1")
@@ -128,7 +129,8 @@ class Container:
         for name, value in self.task.verifier_env.items():
             given += ["--env", f"{name}={filled(value, where)}"]
         inside = ["timeout", "-s", "KILL", f"{self.task.verifier_s:g}", "bash", "/tests/test.sh"]
-        _, said = await self._ask("exec", *given, self._name, *inside, limit=self.task.verifier_s + _ASK_S)
+        status, said = await self._ask("exec", *given, self._name, *inside, limit=self.task.verifier_s + _ASK_S)
+        self.lost = status in (None, 137)
         files = {name: await self._file(f"/logs/verifier/{name}") for name in REWARD_FILES}
         return {name: data for name, data in files.items() if data is not None}, said
 

@@ -37,13 +37,16 @@ class Place(Protocol):
 
 def environment(folder: str) -> type[HarborTask]:
     """What `harbor:FOLDER` stands for. Raises ConfigError for a folder that has a task which cannot be run here."""
-    tasks = read_tasks(folder)
+    tasks, probed = read_tasks(folder), False
     for task in tasks:
         try:
             if task.image or task.builds:
                 engine()
             else:
-                asyncio.run(TaskBox(task).probe())
+                box = TaskBox(task)
+                if not probed:
+                    asyncio.run(box.probe())
+                probed = True
         except ConfigError as error:
             own = "has an image of its own" if task.image or task.builds else "has no image, which is for the sandbox"
             raise ConfigError(f"task {task.name} {own}: {error}") from None
@@ -89,8 +92,8 @@ class HarborTask:
         return text if status == 0 else f"{text}\n[exit status {status}]".strip()
 
     async def reward(self) -> dict[str, Any]:
-        """What the verifier wrote. A machine that the policy has ended is worth nothing; a verifier that wrote nothing
-        that can be read is an error."""
+        """What the verifier wrote. A machine that the policy has ended is worth nothing, and so is one in which the
+        verifier came to no end; a verifier that ends and has written no number is an error."""
         assert self._place is not None
         if self._place.lost:
             return {"reward": 0.0}

@@ -56,6 +56,12 @@ def _unpack(text):
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text))) as file:
         file.extractall("/tmp{WORKDIR}")
 """
+_VERIFY = f"""
+mkdir -p {WORKDIR[1:]}; tar xzf state.tgz -C {WORKDIR[1:]} || broken=yes
+rm -rf tests logs; mkdir -p tests logs/verifier
+[ -z "$broken" ] || {{ echo 0 > logs/verifier/reward.txt; exit; }}
+tar xzf tests.tgz -C tests && rm state.tgz tests.tgz && cd {WORKDIR} && exec bash /tests/test.sh
+"""
 
 
 class TaskBox:
@@ -93,8 +99,12 @@ class TaskBox:
         said = await self._said(f"_run({command!r}, {seconds}, {env!r})", seconds + 10)
         if self.lost:
             return None, said
-        status, text = json.loads(said)
-        return (None if status in (-9, 137) else int(status)), str(text)
+        try:
+            status, text = json.loads(said)
+            return (None if status in (-9, 137) else int(status)), str(text)
+        except (ValueError, TypeError):  # from within a box anything can be said
+            self.lost = True
+            return None, ""
 
     async def _said(self, code: str, seconds: float) -> str:
         """What a call prints behind the mark; where the box is lost, why."""
@@ -107,20 +117,23 @@ class TaskBox:
         return output.reason or "ended"
 
     async def verify(self) -> tuple[dict[str, bytes], str]:
-        """Run the verifier: what it wrote of REWARD_FILES, and what it said."""
-        state = await self._said("_pack()", 60)
+        """Run the verifier: what it wrote of REWARD_FILES, and what it said. `lost` where it came to no end."""
+        said = await self._said("_pack()", 60)
+        try:
+            state = base64.b64decode(json.loads(said))
+        except (ValueError, TypeError):
+            self.lost = True
         if self.lost:
-            return {}, f"the box was ended ({state})"
+            return {}, f"the box was ended ({said[:100]})"
         where = f"task {self.task.name}"
         env = [f"{name}={filled(value, where)}" for name, value in self.task.verifier_env.items()]
-        unpack = f"mkdir -p {WORKDIR[1:]} tests logs/verifier && tar xzf state.tgz -C {WORKDIR[1:]}"
-        unpack += f" && tar xzf tests.tgz -C tests && rm state.tgz tests.tgz && cd {WORKDIR}"
         result = await self._sandbox.run(
-            ["env", *env, "bash", "-c", f"{unpack} && exec bash /tests/test.sh"],
-            {"state.tgz": base64.b64decode(json.loads(state)), "tests.tgz": _packed(self.task.folder / "tests")},
+            ["env", *env, "bash", "-c", _VERIFY],
+            {"state.tgz": state, "tests.tgz": _packed(self.task.folder / "tests")},
             limits=Limits(seconds=self.task.verifier_s, memory_mb=self.task.memory_mb, disk_mb=4 * _DISK_MB),
             fetch=[f"logs/verifier/{name}" for name in REWARD_FILES],
         )
+        self.lost = result.reason not in ("", "exit", "signal")
         said = (result.stdout + result.stderr).decode(errors="replace")
         return {Path(name).name: data for name, data in result.files.items()}, said
 

@@ -8,7 +8,6 @@ environment plays an episode as a client of the policy; its reward is the rollou
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import math
@@ -70,9 +69,12 @@ def load(spec: str) -> Played:
         raise ConfigError(f"{PACKAGE} ({error})") from None
     module = name.replace("-", "_").rsplit("/", 1)[-1]
     for of in (module, f"verifiers.v1.tasksets.{module}"):
-        with contextlib.suppress(ModuleNotFoundError):
+        try:
             found = importlib.import_module(of)
             break
+        except ModuleNotFoundError as error:
+            if not f"{of}.".startswith(f"{error.name}."):  # it is there, and lacks another
+                raise ConfigError(f"{of} cannot be imported: {error}") from None
     else:
         raise ConfigError(f"there is no module {module}; install the environment where this runs")
     return _Classic(name, arguments) if hasattr(found, "load_environment") else _TaskSet(name, arguments)

@@ -152,3 +152,20 @@ def test_the_pages_examples(tmp_path: Path) -> None:
         ("verifiers:wordle",),
         ("harbor:tasks",),
     ]
+
+
+def test_an_agent_that_is_kept_plays_on_in_its_process() -> None:
+    async def work(sessions: Sessions) -> list[Any]:
+        found: list[Any] = []
+        for how in ("", "raises", ""):
+            try:
+                found.append(await sessions.run_agent(prompt(how=how), "http://x", "key", 60.0))
+            except SessionLost as error:
+                found.append(str(error))
+        return found
+
+    first, lost, last = within(work, environments=("agents_that_count:kept",))
+    assert first["reward"] == 1 and last["reward"] == 3 and first["parts"] == last["parts"]
+    assert "it raised AssertionError" in lost
+    first, _, last = within(work, environments=("agents_that_count:fresh",))
+    assert first["reward"] == last["reward"] == 1 and first["parts"] != last["parts"]

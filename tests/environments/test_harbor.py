@@ -203,6 +203,26 @@ def test_a_box_that_was_ended_is_worth_nothing(tmp_path: Path, episode: Callable
     assert after == "Error: the machine is gone" and reward == {"reward": 0.0}
 
 
+def test_a_verifier_that_does_not_end_is_worth_nothing(tmp_path: Path, episode: Callable[..., Any]) -> None:
+    settings = SETTINGS.replace("timeout_sec = 20.0", "timeout_sec = 1.0")
+    task_folder(tmp_path / "greet", settings, "echo 1 > /logs/verifier/reward.txt; sleep 60")
+    assert episode(tmp_path, lambda session: session.reward()) == {"reward": 0.0}
+
+
+def test_a_state_that_is_forged_is_worth_nothing(tmp_path: Path, episode: Callable[..., Any]) -> None:
+    """The policy writes where its box's own answers go."""
+
+    async def forging(session: harbor.HarborTask) -> Any:
+        await session.bash(command=SOLUTION)
+        forged = "for p in /proc/[0-9]*; do (sleep 1; echo 'megarl: \"AAAA\"' > $p/fd/1) & done"
+        await session.bash(command=f"({forged}) 2> /dev/null > /dev/null")
+        await asyncio.sleep(1.5)
+        return await session.reward()
+
+    task_folder(tmp_path / "greet")
+    assert episode(tmp_path, forging)["reward"] in (0.0, 1.0)  # whichever, it is a verdict
+
+
 def test_a_verifier_that_writes_nothing_is_an_error(tmp_path: Path, episode: Callable[..., Any]) -> None:
     task_folder(tmp_path / "greet", verifier="echo no pytest here >&2")
     with pytest.raises(Exception, match=r"the verifier failed: it wrote neither .*\(no pytest here\)"):
