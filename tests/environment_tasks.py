@@ -18,11 +18,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from megarl.rewards.arithmetic import arithmetic
-from megarl.rewards.by_source import BySource
-from megarl.rewards.code import hidden_tests
-from megarl.rewards.squad import exact_match
-from megarl.types import Rollout
+from megarl.rewards.arithmetic import arithmetic  # noqa: E402
+from megarl.rewards.by_source import BySource  # noqa: E402
+from megarl.rewards.code import hidden_tests  # noqa: E402
+from megarl.rewards.squad import exact_match  # noqa: E402
+from megarl.types import Rollout  # noqa: E402
 
 WELL = 0.3
 NAMES = ("Tom", "Ann", "Kim", "Leo", "Eva", "Max")
@@ -112,7 +112,8 @@ rewards = BySource(
     {"tool": arithmetic, "maths": arithmetic, "code": hidden_tests, "game": by_itself, "search": exact_match}
 )
 ENVIRONMENTS = [
-    f"megarl.environments.ready.{spec}" for spec in ("calculator:Calculator", "python:Python", "guess:Guess", "search:Search")
+    f"megarl.environments.ready.{spec}"
+    for spec in ("calculator:Calculator", "python:Python", "guess:Guess", "search:Search")
 ]
 
 

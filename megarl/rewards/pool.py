@@ -64,7 +64,8 @@ class Pool:
     functions: by name, of the modules `specs`, in the same order. limit: seconds of a call. size: processes, each made
     when it is first needed; functions and coroutine functions are called in different ones, of which there is one of
     each at least, and one more for what a process of many calls has died of. log: a file for what functions print.
-    limits: of the processes, which have nothing else of this one's environment.
+    limits: of the processes, which have nothing else of this one's environment. at_once: calls of coroutine functions
+    that a process has at the same time; the time of one that waits for its turn does not count.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Pool:
         size: int,
         log: Path,
         limits: Limits = NO_LIMITS,
+        at_once: int = AT_ONCE,
     ) -> None:
+        self._at_once = at_once
         self._names, self._limit = list(functions), limit
         self._kinds: list[Kind] = ["async" if is_async(function) else "sync" for function in functions.values()]
         present = sorted(set(self._kinds))
@@ -132,7 +135,7 @@ class Pool:
         places = {kind: [_Place(self._nursery, kind) for _ in range(size)] for kind, size in self._sizes.items()}
         self._first = [asyncio.create_task(of_kind[0].process()) for of_kind in places.values()]
         work = [(place, "sync") for place in places.get("sync", ())]
-        for _ in range(AT_ONCE):  # the first call goes to each process in turn, then the second ...
+        for _ in range(self._at_once):  # the first call goes to each process in turn, then the second ...
             work += [(place, "async") for place in places.get("async", ())]
         if "async" in places:
             work.append((_Place(self._nursery, "async"), "alone"))

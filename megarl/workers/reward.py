@@ -27,7 +27,7 @@ from megarl.rewards.deadline import GRACE_S
 from megarl.rewards.functions import checked, load_functions
 from megarl.rewards.fusion import checked_weights, fused_episodes
 from megarl.rewards.in_process import score
-from megarl.rewards.pool import Pool, Verdicts
+from megarl.rewards.pool import AT_ONCE, Pool, Verdicts
 from megarl.rewards.unscored import check_unscored
 from megarl.types import Reward, Rollout, Rollouts, Verdict
 from megarl.workers.context import Context, Worker
@@ -73,8 +73,12 @@ class RewardWorker(Worker):
             log = context.run_dir / "logs" / f"rewards_{self.job.rank}.log"
             limits = Limits(self.config.rollout.pass_env, self.config.rollout.tool_memory_mb)
             homes = self._homes()
-            size = max(1, self._processes() // max(1, sum(home // self._here == self._machine for home in homes)))
-            self._pool = Pool(self.functions, config.functions, config.timeout, size, log, limits)
+            beside = max(1, sum(home // self._here == self._machine for home in homes))
+            size = max(1, self._processes() // beside)
+            at_once = AT_ONCE
+            if any(getattr(function, "sandboxed", False) for function in self.functions.values()):
+                at_once = max(1, self.config.sandbox.processes // (beside * size))  # others would wait for a box
+            self._pool = Pool(self.functions, config.functions, config.timeout, size, log, limits, at_once)
             self._ahead = Ahead(self._pool.begin)
             if self.job.rank in homes:
                 self._pool.start()
