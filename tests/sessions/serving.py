@@ -56,7 +56,7 @@ async def serving(
     server = SessionServer(chat, parse, config, say=lines.append)
     await server.start()
     recording = server.open(prompt, policy, params, deadline, seed=5)
-    client = AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, max_retries=retries)
+    client = AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, max_retries=retries, timeout=120)
     try:
         yield Served(server, recording, client, lines)
     finally:
@@ -69,7 +69,7 @@ def run(test: Callable[..., Awaitable[None]], *args: Any, **settings: Any) -> No
 
     async def whole() -> None:
         async with serving(*args, **settings) as served:
-            await asyncio.wait_for(test(served), 60)
+            await asyncio.wait_for(test(served), 240)
 
     asyncio.run(whole())
 

@@ -78,7 +78,7 @@ def test_a_conversation_is_the_one_that_the_engine_has_when_it_is_asked_directly
     async def test(server: SessionServer, client: Client, chat: Watched) -> None:
         params = sampling_params(config, chat, True, SEED)
         recording = server.open(PROMPT, client, params, seed=SEED)
-        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key) as outside:
+        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as outside:
             messages: list[Any] = [ASK]
             contexts: list[list[int]] = []
             known, routed = chat.render(PROMPT), 0
@@ -123,7 +123,7 @@ def test_what_was_sampled_is_what_is_recorded_bit_for_bit(running: Running) -> N
             async def stop(self) -> None: ...
 
         recording = server.open(PROMPT, Between(), params)
-        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key) as outside:
+        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as outside:
             create = outside.chat.completions.create
             answer = await create(model="policy", messages=[ASK], n=3, logprobs=True)  # type: ignore[list-item]
             last: Any = answer.choices[1].message
@@ -159,7 +159,7 @@ def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it(running: Ru
         stop = chat.text(whole[at : at + 1])
         server._around = replace(server._around, config=config)
         recording = server.open(PROMPT, client, {name: params[name] for name in params if name != "max_new_tokens"})
-        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key) as outside:
+        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as outside:
             answer = await outside.chat.completions.create(model="policy", messages=[ASK], stop=[stop])  # type: ignore[list-item]
         (branch,) = recording.branches()
         assert branch.turns[1].token_ids.tolist() == ids_of(whole[: at + 1]).tolist()
@@ -177,7 +177,9 @@ def test_a_client_that_goes_away_frees_the_engine(running: Running) -> None:
         server._around = replace(server._around, config=config)
         params = {**sampling_params(config, chat, False, SEED), "ignore_eos": True}
         recording = server.open(PROMPT, client, params)
-        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, max_retries=0) as outside:
+        async with AsyncOpenAI(
+            base_url=recording.base_url, api_key=recording.key, max_retries=0, timeout=300
+        ) as outside:
             asking = asyncio.create_task(outside.chat.completions.create(model="policy", messages=[ASK]))  # type: ignore[list-item]
             while not recording.figures.requests:
                 await asyncio.sleep(0.01)

@@ -155,7 +155,7 @@ def test_a_session_that_is_late_has_failed() -> None:
             assert (branch.status, branch.taken) == ("aborted", 1)
             assert branch.failure == "it was not done within rollout.step_timeout"
 
-    asyncio.run(asyncio.wait_for(late(), 60))
+    asyncio.run(asyncio.wait_for(late(), 240))
 
 
 def test_closing_answers_what_is_under_way() -> None:
@@ -197,7 +197,7 @@ def test_closing_ends_what_has_not_begun_either() -> None:
             with pytest.raises(Refused, match="the session is closed"):
                 await served.recording.run(work)
 
-    asyncio.run(asyncio.wait_for(begun_late(), 60))
+    asyncio.run(asyncio.wait_for(begun_late(), 240))
 
 
 def test_a_client_that_goes_away_cancels_its_own_request_only() -> None:
