@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from megarl.config import Config, ConfigError, SandboxConfig
+from megarl.config import Config, ConfigError
 from megarl.environments.describing import known_of
 from megarl.rewards.functions import load_functions
-from megarl.sandbox.box import UNPROTECTED, Sandbox, variables
+from megarl.sandbox.box import probe, variables
 from megarl.types.declared import Declared
 
 
@@ -26,16 +25,8 @@ def check_sandbox(config: Config, declared: Declared, warnings: list[str]) -> No
         return
     try:
         with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
-            thread.submit(asyncio.run, _look(config.sandbox)).result()
+            found = thread.submit(probe, config.sandbox).result()
     except ConfigError as error:
         raise ConfigError(f"{wanted[0]} runs what the policy writes: {error}") from None
     if config.sandbox.backend == "none":
-        warnings.append(UNPROTECTED)
-
-
-async def _look(settings: SandboxConfig) -> None:
-    box = Sandbox(settings)
-    try:
-        await box.probe()
-    finally:
-        await box.close()
+        warnings.append(str(found))
