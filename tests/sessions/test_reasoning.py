@@ -88,6 +88,8 @@ def test_reasoning_is_left_out_by_its_ids_behind_the_next_question(template: str
         assert texts[1] == [f"{without}{opened}", f"*{own}sure\n</think>\n\nYes<|im_end|>"]
         last = f"{without}Yes<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n{head}"
         assert texts[2] == [f"{last}{opened}", f"*{own}hm</think>Bye<|im_end|>"]
+        words = ["What is 1+2?", "", "3", "It is 3", "Sure?", "Yes"]
+        assert [message["content"] for message in second.messages] == words
         # By ids: those of the first answer, odd as they are, from behind its reasoning on.
         kept = first.turns[1].token_ids.tolist()
         kept = kept[len(kept) - len(policy.ids(called)) :]
