@@ -13,6 +13,7 @@ from megarl.boxes import check_sandbox
 from megarl.config import ConfigError, from_dict
 from megarl.controllers.registry import declare
 from megarl.sandbox import link
+from megarl.sandbox.box import probe
 
 CODE = {"reward": {"functions": ["megarl.rewards.code:hidden_tests"]}}
 PYTHON = {"rollout": {"environments": ["megarl.environments.ready.python:Python"]}}
@@ -20,6 +21,7 @@ PYTHON = {"rollout": {"environments": ["megarl.environments.ready.python:Python"
 
 def looked(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("MEGARL_SANDBOX", "{}")  # so that it is as before afterwards
+    probe.cache_clear()
     config = from_dict(tree)
     warnings: list[str] = []
     check_sandbox(config, declare(config), warnings)
