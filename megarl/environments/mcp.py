@@ -223,7 +223,7 @@ class Connection:
 
             headers = {key: filled(value, where) for key, value in self.server.headers.items()}
             client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
-            streams = streamable_http_client(filled(self.server.url, where), http_client=client)
+            streams: Any = streamable_http_client(filled(self.server.url, where), http_client=client)
             both = await stack.enter_async_context(streams)
             return both[0], both[1]
         from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -237,8 +237,10 @@ class Connection:
             cwd=self.server.cwd,
             encoding_error_handler="replace",
         )
-        streams = stdio_client(wanted, errlog=self._stderr)  # type: ignore[arg-type]  # it asks for no more than a fileno
-        return await stack.enter_async_context(streams)
+        errlog: Any = self._stderr  # it asks for no more than a fileno
+        piped: Any = stdio_client(wanted, errlog=errlog)
+        read, write = await stack.enter_async_context(piped)
+        return read, write
 
     async def _listed(self) -> list[dict[str, Any]]:
         tools: list[dict[str, Any]] = []
