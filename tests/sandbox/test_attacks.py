@@ -14,8 +14,8 @@ from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))
 import attacks  # noqa: E402
-from boxes import Boxes, needs_boxes  # noqa: E402
 from heavy import HEAVY  # noqa: E402
+from real_boxes import Boxes, needs_boxes  # noqa: E402
 
 pytestmark = needs_boxes
 SECRET = "SECRET-OF-THE-TRAINER-1f00"

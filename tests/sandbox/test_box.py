@@ -16,7 +16,7 @@ from megarl.sandbox.link import Link, SandboxError
 from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))
-from boxes import Boxes, needs_boxes  # noqa: E402
+from real_boxes import Boxes, needs_boxes  # noqa: E402
 
 pytestmark = needs_boxes
 

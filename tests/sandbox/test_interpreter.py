@@ -11,7 +11,7 @@ from megarl.sandbox.results import Limits
 from megarl.sandbox.watching import family
 
 sys.path.append(str(Path(__file__).parent))
-from boxes import Boxes, needs_boxes  # noqa: E402
+from real_boxes import Boxes, needs_boxes  # noqa: E402
 
 pytestmark = needs_boxes
 

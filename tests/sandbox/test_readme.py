@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
-from boxes import needs_boxes  # noqa: E402
+from real_boxes import needs_boxes  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "megarl/sandbox/README.md").read_text(encoding="utf-8")

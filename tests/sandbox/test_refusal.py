@@ -14,7 +14,7 @@ from megarl.sandbox.box import Sandbox
 from megarl.sandbox.results import Limits, Result
 
 sys.path.append(str(Path(__file__).parent))
-from boxes import Boxes, needs_boxes  # noqa: E402
+from real_boxes import Boxes, needs_boxes  # noqa: E402
 
 
 def refusal(sandbox, call="probe"):

@@ -10,8 +10,8 @@ import pytest
 from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))
-from boxes import Boxes, needs_boxes  # noqa: E402
 from hacks import HACKS  # noqa: E402
+from real_boxes import Boxes, needs_boxes  # noqa: E402
 
 pytestmark = needs_boxes
 INPUTS, ANSWERS = [[2, 3], [10, -4], [0, 0]], [5, 6, 0]
