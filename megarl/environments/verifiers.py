@@ -3,7 +3,7 @@
 NAME is what `vf.load_environment` takes, and the arguments go there (verifiers up to 0.3); or it is a task set of
 `verifiers.v1` (from 0.3), and the arguments are those of its `EnvConfig`: {"taskset": {...}, "agent": {...}}. The
 environment plays an episode as a client of the policy; its reward is the rollout's, its metrics are parts of it.
-`python tools/environment_rows.py verifiers:NAME FILE.jsonl` makes prompts of its data set.
+`.venv/bin/python tools/environment_rows.py verifiers:NAME FILE.jsonl` makes prompts of its data set.
 """
 
 from __future__ import annotations

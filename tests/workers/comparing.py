@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError
+from megarl.environments.describing import Known
 from megarl.models.registry import family_of
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Ranks
@@ -68,7 +69,7 @@ class Played(RolloutWorker):
         self.engine._call = self.call  # type: ignore[assignment, method-assign]
 
     def call(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> None:
-        self.calls.append(" ".join([path, *((body or {}).get("new_version", ""))]))
+        self.calls.append(" ".join([path.partition("?")[0], *((body or {}).get("new_version", ""))]))
         if path == "/update_weights_from_tensor":
             (payload,) = (body or {})["serialized_named_tensors"]
             loader.load(self.model, pickle.loads(base64.b64decode(payload)))
@@ -76,7 +77,7 @@ class Played(RolloutWorker):
 
 def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Of each model, what is said before anything is trained, and whether its engine may still generate."""
-    chat: Any = SimpleNamespace(schemas=lambda prompt: [], tools={})
+    chat: Any = SimpleNamespace(schemas=lambda prompt: [], tools={}, known=Known())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
     shapes = engine_shapes(family_of(hf).params(hf, 1), EngineLayout(1), 0, hf["num_experts"])
     results = {}

@@ -23,6 +23,7 @@ torch.set_num_threads(1)
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
+from megarl.environments.describing import Known  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
 from megarl.rollout.gathering import Gathered  # noqa: E402
@@ -37,7 +38,7 @@ def worker(engine_ranks: int, play: Callable[..., Gathered]) -> Any:
 
     rollout = {"tp": engine_ranks, "max_aborted": 0.5, "tool_call_parser": ""}
     config = tiny.config(tp=2, world=2, rollout=rollout, run={"timeout_s": TIMEOUT})
-    chat: Any = SimpleNamespace(schemas=lambda prompt: [])
+    chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=Known())
     made = RolloutWorker(Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {}))
     if made._talks is not None:
         assert made.engine is not None

@@ -9,6 +9,7 @@ from typing import Any
 def test_the_kv_cache_comes_back_after_the_push_and_before_generating(units: dict[str, Any]) -> None:
     assert units["waking"] == [
         "generates",
+        "/flush_cache",
         "/release_memory_occupation weights kv_cache cuda_graph",
         "/resume_memory_occupation weights",
         "/begin_weight_update",

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megarl.environments.describing import Known
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Ranks
 from megarl.types import Prompt
@@ -27,7 +28,7 @@ class Recorded(RolloutWorker):
         self._push.push = self.push  # type: ignore[assignment, method-assign]
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> None:
-        self.calls.append(" ".join([path, *(body or {}).get("tags", [])]))
+        self.calls.append(" ".join([path.partition("?")[0], *(body or {}).get("tags", [])]))
 
     def push(self, local: Any, version: int) -> None:
         assert self.engine is not None
@@ -37,7 +38,7 @@ class Recorded(RolloutWorker):
 
 
 def made(config: Any, hf: dict[str, Any], ranks: Ranks) -> Recorded:
-    chat: Any = SimpleNamespace(schemas=lambda prompt: [])
+    chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=Known())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
     return Recorded(Context(config, ranks.job, hf, chat, Clock(), Path("."), updates={}))
 
