@@ -1,8 +1,8 @@
 """Task folders in Harbor's format as environments: `harbor:FOLDER`.
 
 The policy has a tool `bash`; the reward is what the task's verifier writes. A prompt's column `task` names the folder;
-`.venv/bin/python tools/environment_rows.py harbor:FOLDER FILE.jsonl` makes prompts of all of them. A task with an image runs in
-a container of docker or podman, whichever answers here; one without in the sandbox. Nothing else is tried.
+`.venv/bin/python tools/environment_rows.py harbor:FOLDER FILE.jsonl` makes prompts of all of them. A task with an image
+runs in a container of docker or podman, whichever answers here; one without in the sandbox. Nothing else is tried.
 """
 
 from __future__ import annotations
