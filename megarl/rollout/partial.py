@@ -135,7 +135,8 @@ def joined(turn: Turn, more: Turn) -> Turn:
 def to_record(partial: Partial, put: Put) -> dict[str, Any]:
     """As plain values that JSON can hold (`observe.exact_json` where a prompt's own may be odd), for a checkpoint; its
     arrays, which routing makes large, go through `put`."""
-    record = {item.name: getattr(partial, item.name) for item in dataclasses.fields(Partial) if item.name != "session"}
+    gone = ("session", "before")  # no agent's is gone on with
+    record = {item.name: getattr(partial, item.name) for item in dataclasses.fields(Partial) if item.name not in gone}
     record["prompt"] = _of_prompt(partial.prompt, put)
     record["task"] = None if partial.task is None else _of_prompt(partial.task, put)
     if isinstance(partial.verdict, Failed):

@@ -68,18 +68,18 @@ def test_branches_by_hand() -> None:
     branches = Grown().tree.branches(PROMPT, 4)
     found = [[(turn.token_ids.tolist(), turn.is_action) for turn in branch.turns] for branch in branches]
     assert found == [
+        [([1, 2], False), ([5, 6], True)],  # what was asked without an answer is no part of it
         [([1, 2], False), ([3, 4], True), ([7], False), ([12], True)],
         [([1, 2], False), ([3, 4], False), ([8], False), ([13, 14], True)],  # what is shared is an action once
-        [([1, 2], False), ([5, 6], True)],  # what was asked without an answer is no part of it
         [([9, 9], False), ([30], True)],
-    ]
-    assert [branch.taken for branch in branches] == [2, 1, 1, 1]
+    ]  # in the order in which they came
+    assert [branch.taken for branch in branches] == [1, 2, 1, 1]
     assert [branch.status for branch in branches] == ["stop"] * 4
     assert all(branch.whole and branch.written == len(branch.turns[-1].token_ids) for branch in branches)
-    assert [message["content"] for message in branches[1].messages] == ["x", "A", "v", "AB"]
+    assert [message["content"] for message in branches[2].messages] == ["x", "A", "v", "AB"]
     records = [torch.cat(branch.routing).flatten().tolist() for branch in branches]
     assert records == [[*range(branch.num_tokens - 1)] for branch in branches]
-    assert [turn.logprobs.tolist() for turn in branches[0].turns] == [[], [-3, -4], [], [-12]]
+    assert [turn.logprobs.tolist() for turn in branches[1].turns] == [[], [-3, -4], [], [-12]]
     assert {turn.weight_version for branch in branches for turn in branch.turns if turn.is_action} == {7}
     assert all(branch.seed == 4 and branch.prompt is PROMPT for branch in branches)
 
