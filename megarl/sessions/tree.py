@@ -145,9 +145,9 @@ class Tree:
         return node
 
     def branches(self, prompt: Prompt, seed: int) -> tuple[Partial, ...]:
-        """A conversation for every last answer, in the order in which these came. An answer that several of them share is an
-        action in the first, and context in the others. Status: `length` where the last answer was full, or was left no
-        room to go on, else `stop`."""
+        """A conversation for every last answer, in the order in which these came. An answer that several of them share
+        is an action in the first, and context in the others. Status: `length` where the last answer was full, or was
+        left no room to go on, else `stop`."""
         found: list[Partial] = []
         trained: set[Node] = set()
         for leaf in self.leaves():
