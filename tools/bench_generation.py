@@ -15,6 +15,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,7 @@ class Chat:
     """As much of a chat as a conversation needs: 0 is the head of the policy's turn."""
 
     ends, end_of_call = frozenset({END, CALL}), CALL
+    controls = SimpleNamespace(escape=str)
 
     known = KNOWN
 
@@ -80,7 +82,13 @@ class Chat:
     def text(self, ids: Ids) -> str:
         return ""
 
-    def observation(self, messages: Sequence[Message], schemas: Any) -> list[int]:
+    def content_begins(self, text: str, after: str) -> int:
+        return 0
+
+    def ids(self, text: str) -> list[int]:
+        return []
+
+    def continuation(self, messages: Sequence[Message], schemas: Any, last: int | None = None) -> list[int]:
         return [WORD, 0]
 
 

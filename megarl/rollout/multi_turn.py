@@ -203,7 +203,8 @@ class _Talk:
         around, now, schemas = self._around, self.now, self._session.schemas
         chat, config = around.chat, around.config
         turn = self._said()
-        begins = chat.content_begins(turn, str(now.messages[-1]["role"]))  # calls in its reasoning are none
+        after = str(now.messages[-1]["role"]) if now.messages else "user"
+        begins = chat.content_begins(turn, after)  # calls in its reasoning are none
         reply = await self._unless_halted(around.parse(turn[begins:], schemas))
         reply = replace(reply, text=turn[:begins] + reply.text)
         allowed = {schema["function"]["name"] for schema in schemas}
