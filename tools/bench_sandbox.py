@@ -41,6 +41,7 @@ async def in_turn(sandbox: Sandbox, boxes: int) -> dict[str, dict[str, float]]:
     """Seconds and processor seconds of a box, of each kind; they take turns."""
     spent: dict[str, list[float]] = {"sandbox": [], "bare": []}
     used = {"sandbox": -processor(sandbox.runner), "bare": 0.0}
+    others = children()
     for _ in range(boxes):
         began = time.perf_counter()
         result = await sandbox.run(COMMAND)
@@ -50,7 +51,7 @@ async def in_turn(sandbox: Sandbox, boxes: int) -> dict[str, dict[str, float]]:
         before, began = of_children(), time.perf_counter()
         subprocess.run(BARE, env={}, stdin=subprocess.DEVNULL, check=True)
         spent["bare"].append(time.perf_counter() - began)
-        reap(sandbox.runner)
+        reap(others)
         used["bare"] += of_children() - before
     used["sandbox"] += processor(sandbox.runner)  # it reaps a box's first process a little after the box is over
     found = {}
@@ -79,13 +80,16 @@ def processor(pid: int) -> float:
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-def reap(runner: int) -> None:
+def children() -> set[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return {int(pid) for pid in file.read().split()}
+
+
+def reap(others: set[int]) -> None:
     """The first process of a bare box, which may outlive its bubblewrap by a little, and then is ours."""
     deadline = time.monotonic() + 0.05
     while time.monotonic() < deadline:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            left = {int(pid) for pid in file.read().split()} - {runner}
-        for pid in left:
+        for pid in children() - others:
             os.waitpid(pid, 0)
         time.sleep(0.001)
 

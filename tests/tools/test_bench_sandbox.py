@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
 
 import bench_sandbox  # noqa: E402
 
@@ -17,12 +19,16 @@ from megarl.config import ConfigError  # noqa: E402
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bubblewrap on this machine")
-def test_a_table_of_both_and_boxes_per_second(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        assert bench_sandbox.main(["--boxes", "4", "--workers", "1", "2"]) == 0
-    except ConfigError as error:
-        pytest.skip(f"there can be no boxes here: {error}")
-    lines = capsys.readouterr().out.splitlines()
+def test_a_table_of_both_and_boxes_per_second() -> None:
+    """In a process of its own: it takes in orphans, and waits for them."""
+    command = [sys.executable, "tools/bench_sandbox.py", "--boxes", "4", "--workers", "1", "2"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    if done.returncode == 2 and "cannot hold here" in done.stderr:
+        pytest.skip(f"there can be no boxes here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     rows = [line.split() for line in lines]
     assert lines[0].startswith("sandbox bubblewrap: ")
     assert rows[1] == ["p50", "ms", "p95", "ms", "processor", "ms"]
