@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
 from scripted import CHAT, CONFIG, PROMPT, Script, parse  # noqa: E402
 
+from megarl.environments.sessions import Sessions  # noqa: E402
 from megarl.rewards.ahead import Ahead  # noqa: E402
 from megarl.rewards.functions import load_functions  # noqa: E402
 from megarl.rewards.pool import Pool  # noqa: E402
@@ -47,10 +48,10 @@ def test_an_answer_is_scored_before_the_next_has_ended(tmp_path: Path, monkeypat
     pool = Pool(load_functions(specs), specs, 60.0, 1, tmp_path / "rewards.log")
     ahead = Ahead(pool.begin)
     prompts = [Prompt(f"touch/{mark}", PROMPT.messages), Prompt("routing", PROMPT.messages)]
-    policy, tools = AfterTheReward(mark), None
+    policy, sessions = AfterTheReward(mark), Sessions(CHAT.known, 60.0, 1)
 
     async def run() -> Gathered:
-        around = Surroundings(CHAT, tools, parse, CONFIG, ended=ahead.ended)  # type: ignore[arg-type]
+        around = Surroundings(CHAT, sessions, parse, CONFIG, ended=ahead.ended)
         ends = asyncio.get_running_loop().time() + 300
         tickets = Tickets(len(prompts))
         return await gather_rollouts(
@@ -77,8 +78,10 @@ def test_what_failed_is_not_shown_to_anybody() -> None:
                 await asyncio.sleep(600)
             return await super().generate(context, params, routed)
 
+    sessions = Sessions(CHAT.known, 60.0, 1)
+
     async def run() -> Gathered:
-        around = Surroundings(CHAT, None, parse, CONFIG, ended=lambda rollout: told.append(rollout.status))  # type: ignore[arg-type]
+        around = Surroundings(CHAT, sessions, parse, CONFIG, ended=lambda rollout: told.append(rollout.status))
         ends = asyncio.get_running_loop().time() + 0.3
         return await gather_rollouts(
             [PROMPT], Tickets(1), Late("3"), around, samples=2, greedy=False, seed=1, deadline=ends

@@ -171,7 +171,7 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
             ),
             # Many processes with the same pages, and one that is vforked, have them once.
             "shared": boxes.sandbox.run(
-                ["python3", "-c", "a = b'x' * (60 << 20)\n" + fork + "time.sleep(0.5)"], limits=limits
+                ["python3", "-c", "a = b'x' * (30 << 20)\n" + fork + "time.sleep(0.5)"], limits=limits
             ),
             "vforked": boxes.sandbox.run(
                 [

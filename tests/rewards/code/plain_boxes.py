@@ -4,6 +4,7 @@ What ends badly, loops or attacks is for a real box only."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -101,7 +102,7 @@ class PlainBoxes(Sandbox):
             file = os.fdopen(reading, "rb")
             reader = asyncio.create_task(asyncio.to_thread(file.read))
             await asyncio.wait([reader], timeout=limits.seconds)
-            if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it may have ended, and not been waited for
                 os.killpg(process.pid, signal.SIGKILL)
             status, text = await process.wait(), await reader
             file.close()
