@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.boxes import check_sandbox
-from megarl.config import ConfigError, from_dict
-from megarl.controllers.registry import declare
-from megarl.sandbox import link
-from megarl.sandbox.box import probe
+sys.path.insert(0, str(Path(__file__).parent / "sandbox"))
+
+from real_boxes import needs_boxes  # noqa: E402
+
+from megarl.boxes import check_sandbox  # noqa: E402
+from megarl.config import ConfigError, from_dict  # noqa: E402
+from megarl.controllers.registry import declare  # noqa: E402
+from megarl.sandbox import link  # noqa: E402
+from megarl.sandbox.box import probe  # noqa: E402
 
 CODE = {"reward": {"functions": ["megarl.rewards.code:hidden_tests"]}}
 PYTHON = {"rollout": {"environments": ["megarl.environments.ready.python:Python"]}}
@@ -29,7 +34,7 @@ def looked(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return warnings
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@needs_boxes
 @pytest.mark.parametrize("tree", [CODE, PYTHON], ids=["a reward", "an environment"])
 def test_it_is_looked_at_where_it_will_be_needed(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert looked(tree, monkeypatch) == []

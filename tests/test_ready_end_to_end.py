@@ -4,15 +4,18 @@ the sandbox, a game, a search."""
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from environment_tasks import ENVIRONMENTS, TASKS, write
-from whole_run import ROOT, metrics_of, with_host
+
+sys.path.insert(0, str(Path(__file__).parent / "sandbox"))
+
+from environment_tasks import ENVIRONMENTS, TASKS, write  # noqa: E402
+from real_boxes import needs_boxes  # noqa: E402
+from whole_run import ROOT, metrics_of, with_host  # noqa: E402
 
 STEPS = 8
 
@@ -33,7 +36,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt-get install bubblewrap")
+@needs_boxes
 def test_each_kind_gets_better(warm: Path, host: str, tmp_path: Path) -> None:
     own = [f"run.dir={tmp_path}/run", f"model.path={warm}/sft/export", f"data.train={warm}/train.jsonl", "data.eval=[]"]
     rollout = [f"rollout.environments={json.dumps(ENVIRONMENTS)}", "rollout.tools=[]", "rollout.max_turns=7"]
