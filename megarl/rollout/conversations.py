@@ -224,7 +224,15 @@ class Conversations:
     @property
     def sessions(self) -> Figures:
         """Of agents' sessions so far."""
-        return Figures() if self._server is None else self._server.figures
+        server = self._server
+        if server is None:
+            return Figures()
+
+        async def figures() -> Figures:
+            return server.figures
+
+        # Where they are opened and closed, for a stream goes on meanwhile.
+        return asyncio.run_coroutine_threadsafe(figures(), self._loop).result()
 
     async def _let_go(self, gathered: Gathered) -> Gathered:
         """See to it that the engine does not work on what was aborted. It lets go of everything: a stream goes on
