@@ -15,7 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))  # what tests of several folders share
-ALONE = ("algorithms", "controllers", "data", "models", "observe", "reshard", "rewards", "sandbox")
+ALONE = (
+    *("algorithms", "controllers", "data", "environments", "models", "observe", "processes", "reshard", "rewards"),
+    *("sandbox", "sessions"),
+)
 HAS_GPU = Path("/dev/nvidia0").exists()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -122,7 +125,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped on a machine without one; those that are one process get the mark `alone`."""
     for item in items:
         folder = item.path.relative_to(ROOT / "tests").parts[0]
-        if folder in ALONE and "run_ranks" not in getattr(item, "fixturenames", ()):
+        if folder in ALONE and not {"run_ranks", "host"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("alone")
     if not HAS_GPU:
         for item in items:
