@@ -2,10 +2,10 @@
 
     .venv/bin/python tools/bench_sandbox.py [--boxes 100] [--workers 1 2 4 8] [section.key=value ...]
 
-Each box runs `python3 -c pass`; so does the bare one, which is bubblewrap with /usr, the interpreter, /proc, /dev and
-/tmp, started from a program as plain as can be. They take turns, so that what else the machine does meets both.
-Processor seconds are those of all their processes; on a busy machine they say more than the clock: cores divided by
-them is what the machine can do.
+Each box runs `python3 -c pass`; so does the bare one, which is bubblewrap with /usr, the interpreter and none of what
+is installed for it, /proc, /dev and /tmp, started from a program as plain as can be. They take turns, so that what
+else the machine does meets both. Processor seconds are those of all their processes; on a busy machine they say more
+than the clock: cores divided by them is what the machine can do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl import plain_yaml
 from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ConfigError, from_dict
 from megarl.sandbox.box import Sandbox
-from megarl.sandbox.mounts import inherit_orphans
+from megarl.sandbox.mounts import SITE_PACKAGES, inherit_orphans
 
 WIDTHS = {"p50": 10, "p95": 10, "processor": 14}
 COMMAND = ["python3", "-c", "pass"]
@@ -33,7 +33,8 @@ BARE = [
     *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr"),
     *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--symlink", "usr/bin", "/bin"),
     *(() if PYTHON.startswith("/usr") else ("--ro-bind", PYTHON, PYTHON)),
-    *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", f"{PYTHON}/bin/python3", *COMMAND[1:]),
+    *("--tmpfs", f"{PYTHON}/{SITE_PACKAGES}", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),
+    *(f"{PYTHON}/bin/python3", *COMMAND[1:]),
 ]
 
 

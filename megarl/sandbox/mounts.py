@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+import sys
 from collections.abc import Callable, Sequence
 
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
@@ -19,6 +20,9 @@ _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
 _NOBODY = 65534
 _OWN_IDS = 0x70000000
 """From here on, each process that starts boxes has a user id of its own, so that none can reach another's."""
+
+SITE_PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+"""Of an interpreter; boxes see none but those that they are given."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -83,6 +87,9 @@ def _fill(place: str, python: str, packages: Sequence[str]) -> None:
     for name in ("boxes", "python", "packages"):
         os.mkdir(f"{place}/{name}", 0o755)
     mount(python, f"{place}/python", "", _MS_BIND | _MS_REC)
+    others = f"{place}/python/{SITE_PACKAGES}"
+    if os.path.isdir(others):  # of this machine, and some begin to work, and to take time, with each start of Python
+        mount("tmpfs", others, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755,size=4k")
     for path in packages:
         target = f"{place}/packages/{os.path.basename(path)}"
         os.mkdir(target)
