@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 import warnings
 from pathlib import Path
@@ -36,6 +37,8 @@ IDENTITY = (
 """Keys, and beginnings of keys, that make a run the run that it is: what is trained, on which data in which order. Of
 `train.mtp` only whether it is 0. Others may change when it is resumed, and hold from there on."""
 
+PRIVATE = 0o700
+"""Mode of a run folder: its rollouts, weights and logs are for its owner."""
 WITHOUT_EFFECT = ("run.resume", "run.dir", "track.")
 """Those whose change is not worth a line."""
 
@@ -67,6 +70,8 @@ checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto
 export/          the trained policy as a Hugging Face folder, written at the end
 adapter/         with LoRA, its adapters alone, as PEFT writes them
 .lock            held by the process that writes here; it may be deleted when none runs
+
+It is its owner's alone (mode 0700). To let others of your group look: chmod g+rx <this folder>
 
 A table and a plot of it all: .venv/bin/python tools/report.py <this folder>
 """
@@ -133,6 +138,7 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
     try:
         earlier_run(path, config, resume)
         _make(path, made)
+        _close_to_others(path)
         lock_file = path / ".lock"
         if not lock_file.exists():
             made.insert(0, lock_file)
@@ -243,6 +249,19 @@ def _make(path: Path, made: list[Path]) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         made.insert(0, folder)
+    if missing:
+        missing[0].chmod(PRIVATE)  # whatever the umask
+
+
+def _close_to_others(path: Path) -> None:
+    """Others may not enter a run folder, and so read nothing in it, whatever the modes within. One that somebody has
+    opened after the run began stays open."""
+    if _has_results(path) or not stat.S_IMODE(path.stat().st_mode) & ~PRIVATE:
+        return
+    try:
+        path.chmod(PRIVATE)
+    except OSError as error:
+        warnings.warn(f"others may be able to read {path}, whose mode cannot be set: {error.strerror}", stacklevel=4)
 
 
 def _remove(made: list[Path]) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.rewards import asking as module
-from megarl.rewards.asking import Answer, Asker, AskingOptions, is_public, shown
+from megarl.parallel.addresses import is_public
+from megarl.rewards.asking import Answer, Asker, AskingOptions, shown
 from megarl.types.verdicts import Failed
 
 sys.path.insert(0, str(Path(__file__).parent))
