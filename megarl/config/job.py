@@ -152,5 +152,8 @@ class TrackConfig:
     """Record every rollout in the run folder, as parquet."""
     timeline: bool = True
     """Record in the run folder who did what when, for tools/timeline.py and Perfetto."""
+    webhook: str = ""
+    """Where alarms are posted as JSON, besides: an http(s) URL, of Slack for one, or `env:NAME` of the environment
+    variable that holds it, which is for the command line. It is a secret: the run folder's config.yaml has it not."""
     progress: bool = True
     """Live display on the terminal; plain lines where the output is no terminal."""

@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 import yaml
 
 from megarl.config import Config, ConfigError, load_config, to_dict
+from megarl.observe.webhook import BY_NAME
 
 IDENTITY = (
     "algorithm",
@@ -106,7 +107,7 @@ class RunFolder:
         """Write config.yaml and README.txt; the run goes on after step `step`, from which on the changes hold that are
         returned. Raises ConfigError where that cannot be written."""
         changes = earlier_run(self.path, self._config, self.resumes)
-        text = yaml.safe_dump(to_dict(self._config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(_without_secrets(self._config), sort_keys=False, allow_unicode=True)
         try:
             for change in changes:
                 record = {"step": step + 1, **change._asdict(), "time": time.time()}
@@ -223,6 +224,14 @@ def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
             f"run folder {path} holds this run already; set run.resume=auto to continue it, or run.dir to another one"
         )
     return changes
+
+
+def _without_secrets(config: Config) -> dict[str, Any]:
+    """The configuration as others may read it. `track.webhook` by the name of a variable is none."""
+    tree = to_dict(config)
+    if not config.track.webhook.startswith(BY_NAME):
+        tree["track"]["webhook"] = ""
+    return tree
 
 
 def _has_results(path: Path) -> bool:

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
@@ -31,6 +31,7 @@ from megarl.types.verdicts import Failed
 WHERE = "roles.reward.options."
 _LONGEST_PAUSE_S = 10.0
 _CHUNK = 1 << 16
+_SECRET = re.compile(r"(^|[_-])(token|key|apikey|secret|password|signature|sig|auth)s?($|[_-])", re.I)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # what is packed has no known size
 
@@ -71,6 +72,8 @@ class AskingOptions:
                 raise ConfigError(f"{WHERE}url: {url!r} is no address such as http://judge:8000/score")
             if parts.username or parts.password:
                 raise ConfigError(f"{WHERE}url holds a password, which would be in every log; use {WHERE}auth_env")
+            if any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
+                raise ConfigError(f"{WHERE}url holds a key, which would be in every log; use {WHERE}auth_env")
             if not found.private and plainly_private(parts.hostname or ""):
                 raise ConfigError(f"{WHERE}url: {url} {_remedy(parts.hostname or '')}")
         if found.auth_env and not _NAME.fullmatch(found.auth_env):

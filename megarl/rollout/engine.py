@@ -60,6 +60,7 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
         "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
         # From when the engine begins to work on a request, so without the time that it waits in its queue.
         "SGLANG_REQ_RUNNING_TIMEOUT": str(config.rollout.request_timeout),
+        **({"GLOO_SOCKET_IFNAME": "lo"} if config.rollout.tp <= config.parallel.ranks_per_node else {}),
         "PYTHONWARNINGS": "ignore",  # dozens at each start, which would hide a failure's last lines
         **engine_settings.ENVIRONMENT,
         **_platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),

@@ -21,13 +21,15 @@ SHARED = "MEGARL_ENGINE_HOST"
 _OF_TORCHRUN = re.compile(
     r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE|ROLE_|MASTER_(ADDR|PORT)"
 )
+_SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?($|_)", re.I)
+"""Names of what an engine has no use for: it has a key of its own, and its model lies in a folder."""
 
 
 class Host:
     """A host that this process started and that ends with it. preload: have it import SGLang, and fork engines from it.
 
-    environment: is added to this process's, without what torchrun has put there: with its variables the engine's
-    ranks would wait for a store that torchrun keeps.
+    environment: is added to this process's, without what torchrun has put there, with whose variables the engine's
+    ranks would wait for a store that torchrun keeps, and without what looks like a secret.
     """
 
     def __init__(self, environment: Mapping[str, str], preload: bool) -> None:
@@ -36,7 +38,11 @@ class Host:
         place = tempfile.gettempdir()
         self._folder = tempfile.mkdtemp(prefix="megarl-engines-", dir=place if len(place) < 50 else "/tmp")
         self.path = str(Path(self._folder, "socket"))
-        inherited = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not _OF_TORCHRUN.match(name) and not _SECRET.search(name)
+        }
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.path)
             listener.listen()
