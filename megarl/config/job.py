@@ -43,7 +43,9 @@ class RunConfig:
     storage_timeout_s: Seconds = 7200.0
     """How long ranks wait for the slowest to read its part of a model or checkpoint, or to write it."""
     max_skipped: CountOrNone = 5
-    """Updates in a row that may be skipped because a gradient is not finite; at one more the run stops."""
+    """Updates in a row that may be skipped because a gradient is not finite. At one more the models go back to the
+    newest checkpoint from before these, with their optimizers, and on with the next data; where there is none, or it
+    comes again before a step in which none was skipped, the run stops."""
 
 
 @dataclass(frozen=True)

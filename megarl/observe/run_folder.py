@@ -65,6 +65,8 @@ rollouts/        step_000012/ holds every conversation of step 12, a part of the
                  .venv/bin/python tools/view_rollouts.py <this folder> --step 12
                  or as a table, which megarl/observe/rollout_table.py explains:
                  pandas.read_parquet("<this folder>/rollouts/step_000012")
+quarantine.jsonl rollouts of which a log-prob, a value or an advantage was not finite, if there were any: nothing was
+                 trained on them. rollouts/ has them; their prompt and seed are said here
 timeline/        who did what when, a file for each rank, which Perfetto reads. Look, and join them to one:
                  .venv/bin/python tools/timeline.py <this folder> --out timeline.json
 checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest

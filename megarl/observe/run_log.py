@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -105,6 +107,22 @@ class RunLog:
     def _look_at_webhook(self) -> None:
         if self._webhook is not None and (failure := self._webhook.failure()):
             self.say(failure)
+
+    def quarantined(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """Rollouts that nothing is trained on, for a number of them is none: for quarantine.jsonl, and an alarm. They
+        are recorded with the others; `prompt` and `seed` find them there."""
+        if not self.writes:
+            return
+        try:
+            with (self.run_dir / "quarantine.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"step": step, **rollout}) + "\n" for rollout in rollouts)
+        except OSError as error:
+            self._warn(f"could not write quarantine.jsonl: {error.strerror}; training goes on without it")
+        shown = ", ".join(f"{one['prompt']} ({', '.join(one['not_finite']) or 'a branch'})" for one in rollouts[:3])
+        more = f" and {len(rollouts) - 3} more" if len(rollouts) > 3 else ""
+        self.alarm(
+            f"step {step}: not finite, so nothing is trained on them: rollouts of {shown}{more}; quarantine.jsonl"
+        )
 
     def _on_lead(self, work: Callable[[], None]) -> None:
         """Do it on rank 0; its ConfigError is raised on all ranks."""
