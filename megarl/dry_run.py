@@ -28,6 +28,7 @@ from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.observe.guards import check_guards
+from megarl.observe.webhook import check_webhook
 from megarl.parallel.placement import Placement, check_placement, placement_of, role_parallel, spans
 from megarl.parallel.roles import role_settings
 from megarl.reshard.configured import engine_layout, push_plan
@@ -107,6 +108,7 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
     passes(checks.check_algorithm, config, declared, warnings)
     passes(check_correction, config, declared)
     passes(check_guards, config, declared, warnings)
+    passes(check_webhook, config.track.webhook)
     reward = (registered or {}).get("reward", Registered())
     judged = "reward" in declared.roles and ours(config, declared, "reward", reward)
     if judged:

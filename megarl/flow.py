@@ -176,6 +176,8 @@ class HybridFlow(Items, Keeping):
             self.control.take(self.step, ranks.broadcast_object(self.control.read() if self.log.writes else None))
             # No name for what it returns: the next step would be taken with all of this one still in memory.
             metrics = self._finish_step(self.controller.step(self, items))
+            if self.log.guards.in_vain:
+                self._go_back()
             last = self.step == run.num_rollout
             stop = self._is_asked_to_stop() and not last
             if stop or (run.save_every and (last or self.step % run.save_every == 0)):
@@ -273,8 +275,7 @@ class HybridFlow(Items, Keeping):
             self._resume(newest)
             self._begin_step()
             if "rollout" in vars(self):
-                self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache
-                self.rollout.update_weights(self.actor)
+                self._push_again()
             self.log.say(f"resumed from {newest} after step {self.step}")
         self.clock.lap()
 

@@ -1,4 +1,4 @@
-"""What a run leaves on disk and goes on from: checkpoints, and the export at its end."""
+"""What a run leaves on disk, goes on from and goes back to: checkpoints; and the export at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from megarl.observe.run_log import RunLog
 from megarl.parallel import everyone, ranks
 from megarl.parallel.placement import placement_of
 from megarl.types.declared import Declared
+from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Worker
+from megarl.workers.rollout import RolloutWorker
+from megarl.workers.training import TrainingWorker
 
 LOOK_FOR_ROOM_S = 10.0
 """How often an export that found no room looks for it again."""
@@ -41,6 +44,8 @@ class Keeping:
     control: Control
     needs: room.Needs
     step: int
+    rollout: RolloutWorker
+    actor: ActorWorker
 
     def _trained(self) -> dict[str, Any]:
         """The models that a checkpoint holds, by role, as far as they are on this rank."""
@@ -140,6 +145,46 @@ class Keeping:
         for worker in self.workers:
             worker.restore(folder)
         self.controller.restore(folder, everyone.AllRanks())
+
+    def _go_back(self) -> None:
+        """Too many updates in a row were skipped: all trained models become what the newest checkpoint from before the
+        first of them has, weights and optimizer states, and training goes on with the data that come next. Raises
+        ConfigError on all ranks where there is none, and where that has been done and no step since was a good one."""
+        guards = self.log.guards
+        mine = [worker.in_vain for worker in self.workers if isinstance(worker, TrainingWorker) and worker.in_vain]
+        said = [one for here in ranks.all_gather_objects(mine) for one in here]
+        first, why = min(said)
+        if guards.returned_to is not None:
+            raise ConfigError(
+                f"{why}. The models had gone back to step {guards.returned_to} for that already, and no step since was "
+                "taken whole"
+            )
+        folder = self.store.newest(before=first) or self.store.newest()
+        if folder is None:
+            raise ConfigError(f"{why}. There is no checkpoint to go back to; run.save_every writes them")
+
+        def restore() -> None:
+            for role, model in self._trained().items():
+                restore_model(model, folder / role)
+
+        with self.clock.phase("go_back"), ranks.patient(self.config.run.storage_timeout_s):
+            ranks.together(restore)
+        for worker in self.workers:
+            if isinstance(worker, TrainingWorker):
+                worker.went_back()
+        if "rollout" in vars(self):
+            self._push_again()
+        step = self.store.step_of(folder)
+        guards.returned(step)
+        self.log.alarm(
+            f"step {self.step}: {why}. Weights and optimizer states are those of {folder} again, and training goes on "
+            "with the next data; if it comes again before a step was taken whole, the run ends"
+        )
+
+    def _push_again(self) -> None:
+        """Give the engines the policy's weights, which no update has made."""
+        self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache
+        self.rollout.update_weights(self.actor)
 
     def _is_asked_to_stop(self) -> bool:
         """Whether any rank has got a signal that asks for it; the same on all."""

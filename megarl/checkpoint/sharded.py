@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import pickle
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
+from megarl.checkpoint import plain_pickles as plain_pickles  # what is read is data, and no code
 from megarl.checkpoint.manifest import Entry, HashingFile, write_hashed
 from megarl.config import ConfigError
 from megarl.megatron.model import MegatronModel  # first: it fits Megatron-Core to a machine without GPU
@@ -66,7 +68,10 @@ def restore_model(model: MegatronModel, folder: Path) -> None:
             wanted = model.sharded_state_dict(is_loading=True)
             with own_world():
                 state = dist_checkpointing.load(wanted, str(folder))
-        except (CheckpointException, dist_checkpointing.core.CheckpointingException, KeyError, ValueError) as error:
+        except (
+            *(CheckpointException, dist_checkpointing.core.CheckpointingException),
+            *(pickle.UnpicklingError, KeyError, ValueError),
+        ) as error:
             causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
             raise ConfigError(
                 f"checkpoint {folder} does not fit this model ({' '.join(str(causes[0]).split())[:300]}); "

@@ -89,8 +89,9 @@ class CheckpointStore:
                 ) from None
         return final
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint whose files are all there and whole; names and skips those that are not.
+    def newest(self, before: int | None = None) -> Path | None:
+        """The newest checkpoint whose files are all there and whole; names and skips those that are not. before: only
+        of steps before this one.
 
         Raises ConfigError where there are checkpoints, but none that is whole.
         """
@@ -100,13 +101,13 @@ class CheckpointStore:
                 steps = ranks.together(self._steps, lead=True)[0]
             except OSError as error:
                 raise ConfigError(f"cannot look for checkpoints in {self.folder}: {error}") from None
-            for folder in reversed(steps or ()):
+            for folder in reversed([one for one in steps or () if before is None or _step_of(one) < before]):
                 fault = self._fault_in(folder)
                 if fault is None:
                     return folder
                 faults.append(f"{folder.name}: {fault}")
                 self._say(f"skipping checkpoint {folder}: {fault}")
-        if faults:
+        if faults and before is None:
             raise ConfigError(
                 f"none of the checkpoints in {self.folder} is whole ({'; '.join(faults)}): put a copy of one there, "
                 "or set run.dir to another folder to start at step 1"
@@ -226,6 +227,12 @@ class CheckpointStore:
                 return worst
         host = ranks.together(lambda: manifest.host_state(folder), lead=True)[0]
         return host if isinstance(host, str) else None
+
+
+def _step_of(folder: Path) -> int:
+    match = STEP.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
 
 
 def _host(folder: Path) -> dict[str, Any]:

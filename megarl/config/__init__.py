@@ -121,6 +121,11 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         there = False
     if not there:
         raise ConfigError(f"there is no configuration file {path}")
+    if any(text.startswith("track.webhook=") and "://" in text for text in overrides):
+        raise ConfigError(
+            "track.webhook=URL on the command line is read by everybody on this machine: put it into the file, or the "
+            "URL into an environment variable and track.webhook=env:NAME"
+        )
     tree = plain_yaml.read(file)
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):

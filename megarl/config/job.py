@@ -43,7 +43,9 @@ class RunConfig:
     storage_timeout_s: Seconds = 7200.0
     """How long ranks wait for the slowest to read its part of a model or checkpoint, or to write it."""
     max_skipped: CountOrNone = 5
-    """Updates in a row that may be skipped because a gradient is not finite; at one more the run stops."""
+    """Updates in a row that may be skipped because a gradient is not finite. At one more the models go back to the
+    newest checkpoint from before these, with their optimizers, and on with the next data; where there is none, or it
+    comes again before a step in which none was skipped, the run stops."""
 
 
 @dataclass(frozen=True)
@@ -152,5 +154,8 @@ class TrackConfig:
     """Record every rollout in the run folder, as parquet."""
     timeline: bool = True
     """Record in the run folder who did what when, for tools/timeline.py and Perfetto."""
+    webhook: str = ""
+    """Where alarms are posted as JSON, besides: an http(s) URL, of Slack for one, or `env:NAME` of the environment
+    variable that holds it, which is for the command line. It is a secret: the run folder's config.yaml has it not."""
     progress: bool = True
     """Live display on the terminal; plain lines where the output is no terminal."""

@@ -26,6 +26,7 @@ from megarl.config import Config, ConfigError, Weight
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.correction import before_updates, corrected
 from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
+from megarl.controllers.quarantine import added, quarantined
 from megarl.strict import Positive
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
 from megarl.types.declared import Declared
@@ -95,6 +96,7 @@ class DistillController(PolicyController):
         taken = trained(rollouts, config)
         batch = TrainBatch.from_rollouts(taken)
         policy, teacher = before_updates(flow, batch), flow.teacher.forward(batch)
+        batch, (policy, teacher), odd = quarantined(flow, taken, batch, policy, teacher)
         batch, metrics = corrected(flow, batch, policy, self.steps)
         assert policy.logprobs is not None and teacher.logprobs is not None
 
@@ -111,7 +113,8 @@ class DistillController(PolicyController):
             reward, group = episodes.whole(batch.sequence_reward), episodes.whole(batch.group)
             of_group = episodes.each(group_advantages(reward, group, config.advantage.group_std))
             advantages = advantages + weight * spread_to_tokens(of_group[batch.own], batch.cu_seqlens, batch.loss_mask)
-        batch = batch.with_(advantages=advantages)
+        batch, _, late = quarantined(flow, taken, batch.with_(advantages=advantages))
+        metrics = added(added(metrics, odd), late)
 
         # 3. Updates.
         @reads(*policy_reads(config))

@@ -22,6 +22,7 @@ from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.correction import before_updates, corrected
 from megarl.controllers.losses import needs_old_logprobs
 from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
+from megarl.controllers.quarantine import added, quarantined
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 from megarl.types.declared import Declared
 
@@ -72,8 +73,10 @@ class GRPOController(PolicyController):
         batch = TrainBatch.from_rollouts(taken)
         policy = before_updates(flow, batch, self.looks_first())
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
-        batch, found = corrected(flow, batch.with_(ref_logprobs=reference.logprobs), policy, self.steps)
-        metrics = experience.metrics | found
+        batch = batch.with_(ref_logprobs=reference.logprobs)
+        batch, (policy,), odd = quarantined(flow, taken, batch, policy)
+        batch, found = corrected(flow, batch, policy, self.steps)
+        metrics = experience.metrics | found | odd
 
         # 2. Advantages: each episode, mostly a sequence, against the others of its prompt. A KL in the reward counts as
         # its sum.
@@ -93,6 +96,8 @@ class GRPOController(PolicyController):
             advantages = remax_advantages(score, episodes.whole(experience.baseline))
         own = episodes.each(advantages)[batch.own]
         batch = batch.with_(advantages=spread_to_tokens(own, batch.cu_seqlens, batch.loss_mask))
+        batch, _, odd = quarantined(flow, taken, batch)
+        metrics = added(metrics, odd)
 
         # 3. Updates.
         @reads(*policy_reads(config, batch))

@@ -18,6 +18,7 @@ from megarl.config import Config, Range, Weight
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
 from megarl.controllers.correction import before_updates, corrected
 from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
+from megarl.controllers.quarantine import added, quarantined
 from megarl.strict import Share
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 
@@ -69,10 +70,11 @@ class PPOController(PolicyController):
         policy, critic = before_updates(flow, batch), flow.critic.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
         batch = batch.with_(ref_logprobs=reference.logprobs, values=critic.values)
+        batch, (policy,), odd = quarantined(flow, taken, batch, policy)
         batch, metrics = corrected(flow, batch, policy, self.steps)
         assert policy.logprobs is not None and batch.values is not None
         values, mask = batch.values, batch.loss_mask
-        metrics |= chosen
+        metrics |= chosen | odd
 
         # 2. Advantages: outcome on an episode's last action, the KL penalty on every one, then GAE over its actions.
         kl_mean = penalty = None
@@ -92,6 +94,8 @@ class PPOController(PolicyController):
         if config.advantage.whiten:
             advantages = whiten(advantages, mask, batch.total)
         batch = batch.with_(rewards=rewards, advantages=advantages, returns=returns)
+        batch, _, odd = quarantined(flow, taken, batch)
+        metrics = added(metrics, odd)
 
         # 3. Updates: the critic towards the returns, the policy along the advantages.
         @reads(*policy_reads(config, batch))

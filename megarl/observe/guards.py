@@ -1,7 +1,7 @@
 """What the guards of a run have done so far: counted, said once, kept by checkpoints. `README.md` explains them.
 
-They act elsewhere: `workers/going_back.py`, `algorithms/kl.py`, `megatron/fitting.py`. Here their traces in a step's
-metrics are read, which all ranks have alike.
+They act elsewhere: `workers/going_back.py`, `keeping.py`, `algorithms/kl.py`, `megatron/fitting.py`. Here their traces
+in a step's metrics are read, which all ranks have alike.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ IN_A_ROW = 3
 """Steps that may end in going back, one after another; the run ends with the last."""
 SHORT = "_out_of_memory"
 """How the name of the metric ends that counts how often a model ran out of memory: guards/<role>_out_of_memory."""
+
+SKIPPED, VAIN = "/skipped", "_in_vain"
+"""Likewise of those that say whether a role's update was skipped, and that it was one too many in a row."""
 
 
 def check_guards(config: Config, declared: Declared, warnings: list[str]) -> None:
@@ -48,10 +51,23 @@ class Guards:
         self._kl_off = False
         self._short: dict[str, float] = {}
         self._end = ""
+        self.in_vain: tuple[str, ...] = ()
+        """Roles of which, in the last step, more updates in a row were skipped than `run.max_skipped`."""
+        self.returned_to: int | None = None
+        """Step of the checkpoint that the models went back to for that, since when no step was a good one."""
+        self._returns = 0
 
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Say what has happened in a step; returns the guards' own figures. None are there of guards that are off."""
         found: dict[str, float] = {}
+        skipped = [value for name, value in metrics.items() if name.endswith(SKIPPED)]
+        self.in_vain = tuple(
+            name.removeprefix("guards/").removesuffix(VAIN) for name in sorted(metrics) if name.endswith(VAIN)
+        )
+        if skipped and not any(skipped):
+            self.returned_to = None
+        if self._returns:
+            found["guards/returns"] = self._returns
         if self._settings.ppo_kl is not None:
             found["guards/rollbacks"] = self._look_back(step, metrics)
         if self._settings.kl is not None:
@@ -61,6 +77,11 @@ class Guards:
         if self._settings.alarms:
             found["guards/out_of_band"] = self._look_at_bands(step, metrics)
         return found
+
+    def returned(self, checkpoint: int) -> None:
+        """The models are what they were after this step."""
+        self.in_vain, self.returned_to = (), checkpoint
+        self._returns += 1
 
     def end(self) -> None:
         """Raise ConfigError where the last step was one too many."""
@@ -130,12 +151,14 @@ class Guards:
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         counts = {"rollbacks": self._rollbacks, "in_a_row": self._in_a_row, "kl_off": self._kl_off}
-        return {**counts, "short": self._short, "out": sorted(self._out)}
+        back = {"returns": self._returns, "returned_to": self.returned_to}
+        return {**counts, **back, "short": self._short, "out": sorted(self._out)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Of a run without guards it is empty."""
         self._rollbacks, self._in_a_row = int(state.get("rollbacks", 0)), int(state.get("in_a_row", 0))
         self._kl_off = bool(state.get("kl_off", False))
+        self._returns, self.returned_to = int(state.get("returns", 0)), state.get("returned_to")
         self._short = {role: float(count) for role, count in state.get("short", {}).items()}
         self._out = set(state.get("out", ())) & self._bands.keys()
 

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, Any, NamedTuple
 import yaml
 
 from megarl.config import Config, ConfigError, load_config, to_dict
+from megarl.observe.webhook import BY_NAME
 
 IDENTITY = (
     "algorithm",
@@ -36,6 +38,8 @@ IDENTITY = (
 """Keys, and beginnings of keys, that make a run the run that it is: what is trained, on which data in which order. Of
 `train.mtp` only whether it is 0. Others may change when it is resumed, and hold from there on."""
 
+PRIVATE = 0o700
+"""Mode of a run folder: its rollouts, weights and logs are for its owner."""
 WITHOUT_EFFECT = ("run.resume", "run.dir", "track.")
 """Those whose change is not worth a line."""
 
@@ -61,12 +65,16 @@ rollouts/        step_000012/ holds every conversation of step 12, a part of the
                  .venv/bin/python tools/view_rollouts.py <this folder> --step 12
                  or as a table, which megarl/observe/rollout_table.py explains:
                  pandas.read_parquet("<this folder>/rollouts/step_000012")
+quarantine.jsonl rollouts of which a log-prob, a value or an advantage was not finite, if there were any: nothing was
+                 trained on them. rollouts/ has them; their prompt and seed are said here
 timeline/        who did what when, a file for each rank, which Perfetto reads. Look, and join them to one:
                  .venv/bin/python tools/timeline.py <this folder> --out timeline.json
 checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest
 export/          the trained policy as a Hugging Face folder, written at the end
 adapter/         with LoRA, its adapters alone, as PEFT writes them
 .lock            held by the process that writes here; it may be deleted when none runs
+
+It is its owner's alone (mode 0700). To let others of your group look: chmod g+rx <this folder>
 
 A table and a plot of it all: .venv/bin/python tools/report.py <this folder>
 """
@@ -101,7 +109,7 @@ class RunFolder:
         """Write config.yaml and README.txt; the run goes on after step `step`, from which on the changes hold that are
         returned. Raises ConfigError where that cannot be written."""
         changes = earlier_run(self.path, self._config, self.resumes)
-        text = yaml.safe_dump(to_dict(self._config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(_without_secrets(self._config), sort_keys=False, allow_unicode=True)
         try:
             for change in changes:
                 record = {"step": step + 1, **change._asdict(), "time": time.time()}
@@ -133,6 +141,7 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
     try:
         earlier_run(path, config, resume)
         _make(path, made)
+        _close_to_others(path)
         lock_file = path / ".lock"
         if not lock_file.exists():
             made.insert(0, lock_file)
@@ -219,6 +228,14 @@ def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
     return changes
 
 
+def _without_secrets(config: Config) -> dict[str, Any]:
+    """The configuration as others may read it. `track.webhook` by the name of a variable is none."""
+    tree = to_dict(config)
+    if not config.track.webhook.startswith(BY_NAME):
+        tree["track"]["webhook"] = ""
+    return tree
+
+
 def _has_results(path: Path) -> bool:
     return any((path / name).exists() for name in RESULTS)
 
@@ -243,6 +260,19 @@ def _make(path: Path, made: list[Path]) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         made.insert(0, folder)
+    if missing:
+        missing[0].chmod(PRIVATE)  # whatever the umask
+
+
+def _close_to_others(path: Path) -> None:
+    """Others may not enter a run folder, and so read nothing in it, whatever the modes within. One that somebody has
+    opened after the run began stays open."""
+    if _has_results(path) or not stat.S_IMODE(path.stat().st_mode) & ~PRIVATE:
+        return
+    try:
+        path.chmod(PRIVATE)
+    except OSError as error:
+        warnings.warn(f"others may be able to read {path}, whose mode cannot be set: {error.strerror}", stacklevel=4)
 
 
 def _remove(made: list[Path]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from megarl.observe.rollout_log import RolloutLog, remove_after
 from megarl.observe.run_folder import Change, RunFolder, claim
 from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
+from megarl.observe.webhook import Webhook, url_of
 from megarl.parallel import ranks
 from megarl.rewards.unscored import unscored_reasons
 from megarl.rollout.aborted import abort_reasons
@@ -38,6 +41,8 @@ class RunLog:
         self.writes = job.rank == 0
         self._rank = job.rank
         self._warned: set[str] = set()
+        self._webhook: Webhook | None = None
+        self._step = 0
         self._folder: RunFolder | None = None
         self._early: list[str] | None = []
         """Lines said before `begin`."""
@@ -56,7 +61,9 @@ class RunLog:
             bands=bands_of(config.guards),
         )
         self.guards = Guards(config.guards, self.say, self.alarm)
-        self._tracker = Tracker(self.run_dir, config.track.tensorboard) if self.writes else None
+        self._tracker = Tracker(self.run_dir, config.track.tensorboard, self._warn) if self.writes else None
+        url = url_of(config.track.webhook) if self.writes and config.track.webhook else ""
+        self._webhook = Webhook(url, config.run.dir) if url else None
         self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn) if config.track.rollouts else None
         self._timeline = Timeline(self.run_dir, job.rank, self._warn) if config.track.timeline else None
         if self._folder is None or not self._folder.resumes:
@@ -87,8 +94,35 @@ class RunLog:
             self.say(f"changed, from step {step + 1} on: {change}")
 
     def alarm(self, text: str) -> None:
-        """What must not be overlooked."""
+        """What must not be overlooked: in the log, in TensorBoard, and posted to `track.webhook`."""
         self.say(f"ALARM: {text}")
+        if self._tracker is not None:
+            self._tracker.alarm(self._step, text)
+        self._post(text)
+
+    def _post(self, text: str) -> None:
+        if self._webhook is not None:
+            self._webhook.post(text, self._step)
+
+    def _look_at_webhook(self) -> None:
+        if self._webhook is not None and (failure := self._webhook.failure()):
+            self.say(failure)
+
+    def quarantined(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """Rollouts that nothing is trained on, for a number of them is none: for quarantine.jsonl, and an alarm. They
+        are recorded with the others; `prompt` and `seed` find them there."""
+        if not self.writes:
+            return
+        try:
+            with (self.run_dir / "quarantine.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"step": step, **rollout}) + "\n" for rollout in rollouts)
+        except OSError as error:
+            self._warn(f"could not write quarantine.jsonl: {error.strerror}; training goes on without it")
+        shown = ", ".join(f"{one['prompt']} ({', '.join(one['not_finite']) or 'a branch'})" for one in rollouts[:3])
+        more = f" and {len(rollouts) - 3} more" if len(rollouts) > 3 else ""
+        self.alarm(
+            f"step {step}: not finite, so nothing is trained on them: rollouts of {shown}{more}; quarantine.jsonl"
+        )
 
     def _on_lead(self, work: Callable[[], None]) -> None:
         """Do it on rank 0; its ConfigError is raised on all ranks."""
@@ -116,6 +150,8 @@ class RunLog:
 
     def begin_step(self, step: int) -> None:
         """Steps count from 1."""
+        self._step = step
+        self._look_at_webhook()
         self._progress.begin_step(step)
 
     def step(
@@ -171,7 +207,10 @@ class RunLog:
         neither `orderly` nor a mistake of the user's, the traceback goes to logs/rank_N.log, and the error gets a note
         that says so."""
         if self.writes:
-            self._note(cause or (str(error) if orderly else f"{type(error).__name__}: {error}"))
+            said = cause or (str(error) if orderly else f"{type(error).__name__}: {error}")
+            self._note(said)
+            if not orderly:
+                self._post(f"the run has ended: {said}")
         if orderly or (isinstance(error, ConfigError) and error.__cause__ is None):
             return
         file = self.run_dir / "logs" / f"rank_{self._rank}.log"
@@ -184,6 +223,9 @@ class RunLog:
             pass  # then it goes to the terminal
 
     def close(self) -> None:
+        if self._webhook is not None:
+            self._webhook.close()
+            self._look_at_webhook()
         self._progress.close()
         if self._rollouts is not None:
             self._rollouts.close()
@@ -207,6 +249,7 @@ class RunLog:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, stacklevel=3)
+            self._post(text)
 
 
 def advantages_of(rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts) -> list[np.ndarray | None]:

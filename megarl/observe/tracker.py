@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from megarl.observe import exact_json
 
 
 class Tracker:
-    """Writes the metrics of one run folder. On rank 0 only."""
+    """Writes the metrics of one run folder. On rank 0 only. warn: is told, once, what cannot be written."""
 
-    def __init__(self, run_dir: Path, tensorboard: bool = True) -> None:
+    def __init__(self, run_dir: Path, tensorboard: bool = True, warn: Callable[[str], None] = warnings.warn) -> None:
+        self._warn = warn
         self.path = run_dir / "metrics.jsonl"
         self._tensorboard_dir = run_dir / "tensorboard" if tensorboard else None
         self._writer: Any = None
@@ -38,6 +39,12 @@ class Tracker:
         self._settle()
         if "TensorBoard" not in self._failed:  # else its writer is gone for good; the file may find room again
             self._under_way = self._thread.submit(self._write_tensorboard, step, dict(metrics))
+
+    def alarm(self, step: int, text: str) -> None:
+        """For TensorBoard, among its texts."""
+        if "TensorBoard" not in self._failed:
+            self._settle()
+            self._under_way = self._thread.submit(self._write_text, step, text)
 
     def _settle(self) -> None:
         """Wait until TensorBoard has what it was given before."""
@@ -65,16 +72,25 @@ class Tracker:
         partial.replace(self.path)
 
     def _write_tensorboard(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._tensorboard_dir is None:
+        if (writer := self._open(step)) is None:
             return
-        if self._writer is None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def _write_text(self, step: int, text: str) -> None:
+        if (writer := self._open(step)) is not None:
+            writer.add_text("alarms", text, step)
+            writer.flush()
+
+    def _open(self, step: int) -> Any:
+        """TensorBoard's writer, which is made before the first step's figures; None where it is not wanted."""
+        if self._tensorboard_dir is not None and self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # seconds to import, so not at the head of the file
 
             again = self._tensorboard_dir.is_dir() and any(self._tensorboard_dir.iterdir())
             self._writer = SummaryWriter(str(self._tensorboard_dir), purge_step=step + 1 if again else None)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        return self._writer
 
     def _try(self, what: str, write: Any) -> None:
         """Do it; the first failure of each kind is said, further ones are silent and every one is survived."""
@@ -82,7 +98,7 @@ class Tracker:
             write()
         except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises must not end a training run
             if what not in self._failed:
-                warnings.warn(f"could not write {what}: {error}; training goes on without it", stacklevel=3)
+                self._warn(f"could not write {what}: {error}; training goes on without it")
             self._failed.add(what)
 
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megarl.config import ConfigError
+from megarl.parallel.stores import check_private, keep, stay_on_this_machine
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,17 @@ def _number(name: str, remedy: str, least: int = 0, default: str = "") -> int:
 def store(here: Place, timeout: timedelta) -> dist.Store:
     """Where ranks find each other. One that is alone needs no port that somebody else may have."""
     if here.world == 1:
-        return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+        stay_on_this_machine()
+        return keep("127.0.0.1", 0, 1, timeout)
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(here.world):
+        stay_on_this_machine()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    _check_address(address)
+    check_private("MASTER_ADDR", address)
     kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        return dist.TCPStore(
-            address, port, here.world, is_master=here.rank == 0 and not kept_by_torchrun, timeout=timeout
-        )
+        if here.rank == 0 and not kept_by_torchrun:
+            return keep(address, port, here.world, timeout)
+        return dist.TCPStore(address, port, here.world, is_master=False, timeout=timeout)
     except dist.DistNetworkError as error:
         if here.rank == 0 and ("EADDRINUSE" in str(error) or "in use" in str(error)):
             raise _port_in_use(port) from None
@@ -72,7 +76,7 @@ def check_meeting(nodes: int, node_rank: str, address: str, port: str) -> None:
         raise ConfigError(f"NODE_RANK={node_rank} must be the number of this node, from 0 to NNODES - 1 = {nodes - 1}")
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"MASTER_PORT={port} must be a free port of node 0, from 1 to 65535")
-    _check_address(address)
+    check_private("MASTER_ADDR", address)
     if int(node_rank) == 0:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
@@ -80,16 +84,6 @@ def check_meeting(nodes: int, node_rank: str, address: str, port: str) -> None:
                 probe.bind(("", int(port)))
             except OSError:
                 raise _port_in_use(int(port)) from None
-
-
-def _check_address(address: str) -> None:
-    try:
-        socket.getaddrinfo(address, None)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"MASTER_ADDR={address} cannot be resolved ({getattr(error, 'strerror', None) or error}): it must be an "
-            "address of the node of rank 0 that all nodes reach"
-        ) from None
 
 
 def _port_in_use(port: int) -> ConfigError:
@@ -101,6 +95,6 @@ def keep_store() -> tuple[dist.Store, dict[str, str]]:
 
     It lives as long as the first: a launcher keeps it, as the rank that did might be the first to end.
     """
-    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    kept = keep("127.0.0.1", 0, None, timedelta(minutes=5), wait=False)
     tells = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return kept, tells

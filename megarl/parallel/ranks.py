@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import ConfigError, ParallelConfig
-from megarl.parallel import device, exact, meeting
+from megarl.parallel import device, exact, meeting, stores
 from megarl.parallel.placement import check_layout
 from megarl.parallel.subset import groups_among
 from megarl.parallel.watching import watched
@@ -298,11 +298,14 @@ def new_host_group(members: Iterable[int]) -> dist.ProcessGroup:
 def own_address() -> str:
     """This machine's address as the others of the job see it: that of the interface towards MASTER_ADDR.
 
-    Not the host name's, which may be that of another interface, or the same on two nodes.
+    Not the host name's, which may be that of another interface, or the same on two nodes. Raises ConfigError where it
+    is one of the public internet.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))  # UDP: nothing is sent
-        return str(probe.getsockname()[0])
+        address = str(probe.getsockname()[0])
+    stores.check_private("this node's address towards MASTER_ADDR", address)
+    return address
 
 
 def free_port() -> int:

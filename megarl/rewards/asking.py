@@ -9,7 +9,6 @@ connection is made, of the address that it goes to, so a name that comes to mean
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import itertools
 import os
 import random
@@ -18,22 +17,23 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
 from megarl import forks, strict
 from megarl.config import Config, ConfigError, Range
+from megarl.parallel.addresses import is_public, plainly_private
 from megarl.strict import Count, Seconds
 from megarl.types.verdicts import Failed
 
 WHERE = "roles.reward.options."
 _LONGEST_PAUSE_S = 10.0
 _CHUNK = 1 << 16
+_SECRET = re.compile(r"(^|[_-])(token|key|apikey|secret|password|signature|sig|auth)s?($|[_-])", re.I)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # what is packed has no known size
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class AskingOptions:
                 raise ConfigError(f"{WHERE}url: {url!r} is no address such as http://judge:8000/score")
             if parts.username or parts.password:
                 raise ConfigError(f"{WHERE}url holds a password, which would be in every log; use {WHERE}auth_env")
-            if not found.private and _plainly_private(parts.hostname or ""):
+            if any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
+                raise ConfigError(f"{WHERE}url holds a key, which would be in every log; use {WHERE}auth_env")
+            if not found.private and plainly_private(parts.hostname or ""):
                 raise ConfigError(f"{WHERE}url: {url} {_remedy(parts.hostname or '')}")
         if found.auth_env and not _NAME.fullmatch(found.auth_env):
             raise ConfigError(f"{WHERE}auth_env must be the name of an environment variable, not what it holds")
@@ -222,31 +224,11 @@ class Asker:
         return text.replace(secret, "***")
 
 
-def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet, and stands for no other that is not."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
-        if found in _NAT64:
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(str(inner))
-    return found.is_global and not found.is_multicast
-
-
 def shown(data: bytes | bytearray | str) -> str:
     """The beginning of an answer, in a message."""
     text = data[:400] if isinstance(data, str) else data[:400].decode(errors="replace")
     text = "".join(sign if sign.isprintable() else " " for sign in text)
     return " ".join(text.split())[:200] or "nothing"
-
-
-def _plainly_private(host: str) -> bool:
-    """Whether that can be known without asking for the address of a name."""
-    try:
-        return not is_public(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _remedy(address: str) -> str:

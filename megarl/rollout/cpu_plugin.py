@@ -1,4 +1,5 @@
-"""SGLang's plug-in: what its CPU path lacks on a machine without AMX. It runs in each of SGLang's processes.
+"""SGLang's plug-in: where its processes meet, and what its CPU path lacks on a machine without AMX. It runs in each of
+SGLang's processes.
 
 SGLang finds it through the entry point group `sglang.srt.plugins` that setup.py declares.
 """
@@ -10,14 +11,16 @@ from typing import Any, cast
 
 import torch
 
+from megarl.parallel.stores import keep_near
 from megarl.rollout import cpu_speculative
 from megarl.rollout.cpu_attention import decode_attention, extend_attention
 
 
 def register() -> None:
-    """Complete SGLang's CPU path; does nothing where SGLang runs on a GPU."""
+    """Have SGLang's processes meet where nobody else does, and complete its CPU path where it runs on one."""
     from sglang.srt.utils import is_cpu
 
+    keep_near()
     if not is_cpu():
         return
     _absorb_mla()

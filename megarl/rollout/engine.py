@@ -29,7 +29,7 @@ from megarl.parallel.placement import engine_ranks
 from megarl.reshard import engine_settings
 from megarl.rollout import engine_cpu, engine_cuda, loader, server_args
 from megarl.rollout.engine_cpu import NamedTensors
-from megarl.rollout.hosting import SHARED, Host, Hosted
+from megarl.rollout.hosting import SHARED, Host, Hosted, secret_variables
 from megarl.rollout.tool_calls import parser_name
 
 _LOG_LINES = 20
@@ -51,7 +51,7 @@ No rank returns before all have entered."""
 
 def start_host(config: Config, threads: int = 0) -> Host:
     """A host for this machine's engines; the arguments as of `Engine`."""
-    return Host(_environment(config, threads), preload=_platform().START_METHOD == "fork")
+    return Host(_environment(config, threads), _platform().START_METHOD == "fork", hidden=secret_variables(config))
 
 
 def _environment(config: Config, threads: int) -> dict[str, str]:
@@ -60,6 +60,7 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
         "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
         # From when the engine begins to work on a request, so without the time that it waits in its queue.
         "SGLANG_REQ_RUNNING_TIMEOUT": str(config.rollout.request_timeout),
+        **({"GLOO_SOCKET_IFNAME": "lo"} if config.rollout.tp <= config.parallel.ranks_per_node else {}),
         "PYTHONWARNINGS": "ignore",  # dozens at each start, which would hide a failure's last lines
         **engine_settings.ENVIRONMENT,
         **_platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),

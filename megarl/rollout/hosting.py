@@ -12,31 +12,47 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from megarl.config import Config
 
 SHARED = "MEGARL_ENGINE_HOST"
 """Environment variable with the socket of a host that another process has started for all engines of this machine."""
 _OF_TORCHRUN = re.compile(
     r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE|ROLE_|MASTER_(ADDR|PORT)"
 )
+_SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|WEBHOOK)S?($|_)", re.I)
+"""Names of what an engine has no use for: it has a key of its own, and its model lies in a folder."""
+
+
+def secret_variables(config: Config) -> set[str]:
+    """Names of the variables in which a configuration says that there are secrets."""
+    options = [role.get("options") for role in config.roles.values() if isinstance(role, Mapping)]
+    found = {str(given["auth_env"]) for given in options if isinstance(given, Mapping) and given.get("auth_env")}
+    hook = config.track.webhook
+    return found | ({hook.removeprefix("env:")} if hook.startswith("env:") else set())
 
 
 class Host:
     """A host that this process started and that ends with it. preload: have it import SGLang, and fork engines from it.
 
-    environment: is added to this process's, without what torchrun has put there: with its variables the engine's
-    ranks would wait for a store that torchrun keeps.
+    environment: is added to this process's, without what torchrun has put there, with whose variables the engine's
+    ranks would wait for a store that torchrun keeps, and without what looks like a secret or is `hidden`, by its name.
     """
 
-    def __init__(self, environment: Mapping[str, str], preload: bool) -> None:
+    def __init__(self, environment: Mapping[str, str], preload: bool, hidden: Collection[str] = ()) -> None:
         # A folder that only this user may enter. The name of a socket has at most 107 bytes, and TMPDIR may be long.
         # The host removes it, also when this process has been killed; and this process, also when the host has been.
         place = tempfile.gettempdir()
         self._folder = tempfile.mkdtemp(prefix="megarl-engines-", dir=place if len(place) < 50 else "/tmp")
         self.path = str(Path(self._folder, "socket"))
-        inherited = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not (_OF_TORCHRUN.match(name) or _SECRET.search(name) or name in hidden)
+        }
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.path)
             listener.listen()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from megarl.algorithms.rewards import sequence_sums
 from megarl.config import Config, ConfigError
 from megarl.megatron.build import Role
 from megarl.megatron.distribution import Distribution
@@ -83,7 +84,7 @@ class ModelWorker(Worker):
         every: bool | None = False,
     ) -> ModelOutput:
         """what: the numbers' name. within: entered on the role's ranks meanwhile. every: whether all numbers must be
-        finite, not only those of action tokens; None where none must."""
+        finite; if not, those of action tokens are, of at least half of the sequences; None where none must."""
         names = NAMES[self.role]
         if self.model is None:
             read = self.distribution.forward_elsewhere(batch, names)
@@ -95,24 +96,31 @@ class ModelWorker(Worker):
         def checked() -> dict[str, torch.Tensor]:
             values = read()
             if every is not None:
-                self.require_finite({what: values[names[0]]}, batch, every)
+                self.require_finite({what: values[names[0]]}, batch, every, spares=not every)
             return values
 
         return Awaited(checked) if self.apart else ModelOutput(**checked())
 
-    def require_finite(self, columns: Mapping[str, torch.Tensor], batch: TrainBatch, every: bool = False) -> None:
-        """Raise ConfigError unless these [T] are numbers for all action tokens, or for every token."""
+    def require_finite(
+        self, columns: Mapping[str, torch.Tensor], batch: TrainBatch, every: bool = False, spares: bool = False
+    ) -> None:
+        """Raise ConfigError unless these [T] are numbers for all action tokens, or for every token. spares: unless they
+        are for at least half of the sequences; of the others nothing is trained on (`controllers/quarantine.py`)."""
         everyone = ALONE if self.apart else batch.everyone
         where = torch.ones_like(batch.loss_mask) if every else batch.loss_mask
         # A finite sum has finite summands, which is quickly seen; only where it is not each of them is looked at.
         odd = {what: values for what, values in columns.items() if not bool(torch.isfinite(values.sum()))}
         wrong = {what: where & ~torch.isfinite(values) for what, values in odd.items()}
         found = [int(wrong[what].sum()) if what in wrong else 0 for what in columns]
-        counts = everyone.total(torch.tensor([int(torch.count_nonzero(where)), *found])).tolist()
-        for what, count in zip(columns, counts[1:], strict=True):
-            if count:
+        hit = [_sequences(batch, mask) for mask in (where, *wrong.values())] if spares and wrong else []
+        bad = int(torch.stack(hit[1:]).any(dim=0).sum()) if hit else 0
+        asked = int((hit[0] if hit else _sequences(batch, where)).sum()) if spares else 0
+        counts = everyone.total(torch.tensor([bad, asked, int(torch.count_nonzero(where)), *found])).tolist()
+        bad, asked, places, *found = counts
+        for what, count in zip(columns, found, strict=True):
+            if count and not (spares and 2 * bad <= asked):
                 seen = everyone.objects(columns[what][wrong[what]][:1].tolist() if what in wrong else [])
-                self.complain(what, next(value for here in seen for value in here), count, counts[0])
+                self.complain(what, next(value for here in seen for value in here), count, places)
 
     def complain(self, what: str, value: float, count: int, places: int) -> NoReturn:
         raise not_finite(self.step, f"{what} of the {self._name}", value, count, places, self._remedy)
@@ -125,6 +133,11 @@ class ModelWorker(Worker):
     def _remedy(self) -> str:
         optimizer = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
         return f"look at the rewards and the data, or lower {optimizer}.lr"
+
+
+def _sequences(batch: TrainBatch, where: torch.Tensor) -> torch.Tensor:
+    """[n] bool: those of the sequences here with a token of [T] in them."""
+    return sequence_sums(where.int(), batch.cu_seqlens) > 0
 
 
 def not_finite(step: int, what: str, value: float, count: int, places: int, remedy: str) -> ConfigError:

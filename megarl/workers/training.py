@@ -1,4 +1,4 @@
-"""What the roles that are trained have in common: updates, and an end where more of them are in vain."""
+"""What the roles that are trained have in common: updates, and a word where more of them are in vain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-from megarl.config import ConfigError
 from megarl.megatron.model import LossFn, MegatronModel
 from megarl.types import TrainBatch
 from megarl.types.reads import read_by
@@ -15,12 +14,17 @@ from megarl.workers.going_back import GoingBack
 from megarl.workers.handles import Reported
 from megarl.workers.model import ModelWorker
 
+IN_VAIN = "guards/{}_in_vain"
+"""Metric of an update that was one too many to be skipped: how many were in a row. By the role's name."""
+
 
 class TrainingWorker(ModelWorker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._skipped: list[int] = []
         """Of the latest updates, if they were skipped: in which step each was."""
+        self.in_vain: tuple[int, str] | None = None
+        """On the role's ranks, once too many in a row were skipped: the step of the first of them, and what to say."""
         self._unread: list[Reported] = []
         self._back = GoingBack(self.config.guards.ppo_kl if self.role == "actor" else None)
 
@@ -48,16 +52,21 @@ class TrainingWorker(ModelWorker):
             self._skipped = []
             return metrics
         self._skipped.append(self.step)
-        if len(self._skipped) > self.config.run.max_skipped:
-            raise ConfigError(self._in_vain(batch, metrics))
-        return metrics
+        if len(self._skipped) <= self.config.run.max_skipped:
+            return metrics
+        self.in_vain = self._skipped[0], self._said_of(batch, metrics)
+        return metrics | {IN_VAIN.format(self.name): float(len(self._skipped))}
+
+    def went_back(self) -> None:
+        """The model is what an older checkpoint has: what came of the updates since is of no interest."""
+        self._skipped, self.in_vain = [], None
 
     @property
     def temperature(self) -> float:
         """Of a policy, what divides its logits."""
         return 1.0
 
-    def _in_vain(self, batch: TrainBatch, metrics: dict[str, float]) -> str:
+    def _said_of(self, batch: TrainBatch, metrics: dict[str, float]) -> str:
         norm, loss = (metrics.get(f"{self.role}/{name}", 0.0) for name in ("grad_norm", "loss"))
         largest: dict[str, torch.Tensor | None] = {"reward": batch.sequence_reward}
         if not self.apart:  # the others are where the rollouts are

@@ -631,7 +631,9 @@ def training() -> dict[str, Any]:
             actor.begin_step(step)
             actor.update(batch, loss)
         actor.begin_step(4)
-        in_vain = error(lambda: actor.update(batch, spoilt))
+        in_vain = [actor.in_vain, actor.update(batch, spoilt), actor.in_vain]
+        actor.went_back()
+        in_vain += [actor.in_vain, actor.update(batch, spoilt), actor.in_vain]
         infinite = torch.full_like(batch.loss_mask, torch.inf, dtype=torch.float32)
         given = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
         given["sequence_reward"] = torch.tensor([0.0, torch.nan])

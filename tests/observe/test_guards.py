@@ -131,3 +131,20 @@ def test_guards_of_what_is_not_there() -> None:
     assert check(config(guards={"ppo_kl": 0.05}, run={"num_update": 2})) == []
     with pytest.raises(ConfigError, match=r"guards\.bands\."):
         check(config(guards={"alarms": True, "bands": {"actor/entropy": 1}}))
+
+
+def test_what_was_skipped_too_often_and_whether_a_step_since_was_a_good_one() -> None:
+    said = Said()
+    look = said.guards.look
+    assert look(1, {"actor/skipped": 1.0}) == {} and said.guards.in_vain == ()
+    assert look(2, {"actor/skipped": 1.0, "guards/actor_in_vain": 6.0}) == {}
+    assert said.guards.in_vain == ("actor",)
+    said.guards.returned(1)
+    assert said.guards.in_vain == () and said.guards.returned_to == 1
+    assert look(3, {"actor/skipped": 0.5}) == {"guards/returns": 1} and said.guards.returned_to == 1
+    resumed = said.resumed()
+    assert resumed.guards.returned_to == 1
+    resumed.guards.look(4, {"eval/nll": 1.0})  # in which nothing was updated
+    assert resumed.guards.returned_to == 1
+    assert resumed.guards.look(4, {"actor/skipped": 0.0, "critic/skipped": 0.0}) == {"guards/returns": 1}
+    assert resumed.guards.returned_to is None and not resumed.alarms

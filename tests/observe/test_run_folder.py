@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +111,26 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No space left"):
         prepare(full, CONFIG, resume=False)
     assert not (full / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o377])
+def test_others_cannot_enter_a_run_folder_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = prepare(tmp_path / f"runs{umask}" / "a", CONFIG, resume=False)
+        (folder.path / "rollouts").mkdir()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    folder.release()
+
+
+def test_a_folder_that_was_there_is_closed_and_one_that_was_opened_stays_open(tmp_path: Path) -> None:
+    tmp_path.chmod(0o775)
+    folder = prepare(tmp_path, CONFIG, resume=False)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    folder.release()
+    tmp_path.chmod(0o750)  # by its owner, for the group
+    prepare(tmp_path, CONFIG, resume=True).release()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o750

@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 
 from megarl.config import ConfigError
+from megarl.parallel.addresses import is_public
 from megarl.rewards import asking as module
-from megarl.rewards.asking import Answer, Asker, AskingOptions, is_public, shown
+from megarl.rewards.asking import Answer, Asker, AskingOptions, shown
 from megarl.types.verdicts import Failed
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -192,6 +193,8 @@ def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyP
             {"url": f"http://me:{SECRET}@a/b"},
             "holds a password, which would be in every log; use roles.reward.options.auth_env",
         ),
+        ({"url": f"http://a/b?room=1&api_key={SECRET}"}, "holds a key, which would be in every log; use roles.reward"),
+        ({"url": f"http://a/b?Token={SECRET}"}, "holds a key"),
         ({"private": "yes"}, "roles.reward.options.private must be"),
     ],
 )

@@ -1,0 +1,76 @@
+"""What is in a checkpoint is read, never run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megarl.checkpoint import plain_pickles
+
+
+class Bad:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def saved(folder: Path, state: dict[str, Any]) -> Path:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_a_checkpoint_is_read(tmp_path: Path) -> None:
+    state = {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(2, dtype=torch.bfloat16), "counts": [None, 3]}
+    folder = saved(tmp_path / "c", state)
+    found = {"weight": torch.zeros(2, 3), "half": torch.zeros(2, dtype=torch.bfloat16), "counts": [None, 0]}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(found["weight"], state["weight"]) and torch.equal(found["half"], state["half"])
+    assert found["counts"] == [None, 3]
+
+
+def test_a_table_that_would_do_something_is_refused(tmp_path: Path) -> None:
+    folder, trap = saved(tmp_path / "c", {"weight": torch.zeros(2)}), tmp_path / "trap"
+    (folder / ".metadata").write_bytes(pickle.dumps(Bad(trap)))
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load({"weight": torch.zeros(2)}, checkpoint_id=folder, no_dist=True)
+    assert "it asks for posix.mkdir, which no table" in str(refused.value.failures)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("name", ["load", "_utils._rebuild_tensor", "serialization.load", "os.system", "nn.Linear"])
+def test_a_table_may_not_call_into_torch(name: str) -> None:
+    data = b"\x80\x04" + b"\x8c\x05torch" + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
+    with pytest.raises(pickle.UnpicklingError, match="it asks for torch"):
+        plain_pickles.read_table(io.BytesIO(data))
+
+
+def test_what_is_no_tensor_is_refused_where_it_is_no_plain_value(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    folder = saved(tmp_path / "c", {"counts": Bad(trap)})
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load({"counts": 0}, checkpoint_id=folder, no_dist=True)
+    assert "Weights only load failed" in str(refused.value.failures)
+    assert not trap.exists()
+
+
+def test_no_variable_of_the_environment_undoes_it(tmp_path: Path) -> None:
+    trap, file = tmp_path / "trap", tmp_path / "common.pt"
+    torch.save(Bad(trap), file)
+    program = f"import torch, megarl.checkpoint.plain_pickles; torch.load({str(file)!r})"
+    environment = dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode and "weights_only" in done.stderr and not trap.exists()

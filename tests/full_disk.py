@@ -1,0 +1,61 @@
+"""A run on a small disk that is full for a while; for `unshare --mount`.
+
+    full_disk.py DISK MEGABYTES FLAG COMMAND ...
+
+DISK becomes a file system in memory. Once the run in it has a line of metrics it is filled up, until FLAG is there.
+Prints what was left of it, and the run's status, as the last line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def mount(place: Path, size: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"none", str(place).encode(), b"tmpfs", 0, f"size={size}".encode()):
+        sys.exit(f"NO MOUNT: {os.strerror(ctypes.get_errno())}")
+
+
+def fill(file: Path) -> None:
+    with file.open("ab", buffering=0) as ballast:
+        for size in (1 << 20, 4096):
+            try:
+                while True:
+                    ballast.write(bytes(size))
+            except OSError:
+                pass
+
+
+def main() -> None:
+    disk, flag, command = Path(sys.argv[1]), Path(sys.argv[3]), sys.argv[4:]
+    mount(disk, f"{sys.argv[2]}m")
+    run, ballast, full = disk / "run", disk / "ballast", 0
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while process.poll() is None and not flag.exists():
+        if (run / "metrics.jsonl").exists() and "\n" in (run / "metrics.jsonl").read_text():
+            fill(ballast)
+            full += shutil.disk_usage(disk).free < 4096
+        time.sleep(0.01)
+    ballast.unlink(missing_ok=True)
+    said, _ = process.communicate()
+    found = {
+        "status": process.returncode,
+        "said": said,
+        "full": full,
+        "checkpoints": sorted(path.name for path in (run / "checkpoints").glob("*")),
+        "log": (run / "log.txt").read_text(),
+        "rollouts": sorted(path.name for path in (run / "rollouts").glob("step_*")),
+        "metrics": (run / "metrics.jsonl").read_text().splitlines(),
+    }
+    print("RESULT " + json.dumps(found))
+
+
+main()

@@ -1,0 +1,199 @@
+"""Alarms posted to a URL: what is sent, what never is, and that the run notices nothing of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Config, ConfigError, from_dict, load_config
+from megarl.observe import webhook as module
+from megarl.observe.run_folder import prepare
+from megarl.observe.run_log import RunLog
+from megarl.observe.webhook import Webhook, check_webhook, url_of
+from megarl.parallel.ranks import Job
+
+SECRET = "T0/marked-secret"
+
+
+class Server:
+    """Takes posts; `status` is what it answers."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.status = 200
+        outer = self
+
+        class Take(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.paths.append(self.path)
+                outer.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(outer.status)
+                self.send_header("Location", "http://127.0.0.1:1/elsewhere")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Take)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/{SECRET}?room=a"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv(module.PRIVATE, "1")
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
+
+
+def config(run_dir: Path, url: str) -> Config:
+    return from_dict({"run": {"dir": str(run_dir)}, "track": {"tensorboard": False, "webhook": url}})
+
+
+def test_an_alarm_is_posted_as_others_take_it(server: Server) -> None:
+    hook = Webhook(server.url, "runs/a")
+    hook.post("actor/entropy is low", 12)
+    hook.post("again", 13)
+    hook.close()
+    assert server.paths == [f"/{SECRET}?room=a"] * 2
+    host = socket.gethostname()
+    assert server.bodies[0] == {
+        "text": f"MegaRL runs/a on {host}, step 12: actor/entropy is low",
+        "run": "runs/a",
+        "step": 12,
+        "alarm": "actor/entropy is low",
+        "host": host,
+    }
+    assert server.bodies[1]["step"] == 13 and hook.failure() == ""
+
+
+def test_alarms_of_a_run_reach_it_and_the_log_never_has_the_url(server: Server, tmp_path: Path) -> None:
+    log = RunLog(config(tmp_path, server.url), Job(0, 1, 0))
+    log.begin_step(3)
+    log.alarm("the disk is full")
+    log.ended(RuntimeError("all is lost"), orderly=False)
+    log.close()
+    assert [(body["step"], body["alarm"]) for body in server.bodies] == [
+        (3, "the disk is full"),
+        (3, "the run has ended: RuntimeError: all is lost"),
+    ]
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or "marked-secret" not in file.read_text(errors="replace")
+    assert load_config(tmp_path / "config.yaml").track.webhook == ""
+
+
+def test_alarms_are_among_the_texts_of_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(from_dict({"run": {"dir": str(tmp_path)}}), Job(0, 1, 0))
+    log.begin_step(2)
+    log.alarm("actor/entropy is low")
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("alarms/text_summary")
+    assert event.step == 2 and event.tensor_proto.string_val == [b"actor/entropy is low"]
+
+
+@pytest.mark.parametrize("status", [302, 404, 500])
+def test_a_failure_is_said_once_without_the_url_and_later_ones_are_tried(
+    server: Server, tmp_path: Path, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.status = status
+    log = RunLog(config(tmp_path, server.url), Job(0, 1, 0))
+    log.alarm("one")
+    log.alarm("two")
+    log.close()
+    assert len(server.bodies) == 2
+    said = (tmp_path / "log.txt").read_text()
+    assert said.count(f"could not be posted to track.webhook (it answered with status {status})") == 1
+    assert "marked-secret" not in said + "".join(capsys.readouterr())
+
+
+def test_nobody_there_and_somebody_who_never_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: Server
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        closed = Webhook(f"http://127.0.0.1:{deaf.getsockname()[1]}/{SECRET}", "r")
+        closed.post("one", 1)
+        closed.close()
+        assert "Connection refused" in (said := closed.failure()) and "marked" not in said and closed.failure() == ""
+        deaf.listen()
+        silent = Webhook(f"http://127.0.0.1:{deaf.getsockname()[1]}/{SECRET}", "r")
+        silent.post("one", 1)
+        silent.close()
+        assert "TimeoutError" in silent.failure()
+
+
+def test_a_flood_is_bounded_and_says_how_many_it_left_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook, go = Webhook(server.url, "r"), threading.Event()
+    send = hook._send
+    monkeypatch.setattr(hook, "_send", lambda alarm: (go.wait(), send(alarm))[1])
+    began = time.monotonic()
+    for number in range(1000):
+        hook.post(f"alarm {number}", number)
+    assert time.monotonic() - began < 60  # nothing waits for what is not posted
+    go.set()
+    hook.close()
+    assert len(server.bodies) <= module._WAITING + 2
+    assert any("further alarms were left out" in body["text"] for body in server.bodies)
+
+
+def test_private_addresses_are_refused_unless_they_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(module.PRIVATE, raising=False)
+    for url in ("http://127.0.0.1:8000/x", "http://localhost/x", "http://10.0.0.3/x", "http://[::1]/x"):
+        with pytest.raises(ConfigError, match="private network: export MEGARL_WEBHOOK_PRIVATE=1"):
+            check_webhook(url)
+    hook = Webhook(f"http://localhost:9/{SECRET}", "r")  # a name may come to mean another address later
+    hook.post("one", 1)
+    hook.close()
+    assert "private network" in hook.failure()
+    monkeypatch.setenv(module.PRIVATE, "1")
+    check_webhook("http://127.0.0.1:8000/x")
+
+
+@pytest.mark.parametrize(
+    "url", ["hooks.example.com/marked", "ftp://a/marked", "https://", "https://a:x/marked", "http://a b/marked"]
+)
+def test_what_is_no_url_is_refused_without_being_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="track.webhook is no address such as") as refused:
+        check_webhook(url)
+    assert "marked" not in str(refused.value)
+
+
+def test_it_may_be_named_by_a_variable_and_not_given_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOOK", " https://hooks.example.com/T0/x\n")
+    assert url_of("env:HOOK") == "https://hooks.example.com/T0/x"
+    with pytest.raises(ConfigError, match="variable NO_HOOK is not set"):
+        url_of("env:NO_HOOK")
+    with pytest.raises(ConfigError, match="must be the name of an environment variable"):
+        url_of("env:https://marked")
+    (tmp_path / "c.yaml").write_text("track: {webhook: https://hooks.example.com/T0/x}")
+    assert load_config(tmp_path / "c.yaml").track.webhook
+    with pytest.raises(ConfigError, match="is read by everybody on this machine"):
+        load_config(tmp_path / "c.yaml", ["track.webhook=https://hooks.example.com/T0/x"])
+    prepare(tmp_path / "run", load_config(tmp_path / "c.yaml", ["track.webhook=env:HOOK"]), resume=False).release()
+    assert load_config(tmp_path / "run/config.yaml").track.webhook == "env:HOOK"

@@ -1,0 +1,74 @@
+"""A disk that is full for checkpoints, logs, TensorBoard and rollouts: training goes on, and alarms get out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_run import ENVIRONMENT, ROOT, command_of, make_folder
+
+
+class Hook:
+    """Takes alarms. With one about a checkpoint the disk gets room again."""
+
+    def __init__(self, flag: Path) -> None:
+        self.alarms: list[dict[str, Any]] = []
+        outer = self
+
+        class Take(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.alarms.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(200)
+                self.end_headers()
+                if "could not write checkpoint" in outer.alarms[-1]["alarm"]:
+                    flag.touch()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Take)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def test_a_full_disk_costs_what_was_to_be_written_and_nothing_else(tmp_path: Path) -> None:
+    folder, disk, flag = make_folder(tmp_path / "q", "qwen3_moe"), tmp_path / "disk", tmp_path / "flag"
+    disk.mkdir()
+    hook = Hook(flag)
+    settings = ["algorithm=grpo", "run.num_rollout=8", "run.export=false", "track.webhook=env:HOOK"]
+    command = command_of(folder, disk / "run", *settings)
+    environment = ENVIRONMENT | {"HOOK": hook.url, "MEGARL_WEBHOOK_PRIVATE": "1"}
+    done = subprocess.run(
+        ["unshare", "--mount", sys.executable, "tests/full_disk.py", str(disk), "200", str(flag), *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    hook.close()
+    if "unshare: " in done.stderr or "NO MOUNT" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert found["full"] and flag.exists(), found["said"][-3000:]
+    assert found["status"] == 0, found["said"][-3000:]
+    # All steps were taken, the last checkpoints are there, and nothing that was begun was left.
+    assert found["checkpoints"] == ["latest", "step_000006", "step_000007", "step_000008"], found["said"][-3000:]
+    assert json.loads(found["metrics"][-1])["step"] == 8
+    # It was said on the terminal, and to the webhook, where no disk is needed.
+    alarms = [alarm["alarm"] for alarm in hook.alarms]
+    assert any("could not write checkpoint" in text and "Training goes on; make room" in text for text in alarms)
+    assert "ALARM: could not write checkpoint" in found["said"]
+    unwritten = [text for text in alarms if "training goes on without" in text]
+    assert unwritten and all(text.split(":")[0] in found["said"] for text in unwritten)

@@ -1,0 +1,81 @@
+"""Gradients that are not finite, in whole runs with engines: all ranks skip, and too many in a row go back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_run import make_folder, metrics_of, start, train
+
+GRPO = ["algorithm=grpo", "loss.policy=odd_losses:spoilt", "run.export=false", "run.max_skipped=1", "parallel.tp=1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+
+
+def spoilt(monkeypatch: pytest.MonkeyPatch, run_dir: Path, steps: str) -> None:
+    monkeypatch.setattr(
+        "whole_run.ENVIRONMENT",
+        __import__("whole_run").ENVIRONMENT | {"SPOILT_RUN": str(run_dir), "SPOILT_STEPS": steps},
+    )
+
+
+def lines_of(run_dir: Path, text: str) -> list[str]:
+    return [line for line in (run_dir / "log.txt").read_text().splitlines() if text in line]
+
+
+def prompts_of(run_dir: Path, step: int) -> set[str]:
+    from megarl.observe.rollout_log import read_rollouts
+
+    return {rollout.prompt.id for rollout in read_rollouts(run_dir, step)}
+
+
+def test_too_many_in_a_row_go_back_to_the_checkpoint_before_them_and_the_run_goes_on(
+    folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of the second rank is spoilt in steps 3 and 4, by an update each; checkpoints are of all steps."""
+    run_dir = tmp_path / "run"
+    spoilt(monkeypatch, run_dir, "3:5")
+    updates = ["run.num_update=1", "run.epochs=1", "run.num_rollout=6", "run.keep_checkpoints=4"]
+    train(folder, run_dir, *GRPO, *updates, host=host)
+    steps: list[dict[str, Any]] = metrics_of(run_dir)
+    assert [step["actor/skipped"] for step in steps] == [0, 0, 1, 1, 0, 0]
+    assert [step.get("guards/actor_in_vain") for step in steps] == [None, None, None, 2, None, None]
+    assert [step.get("guards/returns") for step in steps] == [None] * 4 + [1, 1]
+    (alarm,) = lines_of(run_dir, "ALARM")
+    assert "step 4: 2 updates of the actor in a row were skipped, from step 3 on" in alarm
+    assert f"those of {run_dir}/checkpoints/step_000002 again" in alarm
+    # The schedule is that of the checkpoint; the engine has its weights; the data are the next ones.
+    assert steps[4]["actor/lr"] == steps[2]["actor/lr"] or steps[4]["actor/lr"] > steps[3]["actor/lr"]
+    assert steps[4]["rollout/logprob_diff_p95"] < 1e-4
+    seen = [prompts_of(run_dir, step) for step in range(1, 7)]
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 24
+    host_state = json.loads((run_dir / "checkpoints/step_000006/host.json").read_text())
+    assert host_state["guards"]["returns"] == 1 and host_state["guards"]["returned_to"] is None
+
+
+def test_a_second_time_without_a_good_step_between_ends_the_run_and_says_so(
+    folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    spoilt(monkeypatch, run_dir, "2:99")
+    done = start(folder, run_dir, *GRPO, "run.num_update=4", "run.epochs=2", "run.num_rollout=6", host=host)
+    assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
+    (said,) = [line for line in done.stderr.splitlines() if "had gone back" in line]
+    assert said.startswith("error: 4 updates of the actor in a row were skipped, from step 3 on")
+    assert "The models had gone back to step 1 for that already" in said
+    assert len(metrics_of(run_dir)) == 3 and len(lines_of(run_dir, "ALARM")) == 1
+
+
+def test_without_a_checkpoint_the_run_ends(
+    folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    spoilt(monkeypatch, run_dir, "1:99")
+    done = start(folder, run_dir, *GRPO, "run.save_every=0", "run.num_update=2", "run.epochs=1", host=host)
+    assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "There is no checkpoint to go back to; run.save_every writes them" in done.stderr

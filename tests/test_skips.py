@@ -1,0 +1,42 @@
+"""What is skipped is named at the end of all tests, each reason once."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+OUTPUT = """\
+.s..s [100%]
+=========================== short test summary info ============================
+SKIPPED [2] tests/slurm/conftest.py:105: no munged, slurmd; on Debian or Ubuntu: apt-get install slurm-wlm munge
+SKIPPED [1] tests/rewards/code/test_in_pool.py:29: this machine has no bubblewrap
+SKIPPED [3] tests/tools/test_bench.py:21: this machine has no bubblewrap
+SKIPPED [1] tests/a/test_gpu.py: no NVIDIA GPU
+FAILED tests/a/test_b.py::test_c - assert 1 == 2
+4 passed, 7 skipped in 3 s
+"""
+
+
+def table(*texts: str, folder: Path) -> list[str]:
+    files = []
+    for number, text in enumerate(texts):
+        files.append(folder / f"{number}.txt")
+        files[-1].write_text(text)
+    command = ["awk", "-f", str(ROOT / "tests/skips.awk"), *map(str, files)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_reasons_are_counted_over_all_runs(tmp_path: Path) -> None:
+    further = "SKIPPED [4] tests/a/test_gpu.py:7: no NVIDIA GPU\n"
+    assert table(OUTPUT, further, folder=tmp_path) == [
+        "skipped: 11",
+        "     2  no munged, slurmd; on Debian or Ubuntu: apt-get install slurm-wlm munge (tests/slurm/conftest.py)",
+        "     4  this machine has no bubblewrap (tests/rewards/code/test_in_pool.py tests/tools/test_bench.py)",
+        "     5  no NVIDIA GPU (tests/a/test_gpu.py)",
+    ]
+
+
+def test_nothing_is_said_too(tmp_path: Path) -> None:
+    assert table("4 passed in 3 s\n", folder=tmp_path) == ["skipped: nothing"]

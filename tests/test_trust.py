@@ -1,0 +1,133 @@
+"""What could run a stranger's code, by the source: each place is named here, with the reason why it may be there."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = {
+    str(path.relative_to(ROOT)): path
+    for folder in ("megarl", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+CODE = {"eval", "exec", "execfile", "os.system", "os.popen", "asyncio.create_subprocess_shell"}
+PICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "ForkingPickler")
+COLLECTIVES = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+
+OURS = "between ranks of one job, over the job's own groups: see SECURITY.md, the network"
+ALLOWED = {
+    ("megarl/parallel/ranks.py", "pickle.loads"): (1, OURS),
+    ("megarl/parallel/ranks.py", "dist.broadcast_object_list"): (1, OURS),
+    ("megarl/parallel/delivery.py", "pickle.loads"): (2, OURS),
+    ("megarl/parallel/delivery.py", "dist.all_gather_object"): (1, OURS),
+    ("megarl/workers/push.py", "dist.all_gather_object"): (1, OURS),
+    ("megarl/workers/rollout.py", "dist.gather_object"): (1, OURS),
+    ("megarl/parallel/neighbours.py", "pickle.loads"): (1, "of a rank that has shown the job's secret on this socket"),
+    ("megarl/rewards/calls.py", "pickle.loads"): (1, "what a rank hands to a process of its own; answers are JSON"),
+    ("megarl/environments/serving.py", "pickle.loads"): (2, "what a rank hands to a process of its own, likewise"),
+    ("megarl/checkpoint/plain_pickles.py", "pickle.Unpickler"): (1, "finds no class but those that it lists"),
+    ("megarl/rewards/code/answering.py", "exec"): (4, "a policy's program, in the sandbox"),
+    ("megarl/rewards/code/answering.py", "eval"): (1, "a test of a data set, in the sandbox"),
+    ("megarl/rewards/code/judging.py", "exec"): (2, "tests of a data set, in a sandbox of their own"),
+    ("megarl/sandbox/inside_harness.py", "exec"): (1, "in the sandbox"),
+    ("megarl/sandbox/inside_session.py", "exec"): (1, "the policy's code, in the sandbox"),
+    ("megarl/sandbox/inside_session.py", "eval"): (1, "the policy's code, in the sandbox"),
+    ("tools/make_quickstart.py", "eval"): (1, "sums that the tool has made itself, without builtins"),
+    ("tools/bench_messages.py", "dist.all_gather_object"): (1, OURS),
+}
+
+
+def named(node: ast.Call, name: str) -> ast.expr | None:
+    return next((word.value for word in node.keywords if word.arg == name), None)
+
+
+def is_true(node: ast.expr | None) -> bool:
+    return node is not None and not (isinstance(node, ast.Constant) and not node.value)
+
+
+def dangers(source: str) -> list[str]:
+    """What a file calls, or inherits from, that runs or unpickles what it is given."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            found += [base for base in map(ast.unparse, node.bases) if base.rpartition(".")[2] == "Unpickler"]
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        module, _, last = name.rpartition(".")
+        if name in CODE or last in COLLECTIVES:
+            found.append(name)
+        elif module.rpartition(".")[2] in PICKLES and last in ("load", "loads", "Unpickler", "open"):
+            found.append(name)
+        elif last == "recv_pyobj" or (last == "read_pickle"):
+            found.append(name)
+        elif name == "torch.load" and not (
+            isinstance(only := named(node, "weights_only"), ast.Constant) and only.value is True
+        ):
+            found.append(name)
+        elif module == "yaml" and last in ("load", "load_all", "full_load", "unsafe_load"):
+            found.append(name)
+        elif is_true(named(node, "shell")):
+            found.append(f"{name}(shell=True)")
+        elif is_true(named(node, "allow_pickle")):
+            found.append(f"{name}(allow_pickle=True)")
+        elif is_true(named(node, "trust_remote_code")):
+            found.append(f"{name}(trust_remote_code=True)")
+    return found
+
+
+def test_every_place_that_runs_or_unpickles_something_has_a_reason() -> None:
+    seen = Counter((name, call) for name, path in FILES.items() for call in dangers(path.read_text(encoding="utf-8")))
+    assert seen == {place: count for place, (count, _) in ALLOWED.items()}
+    assert all(reason for _, reason in ALLOWED.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "call"),
+    [
+        ("pickle.load(file)", "pickle.load"),
+        ("import dill\ndill.loads(x)", "dill.loads"),
+        ("torch.load(file)", "torch.load"),
+        ("torch.load(file, weights_only=False)", "torch.load"),
+        ("torch.load(file, weights_only=flag)", "torch.load"),
+        ("yaml.load(file, Loader=L)", "yaml.load"),
+        ("eval(text)", "eval"),
+        ("exec(text)", "exec"),
+        ("os.system(text)", "os.system"),
+        ("subprocess.run(text, shell=True)", "subprocess.run(shell=True)"),
+        ("np.load(file, allow_pickle=True)", "np.load(allow_pickle=True)"),
+        ("AutoModel.from_pretrained(x, trust_remote_code=flag)", "AutoModel.from_pretrained(trust_remote_code=True)"),
+        ("socket.recv_pyobj()", "socket.recv_pyobj"),
+        ("dist.all_gather_object(a, b)", "dist.all_gather_object"),
+        ("class A(pickle.Unpickler): pass", "pickle.Unpickler"),
+    ],
+)
+def test_what_is_looked_for_is_found(source: str, call: str) -> None:
+    assert dangers(source) == [call]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.eval()",
+        "torch.load(file, weights_only=True)",
+        "json.loads(text)",
+        "yaml.safe_load(text)",
+        "pickle.dumps(x)",
+        "np.load(file, allow_pickle=False)",
+        "pickletools.genops(data)",
+    ],
+)
+def test_what_is_harmless_is_not(source: str) -> None:
+    assert dangers(source) == []
