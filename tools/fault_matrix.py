@@ -25,7 +25,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from faults.job import WentOtherwise
+from faults import soaking
+from faults.job import WentOtherwise, shortened
 from faults.rows import ROWS, by_scenario, chosen
 from faults.seen import Seen, as_json, table, total
 from faults.workshop import Workshop
@@ -42,9 +43,9 @@ def tried(shop: Workshop, numbers: list[int]) -> dict[int, Seen]:
         try:
             for number, seen in importlib.import_module(f"faults.{scenario}").show(shop, wanted):
                 found[number] = replace(seen, text=seen.text.replace(f"{shop.folder}/", ""))
-        except WentOtherwise as error:
+        except (WentOtherwise, ConfigError, OSError) as error:
             for number in wanted:
-                found.setdefault(number, Seen(False, str(error)))
+                found.setdefault(number, Seen(False, shortened(f"{type(error).__name__}: {error}", 300)))
     return found
 
 
@@ -76,8 +77,6 @@ def main() -> int:
     shop = Workshop(folder, lambda text: errors.print(f"{time.monotonic() - began:6.1f} s  {text}", highlight=False))
     try:
         if options.soak:
-            from faults import soaking
-
             report = soaking.soak(shop, 60 * options.soak, options.every)
             console.print(soaking.table(report))
             good, written = report.ok, report.as_json()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.job import ROOT, Job, WentOtherwise
+from faults.judging import NOTES
 from faults.played import record
 from faults.points import Point
 from megarl.config import Config, describe_keys
@@ -66,7 +67,7 @@ class Workshop:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise WentOtherwise(f"tools/make_quickstart.py: {done.stderr.strip()[-300:]}")
-        rows = ({"id": str(number), "prompt": f"Say numbers, {number}."} for number in range(64))
+        rows = ({"id": str(number), "prompt": f"Say numbers, {number}.", "ground_truth": 0} for number in range(64))
         (target / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (target / "grpo.yaml").write_text(CONFIG)
         (target / "sft.yaml").write_text(SFT)
@@ -108,6 +109,47 @@ class Workshop:
         if "rollout.replay" not in given:
             given["rollout.replay"] = self.answers
         return Job(run_dir, self.material / "grpo.yaml", given, points, prefix)
+
+    @cached_property
+    def caller(self) -> Path:
+        """A policy that has learned one conversation by heart, in which it calls the calculator; its questions are
+        beside it, in talks.jsonl."""
+        from faults.tooling import calculator
+
+        place = self.place("caller")
+        function = {"name": "calculator", "arguments": {"expression": "61+17"}}
+        question = {"role": "user", "content": "What is 61+17?"}
+        called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        answer = {"role": "assistant", "content": "The answer is 78."}
+        talk = [question, called, {"role": "tool", "content": "78"}, answer]
+        lesson = json.dumps({"messages": talk, "tools": [calculator.schema]})
+        (place / "lessons.jsonl").write_text(f"{lesson}\n" * 16)
+        rows = (
+            {"id": str(number), "prompt": [question], "ground_truth": 78, "tools": ["calculator"]}
+            for number in range(64)
+        )
+        (place / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        slow = {"actor_optimizer__lr": 0.005, "actor_optimizer__schedule": "constant"}
+        more: dict[str, Any] = {"data__train": place / "lessons.jsonl", "data__prompts_per_step": 16, **slow}
+        finished(self.sft(place / "run", run__num_rollout=40, run__save_every=0, **more))
+        return place
+
+    def generated(self, run_dir: Path, points: Sequence[Point], settings: dict[str, Any]) -> Job:
+        """GRPO of that policy, on two ranks with an engine each, that answers with tools. The entropy bonus changes the
+        weights, whatever the answers are."""
+        given = {
+            "model.path": self.caller / "run" / "export",
+            "data.train": self.caller / "talks.jsonl",
+            **{"parallel.world_size": 2, "parallel.ranks_per_node": 2, "run.export": False},
+            **{"rollout.tools": ["faults.tooling:calculator"], "rollout.tool_call_parser": "qwen25"},
+            **{"rollout.max_turns": 3, "rollout.max_new_tokens": 40, "rollout.temperature": 0.05},
+            **{"rollout.concurrency": 2, "rollout.pass_env": [NOTES], "rollout.verify_every": 1},
+            **{"rollout.request_timeout": 60, "rollout.step_timeout": 240, "run.timeout_s": 120},
+            **{"reward.functions": ["faults.tooling:counted"], "loss.entropy_coef": 0.01},
+            **{"actor_optimizer.lr": 5e-4, "actor_optimizer.schedule": "constant"},
+            **settings,
+        }
+        return Job(run_dir, self.material / "grpo.yaml", given, points, host=self.host())
 
     @cache  # noqa: B019  there is one workshop
     def undisturbed(self) -> Path:
