@@ -42,6 +42,7 @@ def tried(shop: Workshop, numbers: list[int]) -> dict[int, Seen]:
     for scenario, wanted in by_scenario(numbers).items():
         try:
             for number, seen in importlib.import_module(f"faults.{scenario}").show(shop, wanted):
+                shop.say(f"row {number} {'is as expected' if seen.ok else 'is NOT as expected'}: {seen.text}")
                 found[number] = replace(seen, text=seen.text.replace(f"{shop.folder}/", ""))
         except (WentOtherwise, ConfigError, OSError) as error:
             for number in wanted:
