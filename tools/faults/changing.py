@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from faults.job import same_weights, shortened
 from faults.saving import resumed_from
 from faults.seen import Findings, Seen
-from faults.workshop import SFT_STEPS, STEPS, Workshop
+from faults.workshop import SFT_STEPS, STEPS, Workshop, one_by_one
 from megarl.config import describe_ranges
 
 TOLERANCE = 1e-6
@@ -27,10 +27,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    for number, work in ((16, _layouts), (17, _other_runs)):
-        if number in wanted:
-            shop.say(f"row {number}")
-            yield number, work(shop)
+    yield from one_by_one(shop, wanted, {16: _layouts, 17: _other_runs})
 
 
 def furthest(one: Path, other: Path) -> float:

@@ -17,7 +17,7 @@ from faults.job import ROOT, Job, WentOtherwise, metrics_of, shortened
 from faults.points import Point
 from faults.saving import whole
 from faults.seen import Findings, Seen
-from faults.workshop import SFT_STEPS, STEPS, Workshop
+from faults.workshop import SFT_STEPS, STEPS, Workshop, one_by_one
 
 FILLER = "filler"
 
@@ -33,25 +33,28 @@ def can_mount() -> bool:
 
 
 class Disk:
-    """A file system at a folder, in a name space that lives until `close`: a small tmpfs, or without a size what is
-    there, which cannot be written. prefix: of commands that are to see it. inside: where this process finds it."""
+    """A file system at a folder, in a name space that lives until `close`, from `mount` on: a small tmpfs, or without a
+    size what is there, which then cannot be written. prefix: of commands that are to see it. inside: where this process
+    finds it."""
 
     def __init__(self, folder: Path, megabytes: int = 0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        read_only = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"'
-        script = f'mount -t tmpfs -o size={megabytes}m none "$1"' if megabytes else read_only
+        self.folder, self.megabytes = folder, megabytes
         pipe = subprocess.PIPE
-        self._holder = subprocess.Popen(
-            ["unshare", "-Urm", "sh", "-c", f"{script} && echo there && exec cat", "sh", str(folder)],
-            stdin=pipe,
-            stdout=pipe,
-        )
+        holder = ["unshare", "-Urm", "sh", "-c", "echo there && exec cat"]
+        self._holder = subprocess.Popen(holder, stdin=pipe, stdout=pipe)
         assert self._holder.stdout is not None
-        if not self._holder.stdout.readline():
-            raise WentOtherwise(f"no file system could be made at {folder}")
+        self._holder.stdout.readline()
         enter = ["nsenter", f"--target={self._holder.pid}", "--user", "--mount", "--preserve-credentials"]
         self.prefix = [*enter, f"--wd={ROOT}"]
         self.inside = Path(f"/proc/{self._holder.pid}/root{folder}")
+
+    def mount(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        read_only = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"'
+        script = f'mount -t tmpfs -o size={self.megabytes}m none "$1"' if self.megabytes else read_only
+        done = subprocess.run([*self.prefix, "sh", "-c", script, "sh", self.folder], capture_output=True, text=True)
+        if done.returncode:
+            raise WentOtherwise(f"no file system could be made at {self.folder}: {done.stderr.strip()}")
 
     def fill(self) -> None:
         with (self.inside / FILLER).open("wb") as file:
@@ -89,10 +92,7 @@ class Quota:
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    for number, work in ((12, _full_in_a_save), (13, _read_only), (28, _full_for_logs)):
-        if number in wanted:
-            shop.say(f"row {number}")
-            yield number, work(shop)
+    yield from one_by_one(shop, wanted, {12: _full_in_a_save, 13: _read_only, 28: _full_for_logs})
 
 
 STAND_IN = "by RLIMIT_FSIZE, as nothing can be mounted here"
@@ -104,9 +104,13 @@ def _full_in_a_save(shop: Workshop) -> Seen:
     findings, run_dir = Findings(), shop.place("row_12") / "run"
     folder = run_dir / "checkpoints"
     disk = Disk(folder, 150) if can_mount() else None
-    point = Point("writing", "save:data", 2)
+    points = [Point("begun", "forward", 1), Point("writing", "save:data", 2)]
     try:
-        with shop.sft(run_dir, [point], disk.prefix if disk else (), run__keep_checkpoints=2) as job:
+        with shop.sft(run_dir, points, disk.prefix if disk else (), run__keep_checkpoints=2) as job:
+            job.reached("begun")  # a folder of checkpoints that was there before would be another run's
+            if disk:
+                disk.mount()
+            job.go_on("begun")
             job.reached("writing")
             full = disk or Quota(job)
             moment = time.time()
@@ -114,10 +118,11 @@ def _full_in_a_save(shop: Workshop) -> Seen:
             job.go_on("writing")
             job.wait_for(lambda: LINE.search(job.log + job.output), "an alarm")
             detect = time.time() - moment
+            where = disk.inside if disk else folder
+            view = where.parent
+            findings.add(whole(view, 1), "the old checkpoint is intact")
             full.free()
             ended = job.ended()
-        where = disk.inside if disk else folder
-        view = where.parent if disk else run_dir
         found = LINE.search(job.log + job.output)
         assert found is not None
         findings.add(found[1] == "step_000002", f"alarm: {shortened(found[2], 90)}")
@@ -126,8 +131,6 @@ def _full_in_a_save(shop: Workshop) -> Seen:
         kept = {f"step_{step:06d}" for step in (SFT_STEPS - 1, SFT_STEPS)}
         findings.add(names == kept | {"latest"}, "later checkpoints were written", f"there are {sorted(names)}")
         findings.add(all(whole(view, int(name[5:])) for name in kept), "and are whole")
-        text = job.log + job.output
-        findings.add("earlier checkpoints are intact" in text, "the old one was intact")
         if disk is None:
             findings.add(True, STAND_IN)
         return findings.seen(detect)
@@ -145,9 +148,8 @@ def _read_only(shop: Workshop) -> Seen:
     shutil.rmtree(folder / f"step_{SFT_STEPS:06d}")
     before = len(metrics_of(run_dir))
     disk = Disk(folder) if can_mount() else None
-    if disk is None:
-        folder.chmod(0o500)
     try:
+        disk.mount() if disk else folder.chmod(0o500)
         with shop.sft(run_dir, (), disk.prefix if disk else (), run__resume="auto") as job:
             ended = job.ended()
         findings.add(ended.status == 2, "exit status 2", f"exit status {ended.status}")
@@ -171,6 +173,8 @@ def _full_for_logs(shop: Workshop) -> Seen:
     disk = Disk(run_dir, 20) if can_mount() else None
     alone = {"parallel__world_size": 1, "parallel__tp": 1, "parallel__ep": 1, "run__save_every": 0}
     try:
+        if disk:
+            disk.mount()
         with shop.replayed(
             run_dir,
             (),

@@ -13,7 +13,7 @@ from typing import Any
 from faults.job import SAME_BITS, Ended, Job, read_text, same_weights, shortened
 from faults.points import Point
 from faults.seen import Findings, Seen
-from faults.workshop import KEYS, STEPS, Workshop
+from faults.workshop import KEYS, STEPS, Workshop, one_by_one
 
 RESTARTS = "run.max_restarts"
 TIMEOUT_S = 20
@@ -22,10 +22,7 @@ AT = 3
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    for number, work in ((1, _killed), (2, _killed), (3, _stopped), (29, _slowed)):
-        if number in wanted:
-            shop.say(f"row {number}")
-            yield number, work(shop, number)
+    yield from one_by_one(shop, wanted, {1: _forward, 2: _all_reduce, 3: _stopped, 29: _slowed})
 
 
 def restarting(shop: Workshop, name: str, points: Sequence[Point], **settings: Any) -> Job:
@@ -58,10 +55,17 @@ def step_again(job: Job, step: int, since: float) -> float | None:
     return next((row["time"] - since for row in rows), None)
 
 
-def _killed(shop: Workshop, number: int) -> Seen:
-    at = {1: "forward", 2: "all_reduce"}[number]
+def _forward(shop: Workshop) -> Seen:
+    return _killed(shop, "forward")
+
+
+def _all_reduce(shop: Workshop) -> Seen:
+    return _killed(shop, "all_reduce")
+
+
+def _killed(shop: Workshop, at: str) -> Seen:
     undisturbed, findings = shop.undisturbed(), Findings()
-    with restarting(shop, f"row_{number}", [Point("there", at, AT, rank=1)]) as job:
+    with restarting(shop, f"killed_in_{at}", [Point("there", at, AT, rank=1)]) as job:
         pid = job.reached("there")["pid"]
         others = [other for rank, other in job.ranks().items() if other != pid]
         if at == "all_reduce":
@@ -80,7 +84,7 @@ def _killed(shop: Workshop, number: int) -> Seen:
         return findings.seen(detect, step_again(job, AT, moment), lost=0)
 
 
-def _stopped(shop: Workshop, number: int) -> Seen:
+def _stopped(shop: Workshop) -> Seen:
     undisturbed, findings = shop.undisturbed(), Findings()
     with restarting(shop, "row_3", [Point("there", "forward", AT, rank=1)]) as job:
         job.reached("there")
@@ -112,7 +116,7 @@ def _is_stacks(text: str) -> bool:
     return 'File "' in text and ("Thread 0x" in text or "most recent call first" in text)
 
 
-def _slowed(shop: Workshop, number: int) -> Seen:
+def _slowed(shop: Workshop) -> Seen:
     """The rank has a tenth of its time: it is stopped and continued, 20 times a second."""
     findings = Findings()
     with restarting(shop, "row_29", [], run__num_rollout=STEPS, run__save_every=0, run__export=False) as job:

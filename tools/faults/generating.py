@@ -3,6 +3,7 @@ in each of its steps. Where the run ends of one it is gone on with from its newe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -18,12 +19,12 @@ from faults.points import Point
 from faults.saving import resumed_from
 from faults.seen import Findings, Seen
 from faults.tooling import HANG, HUNG, SEEN
-from faults.workshop import GROUPS, KEYS, SAMPLES, Workshop
+from faults.workshop import GROUPS, KEYS, SAMPLES, Workshop, tried
 from megarl.ending import REQUEUE_EXIT_CODE
 from megarl.observe.rollout_log import read_rollouts
 
 HANGS = "rollout.hang_timeout"
-HANG_S, TOOL_S, BUDGET_S = 20, 5, 120
+HANG_S, TOOL_S, BUDGET_S = 30, 5, 120
 """Bounds that the run has: of an engine's silence, of a tool's call; and what Slurm gives a job to save itself."""
 TOLERANCE = 1e-3
 """Of the engine's log-probs to the trainer's, 95 % of the tokens: other weights are further away."""
@@ -48,12 +49,7 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
             if number not in wanted:
                 continue
             shop.say(f"row {number}")
-            try:
-                chain.alive()
-                seen = work(chain, Findings(), number)
-            except WentOtherwise as error:
-                seen = Seen(False, str(error))
-            yield number, seen
+            yield number, tried(chain.row, work, number)
     finally:
         chain.close()
 
@@ -92,6 +88,10 @@ class Chain:
             self.job.kill_all()
         del os.environ[NOTES]
 
+    def row(self, work: Callable[[Chain, Findings, int], Seen], number: int) -> Seen:
+        self.alive()
+        return work(self, Findings(), number)
+
     # --- where it is
 
     def rows(self) -> dict[int, dict[str, Any]]:
@@ -121,11 +121,11 @@ class Chain:
         """The process of an engine that computes: the first child of its server. They come from the tool's own host."""
         log = str(self.run_dir / "logs" / f"engine_{index}.log")
         mine = [process for process in psutil.Process().children(recursive=True) if _writes_to(process, log)]
-        pids = {process.pid for process in mine}
-        servers = [process for process in mine if process.ppid() not in pids and process.children()]
+        servers = [process for process in mine if len(process.children()) > 1]
         if not servers:
             raise WentOtherwise(f"engine {index} is not there")
-        return min(servers[-1].children(), key=psutil.Process.create_time)
+        server = max(servers, key=psutil.Process.create_time)
+        return min(server.children(), key=psutil.Process.create_time)
 
 
 def _writes_to(process: psutil.Process, log: str) -> bool:
@@ -201,7 +201,7 @@ def _hanging_engine(chain: Chain, findings: Findings, number: int) -> Seen:
         findings.add(took < 2 * HANG_S, f"killed after {took:.0f} s")
         return _recovered(chain, findings, number, moment, before)
     finally:
-        if engine.is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):
             engine.kill()
 
 
@@ -258,7 +258,7 @@ def _lost_line(job: Job, since: float) -> str:
             continue
         if at < since - 1:
             return ""
-        if re.search(r"engine \d+ ", line) and re.search(r"lost|died|hangs|not running|does not answer", line):
+        if re.search(r"engine \d+ ", line) and re.search(r"lost|died|hangs|hung|not running|does not answer", line):
             return line
     return ""
 

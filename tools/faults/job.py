@@ -20,7 +20,7 @@ from faults.points import VARIABLE, Point
 from megarl.rollout.hosting import SHARED
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 """How long anything may take that is waited for; a machine at other work is slow."""
 SAME_BITS = "the weights are those of the undisturbed run, bit for bit"
 _LOOK_S = 0.02

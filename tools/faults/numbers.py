@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from faults.job import shortened
 from faults.points import Point
 from faults.seen import Findings, Seen
-from faults.workshop import GROUPS, SAMPLES, STEPS, Workshop
+from faults.workshop import GROUPS, SAMPLES, STEPS, Workshop, one_by_one
 from megarl.observe.rollout_log import read_records
 
 MOST = 1
@@ -17,10 +17,7 @@ MOST = 1
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    for number, work in ((20, _gradient), (21, _log_probs)):
-        if number in wanted:
-            shop.say(f"row {number}")
-            yield number, work(shop)
+    yield from one_by_one(shop, wanted, {20: _gradient, 21: _log_probs})
 
 
 def _gradient(shop: Workshop) -> Seen:

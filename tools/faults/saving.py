@@ -11,7 +11,7 @@ from typing import Any
 from faults.job import SAME_BITS, Job, checkpoints, same_weights, shortened
 from faults.points import Point
 from faults.seen import Findings, Seen
-from faults.workshop import KEYS, Workshop
+from faults.workshop import KEYS, Workshop, one_by_one
 from megarl.checkpoint import manifest
 
 ASYNCHRONOUS = "run.save_async"
@@ -21,10 +21,7 @@ AT = 2
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    for number, work in ((8, _stages), (14, _writer)):
-        if number in wanted:
-            shop.say(f"row {number}")
-            yield number, work(shop)
+    yield from one_by_one(shop, wanted, {8: _stages, 14: _writer})
 
 
 def resumed_from(log: str) -> list[int]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from faults.job import ROOT, Job, WentOtherwise
+from faults.job import ROOT, Job, WentOtherwise, shortened
 from faults.judging import NOTES
 from faults.played import record
 from faults.points import Point
-from megarl.config import Config, describe_keys
+from faults.seen import Seen
+from megarl.config import Config, ConfigError, describe_keys
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4
 """Of a run on recorded answers, and of its step."""
@@ -169,6 +170,24 @@ class Workshop:
         for close in reversed(self._closing):
             close()
         self._closing.clear()
+
+
+def one_by_one(
+    shop: Workshop, wanted: Sequence[int], works: Mapping[int, Callable[[Workshop], Seen]]
+) -> Iterator[tuple[int, Seen]]:
+    """Rows that have runs of their own: what cannot be tried of one does not keep the others from it."""
+    for number, work in works.items():
+        if number in wanted:
+            shop.say(f"row {number}")
+            yield number, tried(work, shop)
+
+
+def tried(work: Callable[..., Seen], *arguments: Any) -> Seen:
+    """What was seen; where it did not come to that, why, which is not as expected."""
+    try:
+        return work(*arguments)
+    except (WentOtherwise, ConfigError, OSError) as error:
+        return Seen(False, shortened(str(error), 300))
 
 
 def finished(job: Job) -> float:
