@@ -76,6 +76,7 @@ class _Signals:
     ending = False
     since = 0.0
     saving = False
+    writing = False
     launcher: str | None = None
 
 
@@ -106,6 +107,16 @@ def answer_by_saving() -> None:
     _Signals.saving = True
 
 
+@contextmanager
+def writing() -> Iterator[None]:
+    """Within the block a checkpoint is written, which no SIGTERM breaks off, however often it comes."""
+    _Signals.writing = True
+    try:
+        yield
+    finally:
+        _Signals.writing = False
+
+
 def asked_to_stop() -> bool:
     return _Signals.asked or signal.SIGUSR1 in signal.sigpending()
 
@@ -126,7 +137,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     if again and (_Signals.ending or (_Signals.asked and gently)):
         return
     _Signals.since = time.monotonic()
-    if gently and not _Signals.asked:
+    if gently and (not _Signals.asked or _Signals.writing):
         _Signals.asked = True
     elif not _Signals.ending:
         begin()

@@ -67,7 +67,7 @@ class Keeping:
             self.log.settle()  # a run that goes on from here does not take these steps again
             return written
 
-        with self.clock.phase("save"):
+        with self.clock.phase("save"), ending.writing():
             try:
                 self.store.save(self.step, host, write_models, self.needs.checkpoint)
             except StorageError as error:

@@ -134,6 +134,7 @@ class Launch:
         self.deadline = float("inf")
         self.failed_at = float("inf")
         self._since: dict[int, float] = {}
+        self._again = False  # they have been asked twice
 
     def run(self, environment: Mapping[str, str]) -> int:
         """Until all ranks have ended. Returns the exit status of the run; a line on stderr says why it is not 0."""
@@ -179,10 +180,11 @@ class Launch:
             self._since[number] = time.monotonic()
             if self.asked and self.deadline < float("inf"):
                 self.deadline = 0.0  # they have been told before
-            elif number == signal.SIGINT or self.asked or not self.saves:
+            elif number == signal.SIGINT or not self.saves or self._again:
                 self._end()
             else:
-                self._send(number)
+                self._send(number)  # by a second one ranks end, but for those that are writing a checkpoint
+                self._again = self.asked != 0
             self.asked = self.asked if self.asked == signal.SIGINT else number
         failed = any(rank.poll() not in (None, 0, REQUEUE_EXIT_CODE) for rank in self.ranks)
         if failed:

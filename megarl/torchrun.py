@@ -36,6 +36,7 @@ class _Watch(threading.Thread):
         self.words = launcher.Words()
         self.asked = 0
         self.logs = tempfile.mkdtemp(prefix="megarl-torchrun-")  # else the agent makes one, and leaves it
+        self._again = False  # they have been asked twice
         self._deadline = float("inf")
         self._since: dict[int, float] = {}
         self._signals, write = os.pipe2(os.O_NONBLOCK)
@@ -60,11 +61,12 @@ class _Watch(threading.Thread):
         if time.monotonic() - self._since.get(number, 0.0) < SAME_S:
             return
         self._since[number] = time.monotonic()
-        if number == signal.SIGINT or self.asked:
+        if number == signal.SIGINT or self._again:
             self._deadline = min(self._deadline, time.monotonic() + launcher.GRACE_S)
             there = _send(signal.SIGINT)
         else:
-            there = _send(number)
+            there = _send(number)  # by a second one ranks end, but for those that are writing a checkpoint
+            self._again = self.asked != 0
         if self.asked != signal.SIGINT:
             self.asked = number
         if not there:

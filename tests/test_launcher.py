@@ -147,6 +147,24 @@ def test_a_second_sigterm_ends_the_run(tmp_path: Path) -> None:
     assert ended(process) == (143, ["ended by SIGTERM"])
 
 
+def test_a_second_sigterm_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    body = """
+    ending.answer_by_saving(); wait(); pathlib.Path(f'asked_{rank}').touch()
+    with ending.writing():
+        while not pathlib.Path("written").exists():
+            time.sleep(0.01)
+    raise ending.Stopped("saved step 3")"""
+    process = run_of(tmp_path, body, saves=True)
+    pids(tmp_path, process)
+    process.terminate()
+    wait_for(lambda: len(list(tmp_path.glob("asked_*"))) == 2, process)
+    time.sleep(2.1)  # within two seconds it is the same request
+    process.terminate()
+    time.sleep(0.5)
+    (tmp_path / "written").touch()
+    assert ended(process) == (85, ["saved step 3"])
+
+
 def test_sigterm_without_checkpoints_ends_the_run(tmp_path: Path) -> None:
     process = run_of(tmp_path, "wait()")
     pids(tmp_path, process)

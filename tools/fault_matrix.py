@@ -1,0 +1,99 @@
+"""What happens to a run when something breaks: each row of the contract, injected for real, and what was seen.
+
+    .venv/bin/python tools/fault_matrix.py [--only 1,8-11] [--short] [--json FILE] [--keep FOLDER]
+    .venv/bin/python tools/fault_matrix.py --soak 30 [--every 90]
+
+Runs are the training program with a tiny MoE, the real Megatron-Core and, where a row needs one, the real SGLang on the
+CPU. Processes are killed by their ids, disks are small file systems, bits are flipped in files and on the wire.
+`faults/README.md` says what each row does. `--short` has those that take seconds and need no engine. `detect`: seconds
+from the fault to the first trace of it; `recover`: to where the run went on; `lost`: samples that nothing was trained
+on. The exit status is 1 where a row is not as expected.
+
+`--soak` trains under kills at random, a time of `--every` seconds between them on the average, and compares the end
+with that of the undisturbed run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from faults import soaking
+from faults.job import WentOtherwise, shortened
+from faults.rows import ROWS, by_scenario, chosen
+from faults.seen import Seen, as_json, table, total
+from faults.workshop import Workshop
+from rich.console import Console
+
+from megarl.command_line import Parser, amount, ends_in_a_line, file_to_write, folder_to_write
+from megarl.strict import ConfigError
+
+
+def tried(shop: Workshop, numbers: list[int]) -> dict[int, Seen]:
+    """What was seen of these rows; of one that could not be tried, why, which is not as expected."""
+    found: dict[int, Seen] = {}
+    for scenario, wanted in by_scenario(numbers).items():
+        try:
+            for number, seen in importlib.import_module(f"faults.{scenario}").show(shop, wanted):
+                shop.say(f"row {number} {'is as expected' if seen.ok else 'is NOT as expected'}: {seen.text}")
+                found[number] = replace(seen, text=seen.text.replace(f"{shop.folder}/", ""))
+        except (WentOtherwise, ConfigError, OSError) as error:
+            for number in wanted:
+                found.setdefault(number, Seen(False, shortened(f"{type(error).__name__}: {error}", 300)))
+    return found
+
+
+def main() -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--only", default="", metavar="N[,M-K]", help="these rows")
+    parser.add_argument("--short", action="store_true", help="rows that take seconds and need no engine")
+    parser.add_argument("--soak", type=amount(), metavar="MINUTES", help="train under kills at random")
+    parser.add_argument("--every", type=amount(), default=90.0, metavar="SECONDS", help="between kills, on average")
+    parser.add_argument("--json", type=Path, help="a file to write the figures to")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where runs stay; without, they are removed")
+    options = parser.parse_args()
+    try:
+        numbers = chosen(options.only) if options.only else list(ROWS)
+    except ValueError as error:
+        raise ConfigError(f"--only: {error}") from None
+    if options.short:
+        numbers = [number for number in numbers if ROWS[number].short]
+    file_to_write(options.json, "--json")
+    if options.keep is not None:
+        folder_to_write(options.keep, "--keep")
+        folder = options.keep / time.strftime("%Y%m%d-%H%M%S")
+        folder.mkdir(parents=True)
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="megarl-faults-"))
+    os.umask(0o077)
+    console, began = Console(width=max(Console().width, 160)), time.monotonic()
+    errors = Console(stderr=True)
+    shop = Workshop(folder, lambda text: errors.print(f"{time.monotonic() - began:6.1f} s  {text}", highlight=False))
+    try:
+        if options.soak:
+            report = soaking.soak(shop, 60 * options.soak, options.every)
+            console.print(soaking.table(report))
+            good, written = report.ok, report.as_json()
+        else:
+            found = tried(shop, numbers)
+            console.print(table(found))
+            console.print(f"{total(found)}, in {time.monotonic() - began:.0f} s")
+            good, written = all(seen.ok for seen in found.values()), as_json(found)
+    finally:
+        shop.close()
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    if options.json:
+        options.json.write_text(json.dumps(written, indent=1))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(main))

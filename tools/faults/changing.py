@@ -1,0 +1,94 @@
+"""Checkpoints that are gone on from in another layout, and by another run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from faults.job import same_weights, shortened
+from faults.saving import resumed_from
+from faults.seen import Findings, Seen
+from faults.workshop import SFT_STEPS, STEPS, Workshop, one_by_one
+from megarl.config import describe_ranges
+
+TOLERANCE = 1e-6
+LAYOUTS: dict[str, dict[str, int]] = {
+    "1 rank": {"world_size": 1, "tp": 1, "ep": 1},
+    "DP 2": {"world_size": 2, "tp": 1, "ep": 1},
+    "EP 2": {"world_size": 2, "tp": 1, "ep": 2},
+    "PP 2": {"world_size": 2, "tp": 1, "ep": 1, "pp": 2},
+}
+"""What the checkpoint of a run with TP 2 and EP 2 is gone on with."""
+
+
+def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
+    yield from one_by_one(shop, wanted, {16: _layouts, 17: _other_runs})
+
+
+def furthest(one: Path, other: Path) -> float:
+    """The largest difference of two runs' exported weights; infinite where they are not the same tensors."""
+    first, second = (load_file(path / "export" / "model.safetensors") for path in (one, other))
+    if first.keys() != second.keys():
+        return float("inf")
+    return max(float(np.abs(first[name] - second[name]).max()) for name in first)
+
+
+def copied(run: Path, place: Path, without: int = 0) -> Path:
+    """A run folder without its export, and without the checkpoint of a step."""
+    shutil.copytree(run, place / "run")
+    shutil.rmtree(place / "run" / "export")
+    if without:
+        shutil.rmtree(place / "run" / "checkpoints" / f"step_{without:06d}")
+    return place / "run"
+
+
+def _layouts(shop: Workshop) -> Seen:
+    """In each the last step is taken anew; and in one nothing but the export, which has the same bits."""
+    findings, undisturbed = Findings(), shop.undisturbed()
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
+        run_dir = copied(undisturbed, shop.place(f"row_16_{number}"), without=STEPS)
+        settings: dict[str, Any] = {f"parallel__{key}": value for key, value in layout.items()}
+        with shop.replayed(run_dir, run__resume="auto", **settings) as job:
+            ended = job.ended()
+        if findings.add(ended.status == 0, f"{name} goes on", f"{name}: {ended.why}"):
+            far = furthest(run_dir, undisturbed)
+            findings.add(far <= TOLERANCE, f"and is within {far:.0e}")
+    run_dir = copied(undisturbed, shop.place("row_16_export"))
+    with shop.replayed(run_dir, run__resume="auto", parallel__tp=1, parallel__ep=1, parallel__pp=2) as job:
+        findings.add(
+            job.ended().status == 0 and same_weights(run_dir, undisturbed), "exported with PP 2: the same bits"
+        )
+    return findings.seen(lost=0)
+
+
+def _other_runs(shop: Workshop) -> Seen:
+    findings, undisturbed = Findings(), shop.undisturbed_sft()
+    run_dir = copied(undisturbed, shop.place("row_17"), without=SFT_STEPS)
+    with shop.sft(run_dir, run__resume="auto", run__seed=2) as job:
+        ended = job.ended()
+    findings.add(ended.status == 2 and "run.seed" in ended.why, f"another seed: {shortened(ended.why, 100)}")
+    data = shop.material / "sft.jsonl"
+    before = data.read_text()
+    try:
+        data.write_text(before.replace("What is", "Tell me"))
+        with shop.sft(run_dir, run__resume="auto") as job:
+            ended = job.ended()
+        findings.add(
+            ended.status == 2 and not (run_dir / "export").exists(), f"other data: {shortened(ended.why, 100)}"
+        )
+        if "forced" in describe_ranges()["run.resume"]:
+            with shop.sft(run_dir, run__resume="forced") as job:
+                ended = job.ended()
+            found = resumed_from(job.log)[-1:]
+            forced = ended.status == 0 and found == [SFT_STEPS - 1] and not same_weights(run_dir, undisturbed)
+            findings.add(forced, "run.resume=forced goes on all the same", f"forced: {ended.why}")
+        else:
+            findings.add(False, "", "nothing forces it")
+    finally:
+        data.write_text(before)
+    return findings.seen()

@@ -1,0 +1,98 @@
+"""Checkpoints that are damaged where they lie, one in each of four ways, and a second job at the same folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from faults.job import same_weights, shortened
+from faults.points import Point
+from faults.saving import resumed_from
+from faults.seen import Findings, Seen
+from faults.workshop import SFT_STEPS, Workshop
+
+
+def shard(folder: Path) -> Path:
+    """The largest file of the model in a checkpoint."""
+    return max((folder / "actor").glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def truncate(folder: Path) -> Path:
+    file = shard(folder)
+    os.truncate(file, file.stat().st_size // 2)
+    return file
+
+
+def flip_a_bit(folder: Path) -> Path:
+    """In the middle, where the numbers are."""
+    file = shard(folder)
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        (byte,) = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte ^ 0x10]))
+    return file
+
+
+def remove_shard(folder: Path) -> Path:
+    file = shard(folder)
+    file.unlink()
+    return file
+
+
+def remove_metadata(folder: Path) -> Path:
+    file = folder / "actor" / ".metadata"
+    file.unlink()
+    return file
+
+
+DAMAGE = {9: (truncate,), 10: (flip_a_bit,), 11: (remove_shard, remove_metadata)}
+"""By row, what is done to one checkpoint each."""
+
+
+def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
+    """One run shows all: its newest checkpoints are damaged, and while it goes on from an older one, another job wants
+    its folder."""
+    shop.say(f"rows {', '.join(map(str, wanted))}")
+    undisturbed, run_dir = shop.undisturbed_sft(), shop.place("damaged") / "run"
+    shutil.copytree(undisturbed, run_dir)
+    shutil.rmtree(run_dir / "export")
+    step, done = SFT_STEPS, {number: [] for number in DAMAGE if number in wanted}  # type: ignore[var-annotated]
+    for number, files in done.items():
+        for damage in DAMAGE[number]:
+            folder = run_dir / "checkpoints" / f"step_{step:06d}"
+            files.append((folder, damage(folder).relative_to(folder)))
+            step -= 1
+    if step == SFT_STEPS:  # nothing is damaged, and all is done
+        shutil.rmtree(run_dir / "checkpoints" / f"step_{step:06d}")
+        step -= 1
+    held = Point("held", "save:tmp", step + 1)
+    with shop.sft(run_dir, [held], run__resume="auto") as job:
+        job.reached("held")
+        refused = None
+        if 15 in wanted:
+            with shop.sft(run_dir, run__resume="auto") as other:
+                refused = other.ended()
+                seconds = refused.at - other.began
+        job.go_on("held")
+        ended = job.ended()
+    log, exact = job.log, same_weights(run_dir, undisturbed)
+    fell_back = resumed_from(log)[-1:] == [step]
+    for number, files in done.items():
+        findings = Findings()
+        for folder, file in files:
+            lines = [line for line in log.splitlines() if f"skipping checkpoint {folder}" in line]
+            said = shortened(lines[0].partition(f"{folder.name}: ")[2] if lines else "", 100)
+            named = bool(lines) and str(file) in lines[0]
+            findings.add(named, f"skipped: {said}", f"{file} is not named ({said or 'nothing is said'})")
+        findings.add(fell_back, f"went on from step {step}", f"went on from {resumed_from(log)}")
+        findings.add(ended.status == 0 and exact, "to the weights of the undisturbed run, bit for bit")
+        yield number, findings.seen()
+    if refused is not None:
+        findings = Findings()
+        findings.add(refused.status == 2, "exit status 2", f"exit status {refused.status}")
+        findings.add("in use by" in refused.why, refused.why)
+        findings.add(ended.status == 0 and exact, "the first one was not disturbed")
+        yield 15, findings.seen(detect=seconds)

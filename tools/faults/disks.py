@@ -1,0 +1,205 @@
+"""Disks that are full, and one that cannot be written: small file systems of the run's own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from faults.job import ROOT, Job, WentOtherwise, metrics_of, shortened
+from faults.points import Point
+from faults.saving import whole
+from faults.seen import Findings, Seen
+from faults.workshop import SFT_STEPS, STEPS, Workshop, one_by_one
+
+FILLER = "filler"
+
+
+@cache
+def can_mount() -> bool:
+    """Whether this user may have a file system of his own here, in a name space."""
+    probe = ["unshare", "-Urm", "sh", "-c", "mount -t tmpfs none /tmp"]
+    try:
+        return subprocess.run(probe, capture_output=True).returncode == 0 and shutil.which("nsenter") is not None
+    except OSError:
+        return False
+
+
+class Disk:
+    """A file system at a folder, in a name space that lives until `close`, from `mount` on: a small tmpfs, or without a
+    size what is there, which then cannot be written. prefix: of commands that are to see it. inside: where this process
+    finds it."""
+
+    def __init__(self, folder: Path, megabytes: int = 0) -> None:
+        self.folder, self.megabytes = folder, megabytes
+        pipe = subprocess.PIPE
+        holder = ["unshare", "-Urm", "sh", "-c", "echo there && exec cat"]
+        self._holder = subprocess.Popen(holder, stdin=pipe, stdout=pipe)
+        assert self._holder.stdout is not None
+        self._holder.stdout.readline()
+        enter = ["nsenter", f"--target={self._holder.pid}", "--user", "--mount", "--preserve-credentials"]
+        self.prefix = [*enter, f"--wd={ROOT}"]
+        self.inside = Path(f"/proc/{self._holder.pid}/root{folder}")
+
+    def mount(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        read_only = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"'
+        script = f'mount -t tmpfs -o size={self.megabytes}m none "$1"' if self.megabytes else read_only
+        done = subprocess.run([*self.prefix, "sh", "-c", script, "sh", self.folder], capture_output=True, text=True)
+        if done.returncode:
+            raise WentOtherwise(f"no file system could be made at {self.folder}: {done.stderr.strip()}")
+
+    def fill(self) -> None:
+        with (self.inside / FILLER).open("wb") as file:
+            try:
+                while True:
+                    os.write(file.fileno(), bytes(1 << 16))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+
+    def free(self) -> None:
+        (self.inside / FILLER).unlink()
+
+    def close(self) -> None:
+        assert self._holder.stdin is not None
+        self._holder.stdin.close()
+        self._holder.wait()
+
+
+class Quota:
+    """What stands in for a small disk where none can be mounted: no file of a process may grow beyond some bytes."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def fill(self) -> None:
+        self._limit(1)
+
+    def free(self) -> None:
+        self._limit(resource.RLIM_INFINITY)
+
+    def _limit(self, most: int) -> None:
+        for pid in self.job.ranks().values():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
+def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
+    yield from one_by_one(shop, wanted, {12: _full_in_a_save, 13: _read_only, 28: _full_for_logs})
+
+
+STAND_IN = "by RLIMIT_FSIZE, as nothing can be mounted here"
+LINE = re.compile(r"ALARM: could not write checkpoint \S*(step_\d+): (.*)")
+
+
+def _full_in_a_save(shop: Workshop) -> Seen:
+    """The disk of the checkpoints is filled while the second one is being written, and freed behind it."""
+    findings, run_dir = Findings(), shop.place("row_12") / "run"
+    folder = run_dir / "checkpoints"
+    disk = Disk(folder, 150) if can_mount() else None
+    points = [Point("begun", "forward", 1), Point("writing", "save:data", 2)]
+    try:
+        with shop.sft(run_dir, points, disk.prefix if disk else (), run__keep_checkpoints=2) as job:
+            job.reached("begun")  # a folder of checkpoints that was there before would be another run's
+            if disk:
+                disk.mount()
+            job.go_on("begun")
+            job.reached("writing")
+            full = disk or Quota(job)
+            moment = time.time()
+            full.fill()
+            job.go_on("writing")
+            job.wait_for(lambda: LINE.search(job.log + job.output), "an alarm")
+            detect = time.time() - moment
+            where = disk.inside if disk else folder
+            view = where.parent
+            findings.add(whole(view, 1), "the old checkpoint is intact")
+            full.free()
+            ended = job.ended()
+        found = LINE.search(job.log + job.output)
+        assert found is not None
+        findings.add(found[1] == "step_000002", f"alarm: {shortened(found[2], 90)}")
+        findings.add(ended.status == 0 and len(job.metrics()) == SFT_STEPS, "training went on to its end", ended.why)
+        names = {path.name for path in where.iterdir()}
+        kept = {f"step_{step:06d}" for step in (SFT_STEPS - 1, SFT_STEPS)}
+        findings.add(names == kept | {"latest"}, "later checkpoints were written", f"there are {sorted(names)}")
+        findings.add(all(whole(view, int(name[5:])) for name in kept), "and are whole")
+        if disk is None:
+            findings.add(True, STAND_IN)
+        return findings.seen(detect)
+    finally:
+        if disk:
+            disk.close()
+
+
+def _read_only(shop: Workshop) -> Seen:
+    """A run is to go on from its checkpoints, to which it can add none."""
+    findings, run_dir = Findings(), shop.place("row_13") / "run"
+    shutil.copytree(shop.undisturbed_sft(), run_dir)
+    shutil.rmtree(run_dir / "export")
+    folder = run_dir / "checkpoints"
+    shutil.rmtree(folder / f"step_{SFT_STEPS:06d}")
+    before = len(metrics_of(run_dir))
+    disk = Disk(folder) if can_mount() else None
+    try:
+        disk.mount() if disk else folder.chmod(0o500)
+        with shop.sft(run_dir, (), disk.prefix if disk else (), run__resume="auto") as job:
+            ended = job.ended()
+        findings.add(ended.status == 2, "exit status 2", f"exit status {ended.status}")
+        findings.add("checkpoints" in ended.why, ended.why)
+        steps = len(job.metrics()) - before
+        findings.add(steps == 0, "before the first step", f"after {steps} steps")
+        if disk is None:
+            root = "root writes there all the same, and nothing can be mounted here"
+            findings.add(os.getuid() != 0, "by its mode, as nothing can be mounted here", root)
+        return findings.seen(detect=ended.at - job.began)
+    finally:
+        if disk:
+            disk.close()
+        else:
+            folder.chmod(0o700)
+
+
+def _full_for_logs(shop: Workshop) -> Seen:
+    """The run folder is full from the first step on: metrics, log, TensorBoard, recorded rollouts."""
+    findings, run_dir = Findings(), shop.place("row_28") / "run"
+    disk = Disk(run_dir, 20) if can_mount() else None
+    alone = {"parallel__world_size": 1, "parallel__tp": 1, "parallel__ep": 1, "run__save_every": 0}
+    try:
+        if disk:
+            disk.mount()
+        with shop.replayed(
+            run_dir,
+            (),
+            disk.prefix if disk else (),
+            **alone,
+            run__export=False,
+            track__tensorboard=True,
+            track__timeline=True,
+        ) as job:
+            if disk:
+                job.seen_at = disk.inside
+            job.wait_for(job.metrics, "the first step")
+            full = disk or Quota(job)
+            full.fill()
+            ended = job.ended()
+        findings.add(ended.status == 0, "the run came to its end", f"the run ended: {ended.why}")
+        done = f"step {STEPS}/{STEPS}" in job.output
+        findings.add(done, f"all {STEPS} steps were trained, as the terminal says", "the terminal does not say so")
+        said = [line for line in (*ended.lines, *job.output.splitlines()) if "could not" in line or "No space" in line]
+        findings.add(bool(said), f"said: {shortened(said[0] if said else '', 110)}", "nothing is said of it")
+        written = len(job.metrics())
+        findings.add(written < STEPS, f"{written} of {STEPS} steps are in metrics.jsonl", "the disk was not full")
+        if disk is None:
+            findings.add(True, STAND_IN)
+        return findings.seen(lost=0)
+    finally:
+        if disk:
+            disk.close()

@@ -1,0 +1,185 @@
+"""Ranks that die, hang, or crawl, in a run of two on recorded answers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from faults.job import SAME_BITS, Ended, Job, read_text, same_weights, shortened
+from faults.points import Point
+from faults.seen import Findings, Seen
+from faults.workshop import KEYS, STEPS, Workshop, one_by_one
+
+RESTARTS = "run.max_restarts"
+TIMEOUT_S = 20
+AT = 3
+"""The step in which it happens; the checkpoint before it is there."""
+
+
+def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
+    yield from one_by_one(shop, wanted, {1: _forward, 2: _all_reduce, 3: _stopped, 29: _slowed})
+
+
+def restarting(shop: Workshop, name: str, points: Sequence[Point], **settings: Any) -> Job:
+    """A run that starts again by itself, where this program can do that."""
+    more: dict[str, Any] = {"run__max_restarts": 2} if RESTARTS in KEYS else {}
+    return shop.replayed(shop.place(name) / "run", points, run__timeout_s=TIMEOUT_S, **more, **settings)
+
+
+def again(shop: Workshop, job: Job, ended: Ended, findings: Findings, **settings: Any) -> None:
+    """See that the run has gone on by itself; where it has not, go on with it as a person would."""
+    if findings.add(ended.status == 0, "started again by itself", f"not started again by itself ({ended.why})"):
+        return
+    with shop.replayed(job.run_dir, (), run__resume="auto", run__timeout_s=TIMEOUT_S, **settings) as second:
+        findings.add(second.ended().status == 0, "gone on with by hand")
+
+
+def ranks_gone(job: Job, pids: Sequence[int], since: float, seconds: float) -> float | None:
+    """Seconds until these processes have ended; None where they have not in so many."""
+    deadline = time.time() + seconds
+    while any(os.path.exists(f"/proc/{pid}") and _state(pid) != "Z" for pid in pids):
+        if time.time() > deadline:
+            return None
+        time.sleep(0.02)
+    return time.time() - since
+
+
+def step_again(job: Job, step: int, since: float) -> float | None:
+    """Seconds until a step was done behind a moment."""
+    rows = (row for row in job.metrics() if row["step"] >= step and row["time"] > since)
+    return next((row["time"] - since for row in rows), None)
+
+
+def _forward(shop: Workshop) -> Seen:
+    return _killed(shop, "forward")
+
+
+def _all_reduce(shop: Workshop) -> Seen:
+    return _killed(shop, "all_reduce")
+
+
+def _killed(shop: Workshop, at: str) -> Seen:
+    undisturbed, findings = shop.undisturbed(), Findings()
+    with restarting(shop, f"killed_in_{at}", [Point("there", at, AT, rank=1)]) as job:
+        pid = job.reached("there")["pid"]
+        others = [other for rank, other in job.ranks().items() if other != pid]
+        if at == "all_reduce":
+            time.sleep(0.3)  # it was said just before
+        moment = job.send(pid, signal.SIGKILL)
+        job.go_on("there")
+        detect = ranks_gone(job, others, moment, TIMEOUT_S + 30)
+        findings.add(
+            detect is not None and detect <= TIMEOUT_S,
+            f"its peer ended after {detect or 0:.1f} s",
+            f"its peer did not end within the {TIMEOUT_S} s of run.timeout_s",
+        )
+        ended = job.ended()
+        again(shop, job, ended, findings)
+        findings.add(same_weights(job.run_dir, undisturbed), SAME_BITS)
+        return findings.seen(detect, step_again(job, AT, moment), lost=0)
+
+
+def _stopped(shop: Workshop) -> Seen:
+    undisturbed, findings = shop.undisturbed(), Findings()
+    with restarting(shop, "row_3", [Point("there", "forward", AT, rank=1)]) as job:
+        job.reached("there")
+        ranks = job.ranks()
+        moment = job.send(ranks[1], signal.SIGSTOP)
+        job.go_on("there")
+        detect = ranks_gone(job, [ranks[0]], moment, 3 * TIMEOUT_S + 30)
+        findings.add(
+            detect is not None and detect <= TIMEOUT_S + 10,
+            f"its peer ended after {detect or 0:.1f} s with run.timeout_s={TIMEOUT_S}",
+            f"not detected within run.timeout_s={TIMEOUT_S}",
+        )
+        ended = job.ended()
+        said = "\n".join([job.log, job.output, *ended.lines])
+        findings.add(bool(re.search(r"rank 1\b", said)), "rank 1 is named", "rank 1 is not named")
+        stacks = [file for file in job.run_dir.rglob("*") if file.is_file() and _is_stacks(read_text(file))]
+        findings.add(
+            bool(stacks),
+            f"stacks of ranks are in {', '.join(file.name for file in stacks[:3])}",
+            "no stacks were written",
+        )
+        again(shop, job, ended, findings)
+        findings.add(same_weights(job.run_dir, undisturbed), SAME_BITS)
+        return findings.seen(detect, step_again(job, AT, moment), lost=0)
+
+
+def _is_stacks(text: str) -> bool:
+    """Whether faulthandler or py-spy has written it, of a thread that computes."""
+    return 'File "' in text and ("Thread 0x" in text or "most recent call first" in text)
+
+
+def _slowed(shop: Workshop) -> Seen:
+    """The rank has a tenth of its time: it is stopped and continued, 20 times a second."""
+    findings = Findings()
+    with restarting(shop, "row_29", [], run__num_rollout=STEPS, run__save_every=0, run__export=False) as job:
+        job.wait_for(lambda: job.metrics(), "the first step")
+        slow = Slow(job.ranks()[1])
+        try:
+            ended = job.ended()
+        finally:
+            slow.over()
+        findings.add(ended.status == 0, "the run came to its end", f"the run ended: {ended.why}")
+        lines = [line for line in job.log.splitlines() if _names(line)]
+        named = findings.add(bool(lines), f"said: {shortened(lines[0] if lines else '', 120)}", "rank 1 is not named")
+        at = slow.began + (0.0 if not named else max(0.0, _second_of(lines[0]) - slow.began))
+        return findings.seen(at - slow.began if named else None, lost=0)
+
+
+def _names(line: str) -> bool:
+    return bool(re.search(r"\brank 1\b", line) and re.search(r"slow|straggl|behind|times", line))
+
+
+def _second_of(line: str) -> float:
+    try:
+        return time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S"))
+    except ValueError:
+        return time.time()
+
+
+class Slow(threading.Thread):
+    """Leaves a process a tenth of its time until `over`."""
+
+    def __init__(self, pid: int, share: float = 0.1, period: float = 0.05) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.share, self.period = pid, share, period
+        self._over = threading.Event()
+        self.began = time.time()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while not self._over.is_set():
+                os.kill(self.pid, signal.SIGSTOP)
+                self._over.wait(self.period * (1 - self.share))
+                os.kill(self.pid, signal.SIGCONT)
+                self._over.wait(self.period * self.share)
+        except ProcessLookupError:
+            pass
+
+    def over(self) -> None:
+        self._over.set()
+        self.join()
+        if _state(self.pid) == "T":
+            os.kill(self.pid, signal.SIGCONT)
+
+
+def _state(pid: int) -> str:
+    """Of a process, as /proc has it; empty where there is none."""
+    found = read_text_of(pid)
+    return found.rpartition(")")[2].split()[0] if found else ""
+
+
+def read_text_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read()
+    except OSError:
+        return ""

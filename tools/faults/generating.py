@@ -1,0 +1,305 @@
+"""Engines that die or hang, pushes that go wrong, signals and a tool that hangs: all in one run of two engines, a fault
+in each of its steps. Where the run ends of one it is gone on with from its newest checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import psutil
+
+from faults.job import Ended, Job, WentOtherwise, read_text, shortened
+from faults.judging import NOTES
+from faults.points import Point
+from faults.saving import resumed_from
+from faults.seen import Findings, Seen
+from faults.tooling import HANG, HUNG, SEEN
+from faults.workshop import GROUPS, KEYS, SAMPLES, Workshop, tried
+from megarl.ending import REQUEUE_EXIT_CODE
+from megarl.observe.rollout_log import read_rollouts
+
+HANGS = "rollout.hang_timeout"
+HANG_S, TOOL_S, BUDGET_S = 30, 5, 120
+"""Bounds that the run has: of an engine's silence, of a tool's call; and what Slurm gives a job to save itself."""
+TOLERANCE = 1e-3
+"""Of the engine's log-probs to the trainer's, 95 % of the tokens: other weights are further away."""
+STEPS = {22: 1, 18: 2, 19: 3, 4: 4, 5: 6, 6: 8, 7: 10}
+"""In which step a row is injected; the one behind it says whether the engines are well."""
+LAST = 11
+
+
+def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
+    chain = Chain(shop, wanted)
+    works: dict[int, Callable[[Chain, Findings, int], Seen]] = {
+        22: _hung_tool,
+        18: _asked_to_stop,
+        19: _asked_to_stop,
+        4: _killed_engine,
+        5: _hanging_engine,
+        6: _broken_push,
+        7: _flipped_bit,
+    }
+    try:
+        for number, work in works.items():
+            if number not in wanted:
+                continue
+            shop.say(f"row {number}")
+            yield number, tried(chain.row, work, number)
+    finally:
+        chain.close()
+
+
+class Chain:
+    """One run, however often it has to be started."""
+
+    def __init__(self, shop: Workshop, wanted: Sequence[int]) -> None:
+        self.shop, self.place = shop, shop.place("generating")
+        self.notes, self.run_dir = self.place / "notes", self.place / "run"
+        self.notes.mkdir()
+        os.environ[NOTES] = str(self.notes)
+        numbers = [STEPS[number] for number in wanted]
+        self.points = [
+            *(Point(f"save_{step}", "save:data", step) for step in (STEPS[18], STEPS[19]) if step in numbers),
+            *(Point("push", "push", step) for step in (STEPS[6],) if step in numbers),
+            *(Point("wire", "wire", step) for step in (STEPS[7],) if step in numbers),
+        ]
+        if 22 in wanted:
+            (self.notes / HANG).touch()
+        self.job: Job | None = None
+
+    def alive(self) -> Job:
+        """The run, started again where it has ended."""
+        if self.job is None or self.job.process.poll() is not None:
+            limits = {HANGS: HANG_S} if HANGS in KEYS else {}
+            self.job = self.shop.generated(
+                self.run_dir,
+                self.points,
+                {"run.num_rollout": LAST, "rollout.tool_timeout": TOOL_S, "run.resume": "auto", **limits},
+            )
+        return self.job
+
+    def close(self) -> None:
+        if self.job is not None:
+            self.job.kill_all()
+        del os.environ[NOTES]
+
+    def row(self, work: Callable[[Chain, Findings, int], Seen], number: int) -> Seen:
+        self.alive()
+        return work(self, Findings(), number)
+
+    # --- where it is
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """Metrics of each step that was taken, as it was taken last."""
+        return {row["step"]: row for row in self.alive_or_not().metrics() if "rollout/reward_mean" in row}
+
+    def alive_or_not(self) -> Job:
+        assert self.job is not None
+        return self.job
+
+    def rewarded(self) -> int:
+        return len(read_text(self.notes / SEEN))
+
+    def in_the_middle(self, step: int) -> None:
+        """Wait until some answers of a step are done, and others not."""
+        job = self.alive()
+        job.wait_for(lambda: step == 1 or step - 1 in self.rows(), f"step {step - 1}")
+        before = self.rewarded()
+        job.wait_for(lambda: self.rewarded() >= before + 2, f"the first answers of step {step}")
+
+    def done(self, step: int) -> dict[str, Any]:
+        """Wait for the end of a step."""
+        self.alive_or_not().wait_for(lambda: step in self.rows(), f"the end of step {step}")
+        return self.rows()[step]
+
+    def engine(self, index: int = 0) -> psutil.Process:
+        """The process of an engine that computes: the first child of its server. They come from the tool's own host."""
+        log = str(self.run_dir / "logs" / f"engine_{index}.log")
+        mine = [process for process in psutil.Process().children(recursive=True) if _writes_to(process, log)]
+        servers = [process for process in mine if len(process.children()) > 1]
+        if not servers:
+            raise WentOtherwise(f"engine {index} is not there")
+        server = max(servers, key=psutil.Process.create_time)
+        return min(server.children(), key=psutil.Process.create_time)
+
+
+def _writes_to(process: psutil.Process, log: str) -> bool:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1") == log
+    except OSError:
+        return False
+
+
+# --- tools and signals ------------------------------------------------------------------------------------------------
+
+
+def _hung_tool(chain: Chain, findings: Findings, number: int) -> Seen:
+    step = STEPS[number]
+    chain.done(step)
+    said = [
+        str(message["content"])
+        for rollout in read_rollouts(chain.run_dir, step)
+        for message in rollout.messages
+        if message["role"] == "tool"
+    ]
+    late = [text for text in said if "stopped after" in text]
+    findings.add(len(late) == 1, f"1 of {len(said)} observations: {late[0] if late else ''}", f"{len(late)} say so")
+    pid = int(read_text(chain.notes / HUNG) or 0)
+    findings.add(pid > 0 and not os.path.exists(f"/proc/{pid}"), "its process was killed")
+    aborted = _aborted(chain, step)
+    findings.add(not aborted, "its conversation went on")
+    return findings.seen(detect=float(TOOL_S), lost=aborted)
+
+
+def _asked_to_stop(chain: Chain, findings: Findings, number: int) -> Seen:
+    """Twice: while answers are under way, and again, as nobody takes it for the same, while it saves."""
+    step, what = STEPS[number], {18: signal.SIGUSR1, 19: signal.SIGTERM}[number]
+    chain.in_the_middle(step)
+    job = chain.alive()
+    moment = job.send(job.process.pid, what)
+    job.reached(f"save_{step}")
+    time.sleep(max(0.0, moment + 3.0 - time.time()))
+    again = job.send(job.process.pid, what)
+    time.sleep(1.0)
+    job.go_on(f"save_{step}")
+    ended = job.ended()
+    right = ended.status == REQUEUE_EXIT_CODE
+    findings.add(right, f"exit status {ended.status}: {ended.why}", f"exit status {ended.status}: {ended.why}")
+    took = ended.at - moment - 4.0  # which it was held for
+    findings.add(right and took < BUDGET_S, f"{took:.0f} s from the signal to the end, of {BUDGET_S}")
+    second = chain.alive()
+    second.wait_for(lambda: resumed_from(second.log)[-1:] == [step], f"a resume from step {step}")
+    findings.add(True, f"goes on from step {step}: the save was completed")
+    return findings.seen(detect=again - moment, recover=time.time() - ended.at, lost=_aborted(chain, step))
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def _killed_engine(chain: Chain, findings: Findings, number: int) -> Seen:
+    chain.in_the_middle(STEPS[number])
+    before = chain.rewarded()
+    engine = chain.engine()
+    engine.kill()
+    return _recovered(chain, findings, number, time.time(), before)
+
+
+def _hanging_engine(chain: Chain, findings: Findings, number: int) -> Seen:
+    chain.in_the_middle(STEPS[number])
+    before = chain.rewarded()
+    engine = chain.engine()
+    engine.suspend()
+    moment = time.time()
+    try:
+        chain.alive_or_not().wait_for(lambda: not engine.is_running() or _is_dead(engine), "the end of what hangs")
+        took = time.time() - moment
+        findings.add(took < 2 * HANG_S, f"killed after {took:.0f} s")
+        return _recovered(chain, findings, number, moment, before)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            engine.kill()
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _recovered(chain: Chain, findings: Findings, number: int, moment: float, before: int) -> Seen:
+    """That the step went on without its engine, which was started again and has the weights."""
+    step, job = STEPS[number], chain.alive_or_not()
+    detect = None
+
+    def over() -> bool:
+        nonlocal detect
+        if detect is None and _lost_line(job, moment):
+            detect = time.time() - moment
+        return step in chain.rows() or job.process.poll() is not None
+
+    job.wait_for(over, f"the end of step {step}")
+    if not findings.add(step in chain.rows(), "the step was not lost", f"the run ended: {_why(job)}"):
+        return findings.seen(detect, lost=None)
+    recover = time.time() - moment
+    again = chain.rewarded() - before
+    whole = GROUPS * SAMPLES
+    findings.add(again <= whole, f"{again} of {whole} answers came after it, those before it were kept")
+    aborted = _aborted(chain, step)
+    findings.add(not aborted, "all lost ones were generated again", f"{aborted} were aborted")
+    _well(chain, findings, step + 1)
+    return findings.seen(detect, recover, lost=aborted)
+
+
+def _well(chain: Chain, findings: Findings, step: int) -> None:
+    """That in a step the engines have the trainer's weights, all of them of one version."""
+    row = chain.done(step)
+    far = row["rollout/logprob_diff_p95"]
+    findings.add(
+        far < TOLERANCE, f"in the next step log-probs are within {far:.0e} of the trainer's: it has the weights"
+    )
+    rollouts = read_rollouts(chain.run_dir, step)
+    versions = {version for rollout in rollouts for version, _ in rollout.runs}
+    findings.add(versions == {step - 1}, f"all tokens are by version {step - 1}", f"tokens are by versions {versions}")
+    chain.engine(0), chain.engine(1)
+
+
+def _lost_line(job: Job, since: float) -> str:
+    """What the log says of an engine that was lost after a moment."""
+    for line in job.log.splitlines()[::-1]:
+        try:
+            at = time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S"))
+        except ValueError:
+            continue
+        if at < since - 1:
+            return ""
+        if re.search(r"engine \d+ ", line) and re.search(r"lost|died|hangs|hung|not running|does not answer", line):
+            return line
+    return ""
+
+
+def _why(job: Job) -> str:
+    return job.ended().why
+
+
+def _aborted(chain: Chain, step: int) -> int:
+    return sum(rollout.status == "aborted" for rollout in read_rollouts(chain.run_dir, step))
+
+
+# --- pushes -----------------------------------------------------------------------------------------------------------
+
+
+def _broken_push(chain: Chain, findings: Findings, number: int) -> Seen:
+    step, job = STEPS[number], chain.alive()
+    job.reached("push")
+    engine = chain.engine()
+    engine.kill()
+    moment = time.time()
+    job.go_on("push")
+    job.wait_for(lambda: step in chain.rows() or job.process.poll() is not None, f"the end of step {step}")
+    if not findings.add(job.process.poll() is None, "the run went on", f"the run ended: {_ended(job).why}"):
+        return findings.seen()
+    recover = time.time() - moment
+    _well(chain, findings, step + 1)
+    return findings.seen(recover=recover, lost=_aborted(chain, step + 1))
+
+
+def _ended(job: Job) -> Ended:
+    return job.ended() if job.process.poll() is not None else Ended(0, [], 0.0)
+
+
+def _flipped_bit(chain: Chain, findings: Findings, number: int) -> Seen:
+    step, job = STEPS[number], chain.alive()
+    flipped = job.reached("wire")
+    ended = job.ended()
+    findings.add(ended.status == 2, "exit status 2", f"exit status {ended.status}")
+    named = bool(re.search(r"arrived|checksum|hash|bits", ended.why)) and f"version {step}" in ended.why
+    findings.add(named, shortened(ended.why, 140), shortened(ended.why, 140))
+    after = chain.run_dir / "rollouts" / f"step_{step + 1:06d}"
+    findings.add(not after.exists(), "nothing was generated with it")
+    return findings.seen(detect=ended.at - flipped["time"], lost=0)

@@ -1,0 +1,45 @@
+"""The training program with points at which a tool can hurt it: `python tools/faults/hooked.py CONFIG [key=value ...]`.
+
+It is `megarl.train`, but for what `points.py` puts into it. Where it starts ranks, they are this program, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from faults import points  # noqa: E402
+from megarl import ending, launcher, train  # noqa: E402
+from megarl.parallel import meeting  # noqa: E402
+
+
+class HookedLaunch(launcher.Launch):
+    """Starts this program in place of `-m megarl.train`."""
+
+    def __init__(self, command: Sequence[str], *arguments: Any, **named: Any) -> None:
+        python, *rest = command
+        if rest[:2] == ["-m", "megarl.train"]:
+            rest = [str(Path(__file__).resolve()), *rest[2:]]
+        super().__init__((python, *rest), *arguments, **named)
+
+
+def main() -> int:
+    launcher.Launch = HookedLaunch  # type: ignore[misc]
+    given = os.environ.get(points.VARIABLE, "")
+    if given and (meeting.place().launched or "parallel.world_size=1" in sys.argv):
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+        import megarl.flow  # noqa: F401  in the order in which the program imports things
+
+        points.install(given)
+    return train.main()
+
+
+if __name__ == "__main__":
+    ending.exit_with(main)

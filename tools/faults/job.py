@@ -1,0 +1,245 @@
+"""A start of the training program that is to be hurt: its processes, what it says, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from faults.points import VARIABLE, Point
+from megarl.rollout.hosting import SHARED
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 900.0
+"""How long anything may take that is waited for; a machine at other work is slow."""
+SAME_BITS = "the weights are those of the undisturbed run, bit for bit"
+_LOOK_S = 0.02
+
+
+class WentOtherwise(Exception):
+    """The run did not come to where it was to be hurt, or did not end. Says what it did."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    lines: list[str]
+    """Of stderr."""
+    at: float
+    """`time.time()`."""
+
+    @property
+    def why(self) -> str:
+        """The line that says it, short enough for a table."""
+        return shortened(self.lines[-1] if self.lines else f"exit status {self.status}")
+
+
+def shortened(text: str, most: int = 160) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+class Job:
+    """run_dir: of the run, which an earlier start may have begun. config: a YAML file; settings: keys over it. points:
+    see `points.py`; they are in `<run_dir>.points`, and each is reached once however often the run is started. prefix:
+    of the command line, such as a file system of its own. host: socket of a host of engines, for runs that need one."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Path,
+        settings: Mapping[str, Any],
+        points: Sequence[Point] = (),
+        prefix: Sequence[str] = (),
+        host: str = "",
+    ) -> None:
+        self.run_dir = self.seen_at = run_dir
+        """The second is where this process finds it, which is elsewhere where the run has a file system of its own."""
+        self.points = run_dir.with_name(f"{run_dir.name}.points")
+        self.points.mkdir(parents=True, exist_ok=True)
+        given = [f"{key}={_yaml(value)}" for key, value in {"run.dir": run_dir, **settings}.items()]
+        script = str(Path(__file__).with_name("hooked.py"))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+        environment[VARIABLE] = json.dumps({"folder": str(self.points), "points": [asdict(one) for one in points]})
+        if host:
+            environment[SHARED] = host
+        self._output = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")
+        self.began = time.time()
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, script, str(config), *given],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_all()
+
+    # --- waiting
+
+    def wait_for(self, there: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> Any:
+        """What `there` returns when it is true. Raises WentOtherwise where the run ends before, or it is late."""
+        deadline = time.monotonic() + seconds
+        while not (found := there()):
+            if self.process.poll() is not None:
+                if found := there():
+                    return found
+                raise WentOtherwise(f"the run ended before {what}: {self.ended().why}")
+            if time.monotonic() > deadline:
+                raise WentOtherwise(f"{what} did not come in {seconds:g} s")
+            time.sleep(_LOOK_S)
+        return found
+
+    def reached(self, name: str, seconds: float = PATIENCE_S) -> dict[str, Any]:
+        """Which process was there, and when."""
+        found: dict[str, Any] = self.wait_for(lambda: self._mark(name), f"the point {name}", seconds)
+        return found
+
+    def _mark(self, name: str) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads((self.points / f"{name}.at").read_text())
+        except (OSError, ValueError):
+            return None
+        return found
+
+    def go_on(self, name: str) -> None:
+        (self.points / f"{name}.go").touch()
+
+    def ended(self, seconds: float = PATIENCE_S) -> Ended:
+        try:
+            status = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise WentOtherwise(f"the run did not end in {seconds:g} s") from None
+        at = time.time()
+        self._errors.seek(0)
+        lines = [line for line in self._errors.read().splitlines() if line.strip()]
+        return Ended(status if status >= 0 else 128 - status, lines, at)
+
+    # --- its processes
+
+    def family(self) -> list[psutil.Process]:
+        try:
+            whole = psutil.Process(self.process.pid)
+            return [whole, *whole.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def ranks(self) -> dict[int, int]:
+        """Process of each rank; of a run of one, the program itself."""
+        found = {}
+        for process in self.family():
+            try:
+                environment, script = process.environ(), process.cmdline()
+            except psutil.Error:
+                continue
+            if "LOCAL_WORLD_SIZE" in environment and any(part.endswith("hooked.py") for part in script):
+                if not _is_fork(process):
+                    found[int(environment["RANK"])] = process.pid
+        return found or {0: self.process.pid}
+
+    def send(self, pid: int, number: int) -> float:
+        """A signal to one of its processes; returns when."""
+        if pid not in {process.pid for process in self.family()}:
+            raise WentOtherwise(f"process {pid} is none of the run's any more")
+        os.kill(pid, number)
+        return time.time()
+
+    def kill_all(self) -> float:
+        """All of it at once, as a machine that goes down does; returns when."""
+        family, at = self.family(), time.time()
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(family[1:], timeout=30)
+        if family:
+            self.process.wait()
+        return at
+
+    # --- what it says
+
+    @property
+    def log(self) -> str:
+        return read_text(self.seen_at / "log.txt")
+
+    @property
+    def output(self) -> str:
+        self._output.flush()
+        return os.pread(self._output.fileno(), 1 << 22, 0).decode(errors="replace")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return metrics_of(self.seen_at)
+
+
+def _is_fork(process: psutil.Process) -> bool:
+    """Whether it is a child of a rank that has its command line, as one that was forked does."""
+    parent = process.parent()
+    try:
+        return parent is not None and "LOCAL_WORLD_SIZE" in parent.environ() and parent.cmdline() == process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Whole lines, in their order; a step that was taken again is there again."""
+    found = []
+    for line in read_text(run_dir / "metrics.jsonl").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            pass  # being written
+    return found
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    """Names of what is in the folder of checkpoints."""
+    try:
+        return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    except OSError:
+        return []
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two runs have exported the same bits."""
+    files = [sorted((path / "export").glob("*.safetensors")) for path in (one, other)]
+    if not files[0] or len(files[0]) != len(files[1]):
+        return False
+    return all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
+
+
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_yaml, value))}]"
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,0 +1,81 @@
+"""Numbers that are none: a gradient on one rank, log-probs of one sample."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from faults.job import shortened
+from faults.points import Point
+from faults.seen import Findings, Seen
+from faults.workshop import GROUPS, SAMPLES, STEPS, Workshop, one_by_one
+from megarl.observe.rollout_log import read_records
+
+MOST = 1
+"""Updates in a row that may be skipped."""
+
+
+def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
+    yield from one_by_one(shop, wanted, {20: _gradient, 21: _log_probs})
+
+
+def _gradient(shop: Workshop) -> Seen:
+    """Two data parallel ranks, of which the second spoils its gradients once in step 2, and in steps 4 and 5 again."""
+    findings = Findings()
+    once = Point("once", "gradient", 2, rank=1)
+    twice = Point("twice", "gradient", 4, rank=1, again=MOST)
+    with shop.replayed(
+        shop.place("row_20") / "run",
+        [once, twice],
+        run__num_rollout=6,
+        run__max_skipped=MOST,
+        rollout__replay=shop.longer_answers,
+        parallel__tp=1,
+        parallel__ep=1,
+    ) as job:
+        ended = job.ended()
+    rows = {row["step"]: row for row in job.metrics()}
+    skipped = [step for step, row in rows.items() if row.get("actor/skipped")]
+    findings.add(
+        2 in skipped and 3 in rows and 3 not in skipped, "the update of step 2 was skipped, and the run went on"
+    )
+    finite = all(math.isfinite(row.get("actor/loss", 0.0)) for row in rows.values())
+    findings.add(finite and not rows[3].get("actor/skipped") if 3 in rows else False, "the next one was taken, by both")
+    back = re.search(r"(go(es|ne)?|went) back to .*step_\d+", job.log)
+    named = "gradient is not finite" in ended.why or "gradient" in (back[0] if back else "")
+    findings.add(
+        (ended.status == 2 and named) or bool(back),
+        f"{MOST + 1} in a row: {shortened(back[0] if back else ended.why, 110)}",
+        f"{MOST + 1} in a row: {ended.why}",
+    )
+    return findings.seen(lost=GROUPS * SAMPLES * len(skipped))
+
+
+def _log_probs(shop: Workshop) -> Seen:
+    """The trainer's log-probs of one sample are none in step 2."""
+    findings = Findings()
+    point = Point("nan", "logprobs", 2)
+    # What is computed before the updates is compared with, so a step has two of them.
+    with shop.replayed(
+        shop.place("row_21") / "run",
+        [point],
+        run__num_update=2,
+        run__epochs=2,
+        parallel__world_size=1,
+        parallel__tp=1,
+        parallel__ep=1,
+    ) as job:
+        job.reached("nan")
+        ended = job.ended()
+    findings.add(ended.status == 0, "the run went on", f"the run ended: {ended.why}")
+    rows = {row["step"]: row for row in job.metrics()}
+    counted = {name: value for name, value in rows.get(2, {}).items() if "quarantin" in name and value}
+    findings.add(bool(counted), f"counted: {', '.join(counted)}", "no metric counts it")
+    left_out = None
+    if 2 in rows:
+        left_out = sum(one.advantages is None for one in read_records(job.run_dir, 2))
+    findings.add(left_out == 1, "one sample was not trained on", f"not trained on: {left_out}")
+    good = all(math.isfinite(row.get("actor/loss", math.nan)) for row in rows.values()) and len(rows) == STEPS
+    findings.add(good, "losses are numbers", "there are no losses of all steps")
+    return findings.seen(lost=left_out)

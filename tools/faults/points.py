@@ -1,0 +1,248 @@
+"""Moments of a run at which it waits to be hurt, and faults that only its own process can make.
+
+`hooked.py` loads this into the processes of a training program. A point is reached once in a run, whatever is started
+again behind it: a file says so, `<name>.at`, with the process and the time, and where a point holds the run, it goes on
+when there is a file `<name>.go`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "MEGARL_FAULTS"
+"""Environment variable with the points, as JSON: {"folder": .., "points": [{"name": .., "at": .., ..}]}."""
+_LOOK_S = 0.005
+_STAGES = ("tmp", "data", "manifest", "rename", "latest")
+
+
+@dataclass(frozen=True)
+class Point:
+    """at: a name of `INSTALL`. step, rank: of the run; steps count from 1. again: in how many steps more, one after the
+    other, what it does is done; of what holds the run, none. ends: of a stage of a checkpoint, whether the thread that
+    has come there ends."""
+
+    name: str
+    at: str
+    step: int
+    rank: int = 0
+    again: int = 0
+    ends: bool = False
+
+
+class _Now:
+    """What this process is at."""
+
+    step = 0
+    busy = False  # looking at a point, which opens files itself
+
+
+class Moment:
+    def __init__(self, point: Point, folder: Path) -> None:
+        self.point, self.folder = point, folder
+        self.here = int(os.environ.get("RANK", "0")) == point.rank
+        self.file = folder / f"{point.name}.at"
+
+    def is_now(self) -> bool:
+        return self.here and self.point.step <= _Now.step <= self.point.step + self.point.again
+
+    def mark(self) -> bool:
+        """Say that it is reached, if nobody has."""
+        try:
+            descriptor = os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "w") as file:
+            where = {"pid": os.getpid(), "beside": threading.current_thread() is not threading.main_thread()}
+            json.dump({**where, "time": time.time(), "step": _Now.step}, file)
+        return True
+
+    def hold(self) -> None:
+        while not self.file.with_suffix(".go").exists():
+            time.sleep(_LOOK_S)
+
+    def reach(self) -> None:
+        """Hold the run here, where it has not been held before."""
+        if self.mark():
+            self.hold()
+
+
+def install(given: str) -> None:
+    """Put the points into this process. given: what the environment variable holds."""
+    tree = json.loads(given)
+    moments = [Moment(Point(**one), Path(tree["folder"])) for one in tree["points"]]
+    if not moments:
+        return
+    from megarl.observe.run_log import RunLog
+
+    def begin_step(self: Any, step: int) -> None:
+        _Now.step = step
+        original(self, step)
+
+    original = RunLog.begin_step
+    RunLog.begin_step = begin_step  # type: ignore[method-assign]
+    for moment in moments:
+        INSTALL[moment.point.at](moment)
+
+
+def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
+    """Have `act` called with the same arguments before a function is."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        act(*arguments, **named)
+        return function(*arguments, **named)
+
+    setattr(owner, name, call)
+
+
+# --- what holds the run -----------------------------------------------------------------------------------------------
+
+
+def _in_forward(moment: Moment) -> None:
+    """In the first layer of the model that the step computes; its peers go on to where they need it."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    import megarl.megatron.model  # noqa: F401  first: it fits Megatron-Core to a machine without GPU
+
+    _before(TransformerLayer, "forward", lambda *_, **__: moment.reach() if moment.is_now() else None)
+
+
+def _in_all_reduce(moment: Moment) -> None:
+    """Inside of one: the others are kept from theirs until the run may go on."""
+    import torch.distributed as dist
+
+    def act(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+        if _Now.step != moment.point.step or dist.get_world_size(group) < 2:
+            return
+        if moment.here:
+            moment.mark()
+        elif not moment.file.with_suffix(".go").exists():
+            moment.hold()
+
+    _before(dist, "all_reduce", act)
+
+
+def _in_push(moment: Moment) -> None:
+    """Before an order to an engine that is being given weights."""
+    from megarl.rollout.engine import Engine
+
+    _before(Engine, "order", lambda *_, **__: moment.reach() if moment.is_now() else None)
+
+
+def _in_save(moment: Moment) -> None:
+    """At a stage of the checkpoint of a step, whoever writes it, by what Python says of files that are opened."""
+    import sys
+
+    stage, folder = moment.point.at.partition(":")[2], f"step_{moment.point.step:06d}"
+    opened: list[str] = []
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("open", "os.rename") or _Now.busy or not moment.here:
+            return
+        path = os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes, os.PathLike)) else ""
+        if event == "open" and not _writes(arguments[1], arguments[2]):
+            return
+        if event == "open" and f"/{folder}.tmp/" in path:
+            opened.append(path)
+        if stage_of(event, path, folder, len(opened)) == stage:
+            _Now.busy = True
+            try:
+                if not moment.point.ends:
+                    moment.reach()
+                elif moment.mark():
+                    raise SystemExit("ended by the fault matrix")  # as a thread is that is ended from outside
+            finally:
+                _Now.busy = False
+
+    sys.addaudithook(look)
+
+
+def _writes(mode: Any, flags: Any) -> bool:
+    if isinstance(mode, str):
+        return any(letter in mode for letter in "wax+")
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
+
+
+def stage_of(event: str, path: str, folder: str, opened: int) -> str:
+    """Of a checkpoint, what is about to happen; empty for none of its stages. folder: its final name. opened: files of
+    it that have been opened for writing by this process, this one counted."""
+    inside = f"/{folder}.tmp/" in path
+    if event == "os.rename":
+        return "rename" if path.endswith(f"/{folder}.tmp") else ""
+    if inside and re.search(r"/manifest\.[a-z.]+$", path):
+        return "manifest"
+    if inside and opened == 1:
+        return "tmp"
+    if inside and opened == 2:
+        return "data"
+    return "latest" if re.search(r"/checkpoints/\.?latest[^/]*$", path) else ""
+
+
+# --- what spoils it ---------------------------------------------------------------------------------------------------
+
+
+def _on_the_wire(moment: Moment) -> None:
+    """One bit of what a rank sends to the engines, behind where it was hashed."""
+    from megarl.reshard.executor import Executor
+
+    original = Executor._pack
+
+    def packed(self: Any, parcels: Any, local: Any, grids: Any, out: Any, *others: Any) -> None:
+        original(self, parcels, local, grids, out, *others)
+        for parcel in parcels if moment.is_now() else ():
+            if parcel.message.direct and moment.mark():
+                out[parcel.places[0]] ^= 1
+
+    Executor._pack = packed  # type: ignore
+
+
+def _in_the_gradient(moment: Moment) -> None:
+    """One number of this rank's gradients is none."""
+    from megarl.megatron import optimizer
+
+    def spoil(whole: Any, *_: Any) -> None:
+        if moment.is_now():
+            moment.mark()
+            for part in whole.chained_optimizers:
+                for buffer in getattr(part, "buffers", ()):
+                    buffer.grad_data.view(-1)[: max(1, buffer.grad_data.numel() // 2)] = float("nan")
+
+    _before(optimizer, "take_step", spoil)
+
+
+def _in_the_log_probs(moment: Moment) -> None:
+    """Those of the first sequence on this rank."""
+    from megarl.megatron.model import MegatronModel
+
+    original = MegatronModel.forward
+
+    def forward(self: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
+        found = original(self, batch, *arguments, **named)
+        if moment.is_now() and "logprobs" in found and len(batch.cu_seqlens) > 1 and moment.mark():
+            first, end = batch.cu_seqlens[:2].tolist()
+            found["logprobs"][first:end] = float("nan")
+        return found
+
+    MegatronModel.forward = forward  # type: ignore[method-assign]
+
+
+INSTALL: dict[str, Callable[[Moment], None]] = {
+    "forward": _in_forward,
+    "all_reduce": _in_all_reduce,
+    "push": _in_push,
+    "wire": _on_the_wire,
+    "gradient": _in_the_gradient,
+    "logprobs": _in_the_log_probs,
+    **{f"save:{stage}": _in_save for stage in _STAGES},
+}
+"""Points by where they are."""

@@ -1,0 +1,181 @@
+"""Rewards that fail in every way, in one step of one run; the step after it is as it should be."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from faults.job import shortened
+from faults.judging import HUGE, NOTES, Service, asks
+from faults.played import record, wordy
+from faults.seen import Findings, Seen
+from faults.workshop import Workshop
+from megarl.observe.rollout_log import read_records
+from megarl.observe.rollout_table import Record
+
+WORDS: tuple[tuple[str, ...], ...] = (
+    ("error", "once"),
+    ("hang", "slow"),
+    ("malformed", "nan", "text", "huge"),
+    ("raise", "loop", "leave"),
+    ("error",) * 4,
+    ("flat",) * 4,
+    (),
+)
+"""What the answers of each group ask for, in the first step; the others of a group, nothing."""
+SAMPLES = 6
+TIMEOUT_S, TRIES, PAUSE_S = 3.0, 3, 0.2
+MASKED = {"error", "hang", "malformed", "nan", "text", "huge", "raise", "loop", "leave"}
+
+
+def answer(step: int, group: int, sample: int) -> str:
+    words = WORDS[group]
+    if group in (4, 5):
+        words = words[:1] * SAMPLES  # all of them
+    asked = f" [{words[sample]}]" if step == 1 and sample < len(words) else ""
+    return wordy(step, group, sample) + asked
+
+
+def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
+    shop.say(f"rows {', '.join(map(str, wanted))}")
+    place = shop.place("rewarding")
+    notes = place / "notes"
+    notes.mkdir()
+    replay = record(place / "answers", shop.material / "model", (1, 2), len(WORDS), SAMPLES, answer)
+    service = Service()
+    os.environ[NOTES] = str(notes)
+    options = {"url": service.url, "private": True, "timeout": TIMEOUT_S, "tries": TRIES, "pause": PAUSE_S}
+    options |= {"batch": 1, "concurrency": 8, "answer_mb": 1.0}
+    try:
+        with shop.replayed(
+            place / "run",
+            parallel__world_size=1,
+            parallel__tp=1,
+            parallel__ep=1,
+            rollout__replay=replay,
+            rollout__samples_per_prompt=SAMPLES,
+            rollout__pass_env=[NOTES],
+            data__prompts_per_step=len(WORDS),
+            run__num_rollout=2,
+            run__save_every=0,
+            run__export=False,
+            reward__functions=["faults.judging:judge"],
+            reward__timeout=TIMEOUT_S,
+            reward__max_failed=0.9,
+            roles={"reward": {"backend": "http", "options": options}},
+        ) as job:
+            ended = job.ended()
+    finally:
+        service.close()
+        del os.environ[NOTES]
+    first, second = (Step(read_records(place / "run", step)) for step in (1, 2))
+    common = Findings()
+    common.add(ended.status == 0, "the run came to its end", f"the run ended: {ended.why}")
+    rows = job.metrics()
+    for number, work in ((23, _errors), (24, _late), (25, _rejected), (26, _functions), (27, _groups)):
+        if number in wanted:
+            findings = Findings()
+            findings.facts += [fact for fact in common.facts if not fact[0]]
+            yield number, work(findings, first, second, service, notes, rows)
+
+
+class Step:
+    """What was recorded of one, by group and by what was asked for."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = records
+
+    def asking(self, *words: str) -> list[Record]:
+        return [one for one in self.records if asks(one.rollout.answer) in words]
+
+    def group(self, number: int) -> list[Record]:
+        return [one for one in self.records if one.rollout.group == number]
+
+    def masked(self, findings: Findings, *words: str) -> int:
+        """See that those that asked for these words have no reward and were not trained on; returns how many."""
+        found = self.asking(*words)
+        good = [one for one in found if one.rollout.unscored and one.advantages is None]
+        why = sorted({shortened(text, 60) for one in found for text in one.rollout.unscored.values()})
+        findings.add(
+            bool(found) and len(good) == len(found),
+            f"{len(good)} masked, not 0 ({'; '.join(why[:3])})",
+            f"{len(good)} of {len(found)} masked",
+        )
+        return len(found)
+
+    def others_are_right(self, findings: Findings, group: int) -> None:
+        """See that those of the group that have a reward have advantages around their own mean: nobody counted as 0."""
+        scored = [one for one in self.group(group) if not one.rollout.unscored]
+        rewards = [one.rollout.reward for one in scored]
+        given = [one.advantage for one in scored]
+        mean = sum(rewards) / max(1, len(rewards))
+        good = all(
+            advantage is not None and math.isfinite(advantage) and (advantage > 0) == (reward > mean)
+            for advantage, reward in zip(given, rewards, strict=True)
+            if abs(reward - mean) > 1e-9
+        )
+        around = abs(sum(advantage or 0.0 for advantage in given)) < 1e-3
+        findings.add(bool(scored) and good and around, "the others are compared with each other alone")
+
+
+Rows = Sequence[Mapping[str, float]]
+
+
+def _errors(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
+    lost = first.masked(findings, "error")
+    first.others_are_right(findings, 0)
+    tries = [times for key, times in service.asked.items() if asks(key) == "error"]
+    gaps = [times[i + 1] - times[i] for times in tries for i in range(len(times) - 1)]
+    kept = all(len(times) == TRIES for times in tries) and min(gaps, default=0.0) >= PAUSE_S / 2
+    findings.add(kept, f"{TRIES} tries each, {min(gaps, default=0):.2f} to {max(gaps, default=0):.2f} s apart")
+    once = first.asking("once")
+    findings.add(bool(once) and not once[0].rollout.unscored, "one that failed once has its reward")
+    return findings.seen(lost=lost)
+
+
+def _late(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
+    lost = first.masked(findings, "hang")
+    slow = first.asking("slow")
+    findings.add(bool(slow) and not slow[0].rollout.unscored, "a slow answer is waited for")
+    first.others_are_right(findings, 1)
+    findings.add(len(rows) == 2, "the step finished")
+    return findings.seen(detect=TIMEOUT_S * TRIES, lost=lost)
+
+
+def _rejected(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
+    lost = first.masked(findings, "malformed", "nan", "text", "huge")
+    findings.add(
+        0 < service.sent < HUGE / 50,
+        f"of 1 GB {service.sent / 1e6:.0f} MB were sent",
+        f"{service.sent} bytes were taken",
+    )
+    failed = sum(bool(one.rollout.unscored.get("service")) for one in first.records) / len(first.records)
+    counted = bool(rows) and abs(rows[0].get("reward/service_failed_frac", -1) - failed) < 1e-6
+    findings.add(counted, f"counted: reward/service_failed_frac {failed:.2f}")
+    return findings.seen(lost=lost)
+
+
+def _functions(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
+    lost = first.masked(findings, "raise", "loop", "leave")
+    pids = {file.name: int(file.read_text()) for file in notes.iterdir()}
+    gone = "loop" in pids and not os.path.exists(f"/proc/{pids['loop']}")
+    findings.add(gone, "the process that hung was killed")
+    fine = all(not one.rollout.unscored for one in second.records)
+    findings.add(fine, "in the next step all have a reward, by the one slot that the pool has")
+    return findings.seen(detect=TIMEOUT_S, lost=lost)
+
+
+def _groups(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
+    masked, flat = first.group(4), first.group(5)
+    findings.add(all(one.advantages is None for one in masked), f"{len(masked)} of a masked group are skipped")
+    level = {one.rollout.reward for one in flat}
+    zero = all(one.advantage in (None, 0.0) for one in flat)
+    findings.add(len(level) == 1 and zero, "a group of equal rewards has advantages of 0")
+    numbers = [value for row in rows for value in row.values() if isinstance(value, float)]
+    advantages = [one.advantage for one in (*first.records, *second.records) if one.advantage is not None]
+    finite = all(map(math.isfinite, (*numbers, *advantages)))
+    findings.add(bool(numbers) and finite, f"all of {len(numbers)} figures are numbers")
+    findings.add(len(rows) == 2 and rows[1].get("actor/grad_norm", 0) > 0, "the run goes on learning")
+    return findings.seen(lost=len(masked))

@@ -1,0 +1,105 @@
+"""Runs that are killed as they write a checkpoint, at each of its stages."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from faults.job import SAME_BITS, Job, checkpoints, same_weights, shortened
+from faults.points import Point
+from faults.seen import Findings, Seen
+from faults.workshop import KEYS, Workshop, one_by_one
+from megarl.checkpoint import manifest
+
+ASYNCHRONOUS = "run.save_async"
+STAGES = ("tmp", "data", "manifest", "rename", "latest")
+AT = 2
+"""The step whose checkpoint it is."""
+
+
+def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
+    yield from one_by_one(shop, wanted, {8: _stages, 14: _writer})
+
+
+def resumed_from(log: str) -> list[int]:
+    """Steps of the checkpoints that a run has gone on from, one after the other."""
+    return [int(step) for step in re.findall(r"resumed from \S*/step_(\d+)", log)]
+
+
+def whole(run_dir: Path, step: int) -> bool:
+    """Whether a checkpoint is there and its files are those of its manifest."""
+    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+    found = manifest.read(folder)
+    if isinstance(found, str):
+        return False
+    _, files = found
+    return not (manifest.size_fault(folder, files, files) or manifest.content_fault(folder, files, files))
+
+
+def _stages(shop: Workshop) -> Seen:
+    """The whole job is killed at each stage in turn; each start goes on from what the one before has left. Behind the
+    stage `rename` the new checkpoint is whole, though `latest` does not say so."""
+    findings, run_dir, recover = Findings(), shop.place("row_8") / "run", 0.0
+    undisturbed = shop.undisturbed_sft()
+    moment = 0.0
+    for start, stage in enumerate((*STAGES, "")):
+        point = [Point(stage, f"save:{stage}", AT)] if stage else []
+        with shop.sft(run_dir, point, run__resume="auto") as job:
+            if start:
+                job.wait_for(lambda start=start: len(resumed_from(job.log)) >= start, "a resume")  # type: ignore[misc]
+                recover = max(recover, time.time() - moment)
+            if not stage:
+                findings.add(job.ended().status == 0, "the last start came to its end")
+                break
+            job.reached(stage)
+            moment = job.kill_all()
+    expected = [1] * (len(STAGES) - 1) + [AT]
+    found = resumed_from(job.log)
+    for stage, was, wanted in zip(STAGES, found, expected, strict=False):
+        findings.add(was == wanted, f"{stage}: step {was} loads", f"{stage}: step {was} loads, not {wanted}")
+    left = [name for name in checkpoints(run_dir) if name.endswith(".tmp")]
+    findings.add(not left, "nothing half-written is left", f"left: {left}")
+    findings.add(same_weights(run_dir, undisturbed), SAME_BITS)
+    return findings.seen(recover=recover)
+
+
+def _writer(shop: Workshop) -> Seen:
+    """What writes the checkpoint of a step beside training ends in the middle of its files; then, of the step after
+    it, the whole rank is killed there, and the run started again."""
+    findings, run_dir = Findings(), shop.place("row_14") / "run"
+    undisturbed = shop.undisturbed_sft()
+    more: dict[str, Any] = {"run__save_async": True} if ASYNCHRONOUS in KEYS else {}
+    findings.add(bool(more), "saves are asynchronous", f"there are no asynchronous saves ({ASYNCHRONOUS})")
+    points = [Point("writer", "save:data", AT, ends=True), Point("rank", "save:data", AT + 1)]
+    with shop.sft(run_dir, points, **more) as job:
+        findings.add(
+            job.reached("writer")["beside"], "its writer ended, a thread", "what writes is the rank's main thread"
+        )
+        job.reached("rank")
+        lines = [line for line in job.log.splitlines() if "ALARM" in line and f"step_{AT:06d}" in line]
+        findings.add(bool(lines), f"said: {shortened(lines[0][21:] if lines else '', 110)}", "nothing is said of it")
+        moment = job.kill_all()
+        findings.add(not _damaged(run_dir), "no half commit", f"half of {_damaged(run_dir)} is committed")
+    with shop.sft(run_dir, run__resume="auto", **more) as second:
+        second.wait_for(lambda: resumed_from(second.log), "a resume")
+        recover = time.time() - moment
+        found = resumed_from(second.log)
+        findings.add(found == [AT - 1], f"started again, from step {AT - 1}", f"started again, from {found}")
+        ended = second.ended()
+        findings.add(ended.status == 0, "the rest was trained", f"the run ended: {ended.why}")
+    findings.add(not _left(second), "nothing half-written is left")
+    findings.add(same_weights(run_dir, undisturbed), SAME_BITS)
+    return findings.seen(recover=recover)
+
+
+def _damaged(run_dir: Path) -> list[str]:
+    """Checkpoints by their names that are not whole."""
+    names = [name for name in checkpoints(run_dir) if re.fullmatch(r"step_\d+", name)]
+    return [name for name in names if not whole(run_dir, int(name[5:]))]
+
+
+def _left(job: Job) -> list[str]:
+    return [name for name in checkpoints(job.run_dir) if name.endswith(".tmp")]

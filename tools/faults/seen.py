@@ -1,0 +1,74 @@
+"""What was seen of a row, and the table of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from faults.rows import ROWS
+
+
+@dataclass(frozen=True)
+class Seen:
+    """ok: whether it is what is expected. detect, recover: seconds from the fault to the first trace of it that a user
+    could see, and to where the run went on behind it; None where there is nothing to measure. lost: samples that were
+    generated, or recorded for the run, and never trained on; None where it has none."""
+
+    ok: bool
+    text: str
+    detect: float | None = None
+    recover: float | None = None
+    lost: int | None = None
+
+
+@dataclass
+class Findings:
+    """Facts of one row, each a wish and whether it came true; all of them make the row."""
+
+    facts: list[tuple[bool, str]]
+
+    def __init__(self) -> None:
+        self.facts = []
+
+    def add(self, ok: bool, yes: str, no: str = "") -> bool:
+        """`no` is what is said where it is not so; without it nothing is said then but that it is missing."""
+        self.facts.append((ok, yes if ok else no or f"NOT: {yes}"))
+        return ok
+
+    def seen(self, detect: float | None = None, recover: float | None = None, lost: int | None = None) -> Seen:
+        return Seen(all(ok for ok, _ in self.facts), "; ".join(text for _, text in self.facts), detect, recover, lost)
+
+
+def table(found: Mapping[int, Seen]) -> Table:
+    result = Table(box=box.SIMPLE, padding=(0, 1), expand=True)
+    for name, ratio in (("row", None), ("injected", 3), ("expected", 3), ("seen", 8), ("ok", None)):
+        result.add_column(name, ratio=ratio)
+    for name in ("detect s", "recover s", "lost"):
+        result.add_column(name, justify="right")
+    for number, seen in sorted(found.items()):
+        row = ROWS[number]
+        figures = (
+            "" if figure is None else f"{figure:.1f}" if isinstance(figure, float) else str(figure)
+            for figure in (seen.detect, seen.recover, seen.lost)
+        )
+        result.add_row(
+            str(number), row.injected, row.expected, seen.text, "yes" if seen.ok else "NO", *figures, end_section=True
+        )
+    return result
+
+
+def total(found: Mapping[int, Seen]) -> str:
+    """`29 of 30`, of those that were tried."""
+    return f"{sum(seen.ok for seen in found.values())} of {len(found)} rows are as expected"
+
+
+def as_json(found: Mapping[int, Seen]) -> dict[str, Any]:
+    rows = {
+        str(number): {"injected": ROWS[number].injected, "expected": ROWS[number].expected, **asdict(seen)}
+        for number, seen in sorted(found.items())
+    }
+    return {"rows": rows, "ok": sum(seen.ok for seen in found.values()), "of": len(found)}

@@ -1,0 +1,191 @@
+"""Training under kills at random, which ends with the weights of a run that nothing has happened to."""
+
+from __future__ import annotations
+
+import random
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich import box
+from rich.table import Table
+
+from faults.job import Job, WentOtherwise, metrics_of, same_weights
+from faults.played import record
+from faults.seen import Seen
+from faults.workshop import GROUPS, KEYS, SAMPLES, Workshop, finished
+
+IN_MATRIX_S, EVERY_S = 60.0, 15.0
+"""How long the one of row 30 is, and how far apart its kills are on the average."""
+SHARE = 0.6
+"""Of the time that is asked for, what the undisturbed run takes."""
+RESTARTS = "run.max_restarts"
+TIMEOUT_S = 20
+_PERCENTILES = (50, 90, 99)
+_VICTIMS = {"rank": 3, "rank that hangs": 1, "process of a rank": 1, "launcher": 1}
+"""How often each is drawn, to the others."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    what: str
+    at: float
+    step: int
+    """That was done before."""
+    recovered: float | None
+    """Seconds until the next one was."""
+
+
+@dataclass(frozen=True)
+class Report:
+    steps: int
+    kills: list[Kill]
+    seconds: float
+    effective: float
+    """Seconds of steps that counted, of all seconds."""
+    undisturbed: float
+    """The same of the run that nothing happened to, which has to start, too."""
+    by_hand: int
+    """Starts that the tool had to make."""
+    same: bool
+    missing: int
+    """Steps that are in no metrics."""
+
+    @property
+    def ok(self) -> bool:
+        return self.same and not self.missing
+
+    @property
+    def recoveries(self) -> list[float]:
+        return [kill.recovered for kill in self.kills if kill.recovered is not None]
+
+    def percentiles(self) -> dict[int, float]:
+        return {share: percentile(self.recoveries, share) for share in _PERCENTILES} if self.recoveries else {}
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok, "recovery_percentiles": self.percentiles()}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that so many percent of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * int(share) // 100) - 1)]
+
+
+def effective_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Of steps that counted: of one that was taken several times, the last."""
+    last = {row["step"]: row for row in rows if "time/step" in row}
+    return float(sum(row["time/step"] for row in last.values()))
+
+
+def recovered(rows: Sequence[Mapping[str, Any]], at: float, step: int) -> float | None:
+    """Seconds from a moment, at which a step was done, to the end of the one behind it."""
+    times = [row["time"] for row in rows if row["step"] > step and row["time"] > at]
+    return float(min(times) - at) if times else None
+
+
+def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
+    report = soak(shop, IN_MATRIX_S, EVERY_S)
+    shares = ", ".join(f"{share} %: {seconds:.0f} s" for share, seconds in report.percentiles().items())
+    text = f"{len(report.kills)} kills in {report.steps} steps; "
+    text += "the weights are the same bits" if report.same else "NOT the weights of the undisturbed run"
+    text += f"; effective {report.effective:.2f} of the time, undisturbed {report.undisturbed:.2f}; recovery {shares}"
+    text += f"; {report.by_hand} of the starts by hand" if report.by_hand else "; started again by itself"
+    recover = percentile(report.recoveries, 50) if report.recoveries else None
+    yield 30, Seen(report.ok and bool(report.recoveries), text, recover=recover, lost=report.missing * GROUPS * SAMPLES)
+
+
+def soak(shop: Workshop, seconds: float, every: float, seed: int = 1) -> Report:
+    """seconds: within which it kills; it goes on until the run is done. every: seconds between kills, on average."""
+    times = [row["time"] for row in metrics_of(shop.undisturbed())]
+    step_s = statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    steps = max(8, min(10_000, int(SHARE * seconds / step_s)))
+    shop.say(f"soak: {steps} steps of {step_s:.1f} s, a kill every {every:g} s on average")
+    place = shop.place("soak")
+    answers = record(place / "answers", shop.material / "model", range(1, steps + 1), GROUPS, SAMPLES, ranks=2)
+    given: dict[str, Any] = {"rollout__replay": answers, "run__num_rollout": steps, "run__timeout_s": TIMEOUT_S}
+    given |= {"run__max_restarts": 1000} if RESTARTS in KEYS else {}
+    whole = finished(shop.replayed(place / "undisturbed", **given))
+    shop.say(f"soak: undisturbed it takes {whole:.0f} s")
+    began = time.time()
+    kills, by_hand = _under_kills(shop, place / "run", given, seconds, every, random.Random(seed))
+    took, rows = time.time() - began, metrics_of(place / "run")
+    done = {row["step"] for row in rows}
+    return Report(
+        steps=steps,
+        kills=[Kill(what, at, step, recovered(rows, at, step)) for what, at, step in kills],
+        seconds=took,
+        effective=effective_seconds(rows) / took,
+        undisturbed=effective_seconds(metrics_of(place / "undisturbed")) / whole,
+        by_hand=by_hand,
+        same=same_weights(place / "run", place / "undisturbed"),
+        missing=len(set(range(1, steps + 1)) - done),
+    )
+
+
+def _under_kills(
+    shop: Workshop, run_dir: Path, given: dict[str, Any], seconds: float, every: float, draw: random.Random
+) -> tuple[list[tuple[str, float, int]], int]:
+    """The run until it is done: what was killed, when, and behind which step; and how often it was started by hand."""
+    kills: list[tuple[str, float, int]] = []
+    starts, began = 0, time.time()
+    due = began + draw.expovariate(1 / every)
+    while True:
+        with shop.replayed(run_dir, run__resume="auto", **given) as job:
+            while job.process.poll() is None:
+                if due < time.time() < began + seconds:
+                    step = max((row["step"] for row in job.metrics()), default=0)
+                    if what := _kill_one(job, draw):
+                        kills.append((what, time.time(), step))
+                        shop.say(f"soak: killed a {what} behind step {step}")
+                    due = time.time() + draw.expovariate(1 / every)
+                if time.time() > began + 10 * seconds + 600:
+                    raise WentOtherwise(f"the soak was not done after {time.time() - began:.0f} s")
+                time.sleep(0.05)
+            ended = job.ended()
+        if ended.status == 0:
+            return kills, starts
+        if not kills:
+            raise WentOtherwise(f"the run ended before anything was killed: {ended.why}")
+        starts += 1
+        shop.say(f"soak: started by hand after: {ended.why}")
+
+
+def _kill_one(job: Job, draw: random.Random) -> str:
+    """Kill, or stop for ever, one of its processes; what it was, empty where there is none."""
+    ranks = list(job.ranks().values())
+    below = [
+        process.pid for process in job.family()[1:] if process.pid not in ranks and process.ppid() != job.process.pid
+    ]
+    what = draw.choices(list(_VICTIMS), list(_VICTIMS.values()))[0]
+    if ranks == [job.process.pid]:  # they are not there yet
+        what = "launcher"
+    pids = {"launcher": [job.process.pid], "process of a rank": sorted(below)}.get(what, sorted(ranks))
+    if not pids:
+        return ""
+    try:
+        job.send(draw.choice(pids), signal.SIGSTOP if what == "rank that hangs" else signal.SIGKILL)
+    except (WentOtherwise, ProcessLookupError, psutil.Error):
+        return ""
+    return what
+
+
+def table(report: Report) -> Table:
+    found = Table(box=box.SIMPLE, show_header=False)
+    counts = Counter(kill.what for kill in report.kills)
+    found.add_row("steps", str(report.steps))
+    found.add_row("seconds", f"{report.seconds:.0f}")
+    found.add_row("kills", f"{len(report.kills)}: " + ", ".join(f"{count} x {what}" for what, count in counts.items()))
+    found.add_row("starts by hand", str(report.by_hand))
+    found.add_row("effective-time ratio", f"{report.effective:.3f}, undisturbed {report.undisturbed:.3f}")
+    for share, seconds in report.percentiles().items():
+        found.add_row(f"recovery, {share} % within", f"{seconds:.1f} s")
+    found.add_row("steps missing", str(report.missing))
+    found.add_row("weights", "those of the undisturbed run, bit for bit" if report.same else "NOT the same")
+    return found

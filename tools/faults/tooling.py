@@ -1,0 +1,36 @@
+"""What a run with engines calls: a calculator of which one call hangs, and a reward that counts who was rewarded."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from faults.judging import NOTES
+from megarl.rollout.calculator import calculate
+from megarl.rollout.tools import Tool
+from megarl.rollout.tools import calculator as plain
+from megarl.types import Rollout
+
+SEEN, HANG, HUNG = "seen", "hang", "hung"
+"""Files of the notes: a byte for each conversation that was rewarded; that a call is to hang; which process did."""
+
+
+def _calculate(expression: str) -> str:
+    notes = Path(os.environ[NOTES])
+    try:
+        (notes / HANG).unlink()
+    except FileNotFoundError:
+        return calculate(expression)
+    (notes / HUNG).write_text(str(os.getpid()))
+    while True:
+        time.sleep(1)
+
+
+calculator = Tool(schema=plain.schema, function=_calculate)
+
+
+def counted(rollout: Rollout) -> float:
+    with Path(os.environ[NOTES], SEEN).open("ab") as file:
+        file.write(b".")
+    return float(sum(int(turn.token_ids.sum()) for turn in rollout.turns if turn.is_action) % 2)

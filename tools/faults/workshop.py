@@ -1,0 +1,203 @@
+"""What scenarios have in common: a tiny model, recorded answers, an engine host, runs that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from faults.job import ROOT, Job, WentOtherwise, shortened
+from faults.judging import NOTES
+from faults.played import record
+from faults.points import Point
+from faults.seen import Seen
+from megarl.config import Config, ConfigError, describe_keys
+
+STEPS, GROUPS, SAMPLES = 4, 4, 4
+"""Of a run on recorded answers, and of its step."""
+SFT_STEPS = 5
+
+CONFIG = """
+algorithm: grpo
+run: {num_rollout: 4, save_every: 1, keep_checkpoints: 3, num_update: 1, epochs: 1, timeout_s: 60}
+model: {dtype: float32}
+data: {prompts_per_step: 4}
+rollout: {samples_per_prompt: 4, max_context: 256, max_new_tokens: 64, max_turns: 1}
+kl: {place: none}
+actor_optimizer: {lr: 0.01, warmup_fraction: 0.0}
+reward: {functions: ["faults.played:even"], processes: 1}
+track: {progress: false, tensorboard: false, timeline: false}
+"""
+SFT = """
+algorithm: sft
+run: {num_rollout: 5, save_every: 1, keep_checkpoints: 9, timeout_s: 60}
+model: {dtype: float32}
+data: {prompts_per_step: 4}
+rollout: {max_context: 256, max_new_tokens: 64}
+actor_optimizer: {lr: 0.01, min_lr: 0.001, schedule: linear, warmup_fraction: 0.0}
+track: {progress: false, tensorboard: false, timeline: false}
+"""
+KEYS = {name for name, _ in describe_keys()}
+
+
+class Workshop:
+    """folder: for all that the tool makes. say: what it is at, for people."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say = folder.resolve(), say
+        self._closing: list[Callable[[], None]] = []
+
+    def place(self, name: str) -> Path:
+        """A new folder."""
+        found = self.folder / name
+        found.mkdir(parents=True)
+        return found
+
+    # --- what runs are of
+
+    @cached_property
+    def material(self) -> Path:
+        """model/, questions.jsonl without tools, train.jsonl with one, sft.jsonl, and the two configurations."""
+        target = self.folder / "material"
+        command = [sys.executable, "tools/make_quickstart.py", str(target), "--family", "qwen3_moe"]
+        command += ["--demonstrations", "60", "--train", "64"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise WentOtherwise(f"tools/make_quickstart.py: {done.stderr.strip()[-300:]}")
+        rows = ({"id": str(number), "prompt": f"Say numbers, {number}.", "ground_truth": 0} for number in range(64))
+        (target / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (target / "grpo.yaml").write_text(CONFIG)
+        (target / "sft.yaml").write_text(SFT)
+        return target
+
+    @cached_property
+    def answers(self) -> Path:
+        """Recorded rollouts of all steps."""
+        return record(self.folder / "answers", self.material / "model", range(1, STEPS + 1), GROUPS, SAMPLES, ranks=2)
+
+    @cached_property
+    def longer_answers(self) -> Path:
+        """The same of more steps than a run has."""
+        steps = range(1, 2 * STEPS + 1)
+        return record(self.folder / "longer_answers", self.material / "model", steps, GROUPS, SAMPLES, ranks=2)
+
+    def host(self) -> str:
+        """Where engines can be started that need not import SGLang."""
+        if not hasattr(self, "_host"):
+            from megarl.rollout.engine import start_host
+
+            self._host = start_host(Config(), threads=1)
+            self._closing.append(self._host.close)
+        return self._host.path
+
+    # --- runs
+
+    def sft(self, run_dir: Path, points: Sequence[Point] = (), prefix: Sequence[str] = (), **settings: Any) -> Job:
+        """Of one rank, which starts in seconds. settings: with `__` for the dot of a key."""
+        given = {"model.path": self.material / "model", "data.train": self.material / "sft.jsonl", **_keys(settings)}
+        given = {"parallel.world_size": 1, **given}
+        return Job(run_dir, self.material / "sft.yaml", given, points, prefix)
+
+    def replayed(self, run_dir: Path, points: Sequence[Point] = (), prefix: Sequence[str] = (), **settings: Any) -> Job:
+        """GRPO on two ranks, of recorded answers."""
+        paths = {"model.path": self.material / "model", "data.train": self.material / "questions.jsonl"}
+        given: dict[str, Any] = {**paths, "parallel.world_size": 2, "parallel.tp": 2, "parallel.ep": 2}
+        given |= _keys(settings)
+        if "rollout.replay" not in given:
+            given["rollout.replay"] = self.answers
+        return Job(run_dir, self.material / "grpo.yaml", given, points, prefix)
+
+    @cached_property
+    def caller(self) -> Path:
+        """A policy that has learned one conversation by heart, in which it calls the calculator; its questions are
+        beside it, in talks.jsonl."""
+        from faults.tooling import calculator
+
+        place = self.place("caller")
+        function = {"name": "calculator", "arguments": {"expression": "61+17"}}
+        question = {"role": "user", "content": "What is 61+17?"}
+        called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        answer = {"role": "assistant", "content": "The answer is 78."}
+        talk = [question, called, {"role": "tool", "content": "78"}, answer]
+        lesson = json.dumps({"messages": talk, "tools": [calculator.schema]})
+        (place / "lessons.jsonl").write_text(f"{lesson}\n" * 16)
+        rows = (
+            {"id": str(number), "prompt": [question], "ground_truth": 78, "tools": ["calculator"]}
+            for number in range(64)
+        )
+        (place / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        slow = {"actor_optimizer__lr": 0.005, "actor_optimizer__schedule": "constant"}
+        more: dict[str, Any] = {"data__train": place / "lessons.jsonl", "data__prompts_per_step": 16, **slow}
+        finished(self.sft(place / "run", run__num_rollout=40, run__save_every=0, **more))
+        return place
+
+    def generated(self, run_dir: Path, points: Sequence[Point], settings: dict[str, Any]) -> Job:
+        """GRPO of that policy, on two ranks with an engine each, that answers with tools. The entropy bonus changes the
+        weights, whatever the answers are."""
+        given = {
+            "model.path": self.caller / "run" / "export",
+            "data.train": self.caller / "talks.jsonl",
+            **{"parallel.world_size": 2, "parallel.ranks_per_node": 2, "run.export": False},
+            **{"rollout.tools": ["faults.tooling:calculator"], "rollout.tool_call_parser": "qwen25"},
+            **{"rollout.max_turns": 3, "rollout.max_new_tokens": 40, "rollout.temperature": 0.05},
+            **{"rollout.concurrency": 2, "rollout.pass_env": [NOTES], "rollout.verify_every": 1},
+            **{"rollout.request_timeout": 60, "rollout.step_timeout": 240, "run.timeout_s": 120},
+            **{"reward.functions": ["faults.tooling:counted"], "loss.entropy_coef": 0.01},
+            **{"actor_optimizer.lr": 5e-4, "actor_optimizer.schedule": "constant"},
+            **settings,
+        }
+        return Job(run_dir, self.material / "grpo.yaml", given, points, host=self.host())
+
+    @cache  # noqa: B019  there is one workshop
+    def undisturbed(self) -> Path:
+        """The run folder of one of recorded answers that nothing has happened to."""
+        run_dir = self.place("undisturbed") / "run"
+        finished(self.replayed(run_dir))
+        return run_dir
+
+    @cache  # noqa: B019
+    def undisturbed_sft(self) -> Path:
+        """The same of SFT, with the checkpoints of all of its steps."""
+        run_dir = self.place("undisturbed_sft") / "run"
+        finished(self.sft(run_dir))
+        return run_dir
+
+    def close(self) -> None:
+        for close in reversed(self._closing):
+            close()
+        self._closing.clear()
+
+
+def one_by_one(
+    shop: Workshop, wanted: Sequence[int], works: Mapping[int, Callable[[Workshop], Seen]]
+) -> Iterator[tuple[int, Seen]]:
+    """Rows that have runs of their own: what cannot be tried of one does not keep the others from it."""
+    for number, work in works.items():
+        if number in wanted:
+            shop.say(f"row {number}")
+            yield number, tried(work, shop)
+
+
+def tried(work: Callable[..., Seen], *arguments: Any) -> Seen:
+    """What was seen; where it did not come to that, why, which is not as expected."""
+    try:
+        return work(*arguments)
+    except (WentOtherwise, ConfigError, OSError) as error:
+        return Seen(False, shortened(str(error), 300))
+
+
+def finished(job: Job) -> float:
+    """Wait for the end of a run that nothing is to happen to; returns its seconds. Raises WentOtherwise."""
+    with job:
+        done = job.ended()
+        if done.status:
+            raise WentOtherwise(f"a run that nothing was done to ended with status {done.status}: {done.why}")
+        return done.at - job.began
+
+
+def _keys(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("__", "."): value for name, value in settings.items()}
