@@ -4,10 +4,11 @@
     1          a fault of ours, or another rank was lost; the line names the log that has the whole traceback
     2          a mistake of the user's
     85         asked to stop (SIGTERM, SIGUSR1) and saved: go on with run.resume=auto
+    86         a fault that came again at the same step after a restart: to start again is of no use
     128 + n    ended by signal n without saving: 130 Ctrl-C, 137 killed by the kernel, 143 SIGTERM
 
-A rank that has a launcher (`launcher.py`, `torchrun.py`) tells it, and the launcher says what all of it comes from; one
-without says it itself.
+A rank that has a launcher (`launcher.py`, `torchrun.py`) tells it, and the launcher says what all of it comes from, and
+may start the run again (`restarts.py`); one without says it itself.
 """
 
 from __future__ import annotations
@@ -25,15 +26,20 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from megarl.config import ConfigError
+from megarl.processes import node
 from megarl.processes.parent import die_with_parent
 
 REQUEUE_EXIT_CODE = 85
 """Exit status of a run that was asked to stop (SIGUSR1, SIGTERM) and saved itself: go on with run.resume=auto."""
+SAME_AGAIN_EXIT_CODE = 86
+"""Exit status of a run that was started again after a fault, and came to the same at the same step."""
 LAUNCHER = "MEGARL_LAUNCHER"
 """Environment variable by which a launcher names itself to its ranks: its pid and its socket."""
+RESTARTED = "MEGARL_RESTARTED"
+"""Environment variable of ranks that have been started again: how often."""
 WHOLE = "the whole traceback is in"
 """How the note begins that an exception carries once its traceback is in a file."""
 SAME_S = 2.0
@@ -41,6 +47,17 @@ SAME_S = 2.0
 all processes of a Slurm job, and is forwarded besides."""
 
 Kind = Literal["stopped", "ended", "mistake", "fault", "lost"]
+
+
+class Verdict(NamedTuple):
+    """What the ends of all ranks come to: the exit status, the line that says why, empty where all is well, and what it
+    was. killed: by a signal from outside. late: a rank that others have waited for too long. asked: somebody wanted
+    it so. rank: whose own end or silence it was, where that is known."""
+
+    status: int
+    text: str
+    kind: Literal["done", "stopped", "asked", "mistake", "fault", "killed", "lost", "late"]
+    rank: int = -1
 
 
 class Stopped(SystemExit):
@@ -169,18 +186,37 @@ def exit_with(program: Callable[[], int]) -> NoReturn:
 def tell(error: BaseException) -> int:
     """Say why this process ends, to the launcher or on stderr; returns its exit status."""
     kind, status, text = describe(error)
-    if _Signals.launcher is not None:
-        word = {"rank": int(os.environ.get("RANK", "0")), "kind": kind, "text": text[-8000:]}
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
-                to.settimeout(5.0)
-                to.sendto(json.dumps(word).encode(), f"\0{_Signals.launcher}")
-            return status
-        except OSError:
-            pass  # it is gone, or too busy
+    if tell_launcher(kind, text[-8000:]):
+        return status
     if kind in ("lost", "fault") or _first_to_say(text):
         print(text, file=sys.stderr, flush=True)
     return status
+
+
+def tell_launcher(kind: str, text: str, rank: int | None = None) -> bool:
+    """Say something to the launcher, of this rank or of another; False where there is none, or it does not hear."""
+    if _Signals.launcher is None:
+        return False
+    own = int(os.environ.get("RANK", "0"))
+    word = {"rank": own if rank is None else rank, "kind": kind, "text": text}
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
+            to.settimeout(5.0)
+            to.sendto(json.dumps(word).encode(), f"\0{_Signals.launcher}")
+        return True
+    except OSError:  # it is gone, or too busy
+        return False
+
+
+def introduce(**rules: Any) -> None:
+    """Tell the launcher what a restart of this run depends on, see `restarts.Rules`. On the first rank of a node."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        tell_launcher("run", json.dumps(rules))
+
+
+def restarted() -> int:
+    """How often a launcher has started this run again."""
+    return int(os.environ.get(RESTARTED, "0"))
 
 
 def describe(error: BaseException) -> tuple[Kind, int, str]:
@@ -191,6 +227,8 @@ def describe(error: BaseException) -> tuple[Kind, int, str]:
         number = error.number if isinstance(error, Ended) else signal.SIGINT
         return "ended", 128 + number, f"ended by {name_of(number)}"
     who = f"rank {os.environ.get('RANK', '0')}" if os.environ.get("WORLD_SIZE", "1") != "1" else "the run"
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        who += f" on node {node.name()}"
     where = next((note for note in getattr(error, "__notes__", ()) if note.startswith(WHOLE)), "")
     if lost := _lost_peer(error):
         return "lost", 1, _line(f"error: {who} lost another rank: {lost}" + (f"; {where}" if where else ""))

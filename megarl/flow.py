@@ -119,7 +119,9 @@ class HybridFlow(Items, Keeping):
             run,
             num_rollout=run.num_rollout if num_rollout is None else num_rollout,
             num_update=run.num_update if num_update is None else num_update,
+            resume="auto" if ending.restarted() else run.resume,
         )
+        ending.introduce(run_dir=run.dir, save_every=run.save_every, max_restarts=run.max_restarts)
         self.config = dataclasses.replace(self.config, run=run)
         report = validate(self.config, registered=self.registered)
         report.raise_errors()

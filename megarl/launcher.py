@@ -15,16 +15,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
+from typing import Literal
 
-from megarl.ending import LAUNCHER, REQUEUE_EXIT_CODE, SAME_S, Kind, name_of
+from megarl.ending import LAUNCHER, REQUEUE_EXIT_CODE, RESTARTED, SAME_S, Kind, Verdict, name_of
+from megarl.processes.family import children, end_orphans
+from megarl.restarts import Restarts, Rules, note
 
 GRACE_S = 10.0
 """How long ranks that shall end now may take, to close their engines and files, before they are killed."""
 NOTICE_S = 3.0
 """How long the others have to see by themselves that one has failed, and to write down where they were."""
+ORPHANS_S = 20.0
+"""How long what ranks have left behind may take to end, before it is killed: engines that are on their way out."""
 _LOOK_S = 0.05
 _TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _WHY = {
@@ -34,12 +39,17 @@ _WHY = {
 }
 
 
+_OWN_DOING = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+"""Signals that a program brings upon itself."""
+
+
 @dataclass(frozen=True)
 class Word:
-    """What a rank said at its end."""
+    """What a rank said at its end; of kind `run`, what it said at its beginning (`ending.introduce`); of kind `late`,
+    what was said of it by another."""
 
     rank: int
-    kind: Kind
+    kind: Kind | Literal["run", "late"]
     text: str
 
 
@@ -61,6 +71,16 @@ class Words:
                 self._said.append(Word(**json.loads(self._socket.recv(2**16))))
         return self._said
 
+    def rules(self) -> Rules | None:
+        """What the run has said that its restart depends on."""
+        said = [word for word in self._said if word.kind == "run"]
+        return Rules(**json.loads(said[-1].text)) if said else None
+
+    def forget(self) -> None:
+        """What has been said is of ranks that are no more."""
+        self.read()
+        self._said = []
+
     def fileno(self) -> int:
         """Can be read from when somebody has said something."""
         return self._socket.fileno()
@@ -71,44 +91,51 @@ class Words:
 
 def verdict(
     codes: Mapping[int, int], words: Sequence[Word], asked: int = 0, roles: Mapping[int, str] = MappingProxyType({})
-) -> tuple[int, str]:
-    """Exit status of the run, and the line that says why, empty where all is well.
+) -> Verdict:
+    """What the ends of ranks come to.
 
-    codes: how ranks ended, by rank, negative by a signal; without those that the launcher has killed. asked: the signal
-    by which all were to end. roles: of ranks that have not all the same, in words.
+    codes: how they ended, by rank, negative by a signal; without those that the launcher has killed. asked: the signal
+    by which all were to end. roles: of ranks that are to be told apart, in words: what they do, or where they are.
     """
     if codes and all(code in (0, REQUEUE_EXIT_CODE) for code in codes.values()):
         stopped = [word for word in words if word.kind == "stopped"]
-        return (REQUEUE_EXIT_CODE, stopped[0].text) if stopped else (max(codes.values()), "")
+        if stopped:
+            return Verdict(REQUEUE_EXIT_CODE, stopped[0].text, "stopped")
+        return Verdict(max(codes.values()), "", "stopped" if REQUEUE_EXIT_CODE in codes.values() else "done")
     if asked == signal.SIGINT:
-        return 128 + asked, f"ended by {name_of(asked)}"
-    spoke = {word.rank for word in words}
+        return Verdict(128 + asked, f"ended by {name_of(asked)}", "asked")
+    spoke = {word.rank for word in words if word.kind != "run"}
     killed = {rank: -code for rank, code in codes.items() if code < 0 and rank not in spoke and -code != asked}
     for rank, number in killed.items():
         if number != signal.SIGABRT:  # by which libraries end, too, when a peer is lost
-            return 128 + number, _killed(rank, number, roles)
+            return _killed(rank, number, roles)
     for kind, status in (("mistake", 2), ("fault", 1)):
         for word in words:
             if word.kind == kind:
-                return status, word.text
+                return Verdict(status, word.text, kind, word.rank)  # type: ignore[arg-type]
     if asked:
-        return 128 + asked, f"ended by {name_of(asked)}"
+        return Verdict(128 + asked, f"ended by {name_of(asked)}", "asked")
+    for word in words:
+        if word.kind == "late":
+            return Verdict(1, word.text, "late", word.rank)
     for rank, number in killed.items():
-        return 128 + number, _killed(rank, number, roles)
+        return _killed(rank, number, roles)
     for rank, code in codes.items():
         if code > 0 and rank not in spoke:
-            return code, f"error: {_who(rank, roles)} ended with status {code} and said nothing"
+            return Verdict(code, f"error: {_who(rank, roles)} ended with status {code} and said nothing", "fault", rank)
     for word in words:
         if word.kind == "lost":
-            return 1, word.text
+            return Verdict(1, word.text, "lost")
         if word.kind == "ended":  # not by us
-            return codes.get(word.rank, 1), f"error: {_who(word.rank, roles)} was {word.text}"
-    return 1, "error: the ranks did not end in time and were killed"
+            text = f"error: {_who(word.rank, roles)} was {word.text}"
+            return Verdict(codes.get(word.rank, 1), text, "killed", word.rank)
+    return Verdict(1, "error: the ranks did not end in time and were killed", "lost")
 
 
-def _killed(rank: int, number: int, roles: Mapping[int, str]) -> str:
+def _killed(rank: int, number: int, roles: Mapping[int, str]) -> Verdict:
     name = name_of(number)
-    return f"error: {_who(rank, roles)} was killed by {name}{_WHY.get(name, '')}"
+    kind: Literal["fault", "killed"] = "fault" if name in _OWN_DOING else "killed"
+    return Verdict(128 + number, f"error: {_who(rank, roles)} was killed by {name}{_WHY.get(name, '')}", kind, rank)
 
 
 def _who(rank: int, roles: Mapping[int, str]) -> str:
@@ -116,8 +143,8 @@ def _who(rank: int, roles: Mapping[int, str]) -> str:
 
 
 class Launch:
-    """One run of `command` as `world` ranks. saves: whether a first SIGTERM is answered by saving, at its leisure.
-    roles: see `verdict`."""
+    """`command` as `world` ranks, once. saves: whether a first SIGTERM is answered by saving, at its leisure. pending:
+    where signals are noted, see `noted`. roles: see `verdict`."""
 
     def __init__(
         self,
@@ -126,18 +153,19 @@ class Launch:
         saves: bool,
         grace: float = GRACE_S,
         roles: Mapping[int, str] = MappingProxyType({}),
+        pending: list[int] | None = None,
     ) -> None:
         self.command, self.world, self.saves, self.grace, self.roles = command, world, saves, grace, roles
         self.ranks: list[subprocess.Popen[bytes]] = []
-        self.pending: list[int] = []  # signals that have come
+        self.pending: list[int] = [] if pending is None else pending  # signals that have come
         self.asked = 0
         self.deadline = float("inf")
         self.failed_at = float("inf")
         self._since: dict[int, float] = {}
         self._again = False  # they have been asked twice
 
-    def run(self, environment: Mapping[str, str]) -> int:
-        """Until all ranks have ended. Returns the exit status of the run; a line on stderr says why it is not 0."""
+    def run(self, environment: Mapping[str, str]) -> tuple[Verdict, Rules | None]:
+        """Until all ranks have ended. Returns what that comes to, and what the run has said of itself."""
         words = Words()
         killed: set[int] = set()
         try:
@@ -150,15 +178,12 @@ class Launch:
                 time.sleep(_LOOK_S)
             self._look()  # what came to all at once
             codes = {n: rank.returncode for n, rank in enumerate(self.ranks) if n not in killed}
-            status, text = verdict(codes, words.read(), self.asked, self.roles)
+            return verdict(codes, words.read(), self.asked, self.roles), words.rules()
         finally:
             self._send(signal.SIGKILL)
             for rank in self.ranks:
                 rank.wait()
             words.close()
-        if text:
-            print(text, file=sys.stderr, flush=True)
-        return status
 
     def _start(self, environment: Mapping[str, str]) -> None:
         # They take these from their first line on, as they are blocked until then; see `ending.catch_signals`.
@@ -202,6 +227,32 @@ class Launch:
         for rank in there.values():
             rank.send_signal(number)
         return set(there)
+
+
+def until_it_ends(attempt: Callable[[Mapping[str, str]], tuple[Verdict, Rules | None]], pending: list[int]) -> int:
+    """Start a run, and again where `restarts.py` says so; its exit status, of which a line on stderr says why it is not
+    0. attempt: starts all ranks with these variables, and returns when they have ended. pending: see `noted`.
+
+    When it ends or starts again, none of its processes are left, however far down, nor what the kernel keeps for them.
+    For that this process is to be one that inherits orphans (`processes/parent.py`).
+    """
+    restarts, others = Restarts(), children()
+    while True:
+        end, rules = attempt({RESTARTED: str(restarts.attempts)})
+        end_orphans(others, ORPHANS_S)
+        after = restarts.after(end, rules)
+        if after.text:
+            print(after.text, file=sys.stderr, flush=True)
+        if not after.again:
+            return after.status
+        note(rules, after.text.splitlines()[-1])
+        until = time.monotonic() + after.wait_s
+        while time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            for number in pending:
+                if number != signal.SIGUSR1:
+                    print(f"ended by {name_of(number)}", file=sys.stderr, flush=True)
+                    return 128 + number
 
 
 @contextlib.contextmanager

@@ -1,14 +1,16 @@
 """torchrun, but for its end: `.venv/bin/python -m megarl.torchrun [torchrun's options] -m megarl.train CONFIG ...`.
 
 Torch's agent turns a signal into a traceback, ends ranks 30 seconds after it, reports every failure as status 1 in
-dozens of lines, and leaves a folder in /tmp. Here ranks may take their time to save, and the end is that of
-`ending.py`: one line on each node, one of the documented exit statuses.
+dozens of lines, and leaves a folder in /tmp. Here ranks may take their time to save, the run starts again where
+`restarts.py` says so, on all nodes (`nodes.py`), and the end is that of `ending.py`: one line on each node, one of the
+documented exit statuses.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import logging
 import os
@@ -19,25 +21,34 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl import launcher
-from megarl.ending import SAME_S, name_of
+from megarl.ending import RESTARTED, SAME_S, name_of
+from megarl.nodes import Alone, Report, Several, own_name
+from megarl.processes.family import end_orphans
+from megarl.processes.parent import inherit_orphans
+from megarl.restarts import note
 
+_LOOK_S = 1.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Watch(threading.Thread):
-    """Passes signals on to the ranks and hears what they say, also while the agent waits in C++ for other nodes."""
+    """Passes signals on to the ranks and hears what they say, also while the agent waits in C++ for other nodes; ends
+    them where those of another node have failed."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.words = launcher.Words()
         self.asked = 0
+        self.has_killed = False
+        self.has_failed: Callable[[], bool] = bool  # on another node
         self.logs = tempfile.mkdtemp(prefix="megarl-torchrun-")  # else the agent makes one, and leaves it
         self._again = False  # they have been asked twice
         self._deadline = float("inf")
+        self._notice = float("inf")
         self._since: dict[int, float] = {}
         self._signals, write = os.pipe2(os.O_NONBLOCK)
         os.set_blocking(write, False)
@@ -46,7 +57,18 @@ class _Watch(threading.Thread):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)  # the byte in the pipe is what counts
 
+    def begin(self, has_failed: Callable[[], bool]) -> None:
+        """For ranks that start now."""
+        self.words.forget()
+        self.has_killed, self._deadline, self._notice = False, float("inf"), float("inf")
+        self.has_failed = has_failed
+
+    def rest(self) -> None:
+        """The ranks have ended."""
+        self.has_failed, self._notice = bool, float("inf")
+
     def run(self) -> None:
+        looked = 0.0
         while True:
             ready, _, _ = select.select([self._signals, self.words.fileno()], [], [], 0.2)
             if self._signals in ready:
@@ -54,16 +76,27 @@ class _Watch(threading.Thread):
                     if number in _HANDLED:
                         self._pass_on(number)
             self.words.read()
-            if time.monotonic() > self._deadline:
+            now = time.monotonic()
+            if now - looked > _LOOK_S and self._notice == float("inf"):
+                looked = now
+                with contextlib.suppress(RuntimeError):  # node 0 is gone, which its own ranks' peers will see
+                    self._notice = now + launcher.NOTICE_S if self.has_failed() else float("inf")
+            if now > self._notice and self._deadline == float("inf"):
+                self._end()
+            if now > self._deadline:
+                self.has_killed = True
                 _send(signal.SIGKILL)
+
+    def _end(self) -> int:
+        self._deadline = min(self._deadline, time.monotonic() + launcher.GRACE_S)
+        return _send(signal.SIGINT)
 
     def _pass_on(self, number: int) -> None:
         if time.monotonic() - self._since.get(number, 0.0) < SAME_S:
             return
         self._since[number] = time.monotonic()
         if number == signal.SIGINT or self._again:
-            self._deadline = min(self._deadline, time.monotonic() + launcher.GRACE_S)
-            there = _send(signal.SIGINT)
+            there = self._end()
         else:
             there = _send(number)  # by a second one ranks end, but for those that are writing a checkpoint
             self._again = self.asked != 0
@@ -102,38 +135,90 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    inherit_orphans()
     watch = _Watch()
     watch.start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # Slurm sends it to all; it is for the ranks
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import run
-
-    for name in ("torch.distributed.elastic", "torch.distributed.run"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    codes: dict[int, int] = {}
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         options.log_dir = options.log_dir or watch.logs
         options.signals_to_handle = "SIGQUIT"
         options.shutdown_timeout = int(launcher.GRACE_S)
-        os.environ.update(watch.words.environment)
-        run(options)
-        return 0
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return _until_it_ends(options, watch)
     except ValueError as error:
         print(f"error: torchrun: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
     except Exception as error:
-        text = f"the nodes did not come together: {type(error).__name__}: {' '.join(str(error).split())}"
-        print(f"error: torchrun: {text}", file=sys.stderr, flush=True)
+        print(f"error: torchrun: {_apart(error)}", file=sys.stderr, flush=True)
         return 1
     finally:
         watch.tidy()
-    status, text = launcher.verdict(codes, list(watch.words.read()), watch.asked)
-    if text:
-        print(text, file=sys.stderr, flush=True)
-    return status
+
+
+def _until_it_ends(options: argparse.Namespace, watch: _Watch) -> int:
+    """As `launcher.until_it_ends`, on each node."""
+    nodes, static = _nodes(options), options.rdzv_backend == "static" or options.standalone
+    number, attempt = int(options.node_rank), 0
+    while True:
+        os.environ.update({**watch.words.environment, RESTARTED: str(attempt)})
+        watch.begin(lambda: nodes.has_failed(attempt))  # noqa: B023  only while it is this one
+        report = _attempt(
+            options, nodes.meeting_port(attempt, options.master_port), watch, own_name(number, nodes.count)
+        )
+        watch.rest()
+        if not report.well:
+            nodes.failed(attempt)
+        end_orphans((), launcher.ORPHANS_S)
+        # Nodes that have met otherwise do not hear of each other.
+        after = nodes.next(attempt, report, watch.words.rules() if static else None)
+        if after.text:
+            print(after.text, file=sys.stderr, flush=True)
+        if not after.again:
+            return after.status
+        if number == 0:
+            note(watch.words.rules(), after.text.splitlines()[-1])
+        time.sleep(after.wait_s)  # a signal meanwhile ends this process
+        attempt += 1
+
+
+def _nodes(options: argparse.Namespace) -> Alone:
+    count = int(str(options.nnodes).rpartition(":")[2])
+    if count == 1 or options.standalone or options.rdzv_backend != "static":
+        return Alone()
+    return Several(int(options.node_rank), count, options.master_addr, int(options.master_port))
+
+
+def _attempt(options: argparse.Namespace, port: int, watch: _Watch, name: str) -> Report:
+    """Start the ranks of this node once, and wait until they have ended."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run
+
+    for logger in ("torch.distributed.elastic", "torch.distributed.run"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    once = copy.copy(options)
+    once.master_port = port
+    codes: dict[int, int] = {}
+    problem = ""
+    well = False
+    try:
+        run(once)
+        well = True
+    except ChildFailedError as error:
+        first = min(failure.timestamp for failure in error.failures.values())
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        for rank, failure in error.failures.items():
+            ended_by_us = watch.has_killed or failure.timestamp >= first + launcher.GRACE_S - 1
+            if failure.exitcode == -signal.SIGKILL and ended_by_us:
+                del codes[rank]
+    except ValueError:
+        raise
+    except Exception as error:
+        problem = _apart(error)
+    return Report(name, well, codes, tuple(watch.words.read()), watch.asked, problem)
+
+
+def _apart(error: Exception) -> str:
+    return f"the nodes did not come together: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 if __name__ == "__main__":

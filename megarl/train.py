@@ -13,12 +13,13 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from megarl import ending
 from megarl.command_line import Parser
 from megarl.config import Config, ConfigError, describe_keys, describe_ranges, load_config
+from megarl.processes.parent import inherit_orphans
 
 
 class _Parser(Parser):
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megarl.parallel import meeting
 
         if not meeting.place().launched and config.parallel.world_size > 1:
+            inherit_orphans()
             return start_ranks(config, arguments)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # advice to the authors of trainers
         from megarl.flow import HybridFlow
@@ -76,7 +78,7 @@ def _say(text: str) -> None:
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, then run this program as all ranks on this machine; returns their exit status."""
-    from megarl import launcher
+    from megarl import launcher, restarts
     from megarl.controllers.registry import declare
     from megarl.dry_run import validate
     from megarl.observe import run_folder
@@ -97,20 +99,24 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     declared = declare(config)
     roles = roles_of_ranks(config, declared.roles)
     command = (sys.executable, "-m", "megarl.train", *arguments)
-    ranks = launcher.Launch(command, world, saves=config.run.save_every > 0, roles=roles)
-    with launcher.noted(ranks.pending):
+    pending: list[int] = []
+
+    def attempt(environment: Mapping[str, str]) -> tuple[ending.Verdict, restarts.Rules | None]:
+        ranks = launcher.Launch(command, world, saves=config.run.save_every > 0, roles=roles, pending=pending)
         host = None
         if declared.generates and not config.rollout.replay and SHARED not in os.environ:
             with launcher.blocked((signal.SIGINT, signal.SIGUSR1)):
                 host = start_host(config)  # one for all engines, and they load while the ranks do
-            os.environ[SHARED] = host.path
+            environment = {**environment, SHARED: host.path}
         try:
             store, meeting_place = keep_store()
-            return ranks.run(meeting_place)
+            return ranks.run({**environment, **meeting_place})
         finally:
             if host is not None:
-                del os.environ[SHARED]
                 host.close()
+
+    with launcher.noted(pending):
+        return launcher.until_it_ends(attempt, pending)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ LAYERS = (
         "train",
         "ending",
         "launcher",
+        "nodes",
+        "restarts",
         "torchrun",
         "dry_run",
         "checks",

@@ -24,9 +24,15 @@ ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 LAUNCHER = """
 import sys
 from megarl import launcher
-launch = launcher.Launch((sys.executable, "rank.py"), 2, saves=sys.argv[1] == "saves", grace=GRACE)
-with launcher.noted(launch.pending):
-    sys.exit(launch.run({}))
+from megarl.processes.parent import inherit_orphans
+launcher.ORPHANS_S = 1.0
+pending = []
+def attempt(environment):
+    launch = launcher.Launch((sys.executable, "rank.py"), 2, sys.argv[1] == "saves", GRACE, pending=pending)
+    return launch.run(environment)
+inherit_orphans()
+with launcher.noted(pending):
+    sys.exit(launcher.until_it_ends(attempt, pending))
 """
 RANK = """
 import os, pathlib, sys, time
@@ -195,6 +201,40 @@ def test_a_mistake_is_told_once_and_a_fault_with_its_traceback(tmp_path: Path) -
     )
 
 
+ORPHAN = """
+    import pathlib, subprocess
+    ending.introduce(run_dir=".", save_every=1, max_restarts=3)
+    left = pathlib.Path("left")
+    if ending.restarted():
+        assert not os.path.exists("/proc/" + left.read_text())
+        return
+    if rank:
+        left.write_text(str(subprocess.Popen(["setsid", "sleep", "600"], start_new_session=True).pid))
+    wait()
+"""
+
+
+def test_a_run_starts_again_when_nothing_of_it_is_left(tmp_path: Path) -> None:
+    """Not even what a killed rank has started in a session of its own."""
+    process = run_of(tmp_path, ORPHAN)
+    victim = pids(tmp_path, process)[1]
+    wait_for((tmp_path / "left").exists, process)
+    os.kill(victim, signal.SIGKILL)
+    code, (line,) = ended(process)
+    assert code == 0
+    assert line.startswith("error: rank 1 was killed by SIGKILL") and "; starting again in 2 s from the start" in line
+    assert (tmp_path / "log.txt").read_text().rstrip().endswith(line)
+
+
+def test_a_signal_between_two_starts_ends_it(tmp_path: Path) -> None:
+    process = run_of(tmp_path, 'ending.introduce(run_dir=".", save_every=1, max_restarts=3)\n    wait()')
+    os.kill(pids(tmp_path, process)[1], signal.SIGKILL)
+    wait_for((tmp_path / "log.txt").exists, process)
+    process.terminate()
+    code, lines = ended(process)
+    assert (code, lines[1:]) == (143, ["ended by SIGTERM"])
+
+
 LOST = Word(0, "lost", "error: rank 0 lost another rank")
 FAULT = Word(1, "fault", "error: rank 1 failed")
 MISTAKE = Word(1, "mistake", "error: key")
@@ -202,21 +242,31 @@ MISTAKE = Word(1, "mistake", "error: key")
 
 def test_the_first_cause_is_named() -> None:
     """Not what other ranks see of it."""
-    assert verdict({0: 1, 1: 1}, [LOST, FAULT]) == (1, FAULT.text)
-    assert verdict({0: 1, 1: 2}, [LOST, MISTAKE]) == (2, MISTAKE.text)
-    assert verdict({0: 1, 1: -9}, [LOST])[0] == 137
-    assert verdict({0: -6, 1: 1}, [FAULT]) == (1, FAULT.text)
-    assert verdict({0: 1}, [LOST]) == (1, LOST.text)
-    assert verdict({0: 85, 1: 85}, [Word(1, "stopped", "saved"), Word(0, "stopped", "saved")]) == (85, "saved")
-    assert verdict({0: 130, 1: 1}, [LOST], asked=2) == (130, "ended by Ctrl-C (SIGINT)")
-    assert verdict({0: 2, 1: 2}, [MISTAKE], asked=15) == (2, MISTAKE.text)
-    assert verdict({}, [])[0] == 1
+    assert verdict({0: 1, 1: 1}, [LOST, FAULT])[:3] == (1, FAULT.text, "fault")
+    assert verdict({0: 1, 1: 2}, [LOST, MISTAKE])[:3] == (2, MISTAKE.text, "mistake")
+    assert verdict({0: 1, 1: -9}, [LOST])[::2] == (137, "killed")
+    assert verdict({0: 1, 1: -11}, [LOST])[::2] == (139, "fault")  # its own doing
+    assert verdict({0: -6, 1: 1}, [FAULT])[:3] == (1, FAULT.text, "fault")
+    assert verdict({0: 1}, [LOST])[:3] == (1, LOST.text, "lost")
+    saved = [Word(1, "stopped", "saved"), Word(0, "stopped", "saved")]
+    assert verdict({0: 85, 1: 85}, saved)[:3] == (85, "saved", "stopped")
+    assert verdict({0: 130, 1: 1}, [LOST], asked=2)[:3] == (130, "ended by Ctrl-C (SIGINT)", "asked")
+    assert verdict({0: 2, 1: 2}, [MISTAKE], asked=15)[:3] == (2, MISTAKE.text, "mistake")
+    assert verdict({}, [])[::2] == (1, "lost")
+
+
+def test_a_rank_that_others_have_waited_for_is_the_cause_and_not_that_it_was_killed_for_it() -> None:
+    late = Word(1, "late", "error: rank 1 keeps the others waiting")
+    assert verdict({0: 1}, [LOST, late])[:3] == (1, late.text, "late")
+    assert verdict({0: 1, 1: -9}, [LOST, late])[:3] == (1, late.text, "late")
+    assert verdict({0: 1, 1: 1}, [late, LOST, Word(1, "fault", "error: out of memory")])[2] == "fault"
+    assert verdict({0: -9, 1: 1}, [late])[2] == "killed"
 
 
 def test_a_rank_is_named_by_its_roles_where_it_has_its_own() -> None:
     roles = {0: "actor, reference", 1: "critic"}
-    assert verdict({0: 1, 1: -15}, [LOST], roles=roles) == (143, "error: rank 1 (critic) was killed by SIGTERM")
-    assert verdict({0: 7}, [], roles=roles) == (
+    assert verdict({0: 1, 1: -15}, [LOST], roles=roles)[:2] == (143, "error: rank 1 (critic) was killed by SIGTERM")
+    assert verdict({0: 7}, [], roles=roles)[:2] == (
         7,
         "error: rank 0 (actor, reference) ended with status 7 and said nothing",
     )

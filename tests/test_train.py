@@ -13,6 +13,7 @@ import pytest
 
 from megarl import dry_run, launcher
 from megarl.config import load_config
+from megarl.ending import Verdict
 from megarl.rollout import engine, hosting
 from megarl.train import main, start_ranks
 
@@ -125,9 +126,9 @@ def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(
     monkeypatch.setattr(engine, "start_host", lambda config: host)
     monkeypatch.setattr(dry_run, "validate", lambda config: dry_run.Report([], [], {}, []))
 
-    def run(self: launcher.Launch, environment: dict[str, str]) -> int:
-        seen.append(os.environ.get(hosting.SHARED))
-        return 0
+    def run(self: launcher.Launch, environment: dict[str, str]) -> tuple[Verdict, None]:
+        seen.append(environment.get(hosting.SHARED, os.environ.get(hosting.SHARED)))
+        return Verdict(0, "", "done"), None
 
     monkeypatch.setattr(launcher.Launch, "run", run)
     assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0

@@ -31,6 +31,9 @@ class RunConfig:
     save_every: CountOrNone = 0
     """Write a checkpoint every so many steps, and at the end; 0 writes none. Where the disk does not take one, training
     goes on, but not beyond the last."""
+    max_restarts: CountOrNone = 3
+    """How often in a row the run starts again, from its newest checkpoint, when a rank dies or hangs, before it has
+    written another one; 0 never does, nor does a run without `save_every`. Mistakes and requests to stop end it."""
     keep_checkpoints: Count = 2
     """How many checkpoints stay on disk."""
     eval_every: CountOrNone = 0

@@ -1,0 +1,38 @@
+"""What this process has started, and what that has left behind: found, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection
+
+_LOOK_S = 0.02
+
+
+def children() -> list[int]:
+    """Of all threads of this process; for one that inherits orphans, see `parent.py`, these, too."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as listing:
+            found += map(int, listing.read().split())
+    return found
+
+
+def end_orphans(spared: Collection[int], patience_s: float) -> list[int]:
+    """Wait until no child is left but the spared ones, and theirs have come here and ended, too; after `patience_s`
+    seconds kill them. Returns the pids of those that had to be killed. Children are reaped: none may be waited for
+    elsewhere."""
+    deadline, killed = time.monotonic() + patience_s, list[int]()
+    while left := [pid for pid in children() if pid not in spared]:
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    continue
+            if time.monotonic() > deadline and pid not in killed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+        time.sleep(_LOOK_S)
+    return killed

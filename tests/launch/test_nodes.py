@@ -1,0 +1,154 @@
+"""Launchers of several nodes: what the ends on all of them come to, and two of them on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.launcher import Word
+from megarl.nodes import Report, combined
+
+ROOT = Path(__file__).resolve().parents[2]
+LOST = Word(0, "lost", "error: rank 0 lost another rank")
+RANK = """
+import os, pathlib, signal, time
+from datetime import timedelta
+import torch.distributed as dist
+from megarl import ending
+from megarl.config import ConfigError
+rank = int(os.environ["RANK"])
+def body():
+    ending.introduce(run_dir="run", save_every=1, max_restarts=int(os.environ["TIMES"]))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.barrier()
+    attempt = ending.restarted()
+    pathlib.Path(f"there_{attempt}_{rank}").write_text(str(os.getpid()))
+    BODY
+with ending.one_line():
+    body()
+"""
+
+
+def test_the_cause_may_be_on_another_node() -> None:
+    lost = Report("n1", codes={0: 1}, words=(LOST,))
+    killed = Report("n2", codes={1: -9})
+    end, where = combined([lost, killed])
+    assert (end.kind, where) == ("killed", "n2")
+    assert end.text.startswith("error: rank 1 (node n2) was killed by SIGKILL")
+    mistake = Report("n2", codes={1: 2}, words=(Word(1, "mistake", "error: key"),))
+    assert combined([lost, mistake])[0][:3] == (2, "error: key", "mistake")
+    assert combined([lost, Report("n2", well=True)])[0].kind == "lost"
+    assert combined([Report("n1", well=True), Report("n2", well=True)])[0].kind == "done"
+    assert combined([Report("n1"), killed])[1] == "n2"  # all of n1 were killed by its launcher
+
+
+def test_a_node_that_does_not_answer_is_named() -> None:
+    end, _ = combined([Report("n1", codes={0: 1}, words=(LOST,)), None])
+    assert end.text == "error: the launcher of node number 1 does not answer"
+    assert combined([Report("n1", codes={0: -9}), None])[0].kind == "killed"
+    problem = Report("n1", problem="the nodes did not come together: RuntimeError: x")
+    assert combined([problem, None])[0].text.endswith("number 1 does not answer")
+    assert combined([problem, problem])[0].text == f"error: torchrun: {problem.problem}"
+
+
+def test_a_report_travels_whole() -> None:
+    report = Report("n1", False, {3: -9}, (LOST,), 15, "")
+    assert Report.of(report.text()) == report
+
+
+class TwoNodes:
+    """Two launchers with a rank each, in a folder of their own."""
+
+    def __init__(self, folder: Path, body: str, times: int = 3) -> None:
+        self.folder = folder
+        (folder / "rank.py").write_text(RANK.replace("BODY", body.replace("\n", "\n    ")))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        environment = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGARL_LEAVE_OUT": str(folder / "leave_out")}
+        environment["TIMES"] = str(times)
+        command = [sys.executable, "-m", "megarl.torchrun", "--nnodes", "2", "--nproc-per-node", "1"]
+        command += ["--master-addr", "127.0.0.1", "--master-port", port]
+        self.launchers = [
+            subprocess.Popen(
+                [*command, "--node-rank", str(node), "rank.py"],
+                cwd=folder,
+                env=environment | {"SLURMD_NODENAME": f"n{node}"},
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for node in (0, 1)
+        ]
+
+    def wait_for(self, name: str) -> int:
+        """The number that a rank leaves in a file."""
+        file, deadline = self.folder / name, time.monotonic() + 120
+        while not (file.exists() and file.read_text()):
+            assert time.monotonic() < deadline, f"no {name}"
+            assert all(one.poll() is None for one in self.launchers), self.ended()
+            time.sleep(0.02)
+        return int(file.read_text())
+
+    def ended(self) -> list[tuple[int, list[str]]]:
+        """Exit status and lines of each; nobody is left of what they started."""
+        found = []
+        for one in self.launchers:
+            _, err = one.communicate(timeout=200)
+            with pytest.raises(ProcessLookupError):
+                os.killpg(one.pid, 0)
+            found.append((one.returncode, [line for line in err.splitlines() if line.startswith(("error", "ended"))]))
+        return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
+    return tmp_path
+
+
+def test_all_nodes_start_again_together(folder: Path) -> None:
+    """After a rank was killed, while another waited for it; and after one failed, while another was busy elsewhere."""
+    body = "if attempt == 0: dist.barrier() if rank == 0 else time.sleep(600)\n"
+    body += "if attempt == 1: rank and {}['key']; time.sleep(600)"
+    nodes = TwoNodes(folder, body)
+    nodes.wait_for("there_0_0")
+    os.kill(nodes.wait_for("there_0_1"), signal.SIGKILL)
+    (code, lines), other = nodes.ended()
+    assert (code, lines) == other and code == 0
+    first, second = lines
+    assert first.startswith("error: rank 1 (node n1) was killed by SIGKILL")
+    assert "starting again in 2 s from checkpoint step_000004 (restart 1 of this run, 1 of 3" in first
+    assert second.startswith("error: rank 1 on node n1 failed: KeyError: 'key' (")
+    assert "starting again in 8 s" in second
+    noted = (folder / "run" / "log.txt").read_text().splitlines()
+    assert [line.partition("  ")[2] for line in noted] == lines
+    assert not (folder / "leave_out").exists()
+
+
+def test_a_mistake_on_one_node_ends_all_with_its_status(folder: Path) -> None:
+    nodes = TwoNodes(folder, "if rank == 1: raise ConfigError('run.dir is wrong')\ntime.sleep(600)")
+    assert nodes.ended() == [(2, ["error: run.dir is wrong"])] * 2
+
+
+def test_ctrl_c_on_all_nodes_ends_them(folder: Path) -> None:
+    nodes = TwoNodes(folder, "time.sleep(600)")
+    nodes.wait_for("there_0_0"), nodes.wait_for("there_0_1")
+    for one in nodes.launchers:
+        os.killpg(one.pid, signal.SIGINT)
+    assert nodes.ended() == [(130, ["ended by Ctrl-C (SIGINT)"])] * 2
+
+
+def test_the_node_of_all_that_went_wrong_is_to_be_left_out(folder: Path) -> None:
+    nodes = TwoNodes(folder, "rank and os.kill(os.getpid(), signal.SIGKILL); time.sleep(600)", times=1)
+    (code, lines), other = nodes.ended()
+    assert (code, lines) == other and code == 137 and len(lines) == 2
+    assert (folder / "leave_out").read_text() == "n1\n"
