@@ -13,6 +13,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
+from megarl.megatron.shares import own_shares
 from megarl.parallel.subset import own_world
 
 _get_param_groups = core_optimizer._get_param_groups
@@ -80,19 +81,16 @@ def counts(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Masters and states for Megatron's distributed checkpoint, loadable in any layout; see `load_state`.
+    """Masters and states for Megatron's distributed checkpoint, loadable in any layout; see `load_state`. To be saved
+    it is this rank's own part, as views.
 
     Settings such as betas are not among them, because they are the configuration's, nor is the step count, because the
     scheduler has it. Megatron's own version of this fails where a pipeline stage has no experts, and where a rank's
-    share has no parameter, and keeps of the settings those of rank 0.
+    share has no parameter, keeps of the settings those of rank 0, and gathers all on the first data parallel rank.
     """
-    metadata = {"distrib_optim_fully_reshardable_mem_efficient": True}
-    state = {}
-    for name, part in _parts(optimizer):
-        found = part.sharded_param_state_fully_reshardable(model_state, is_loading, metadata)
-        if found is not None:  # it is gathered on the first data parallel rank
-            state[name] = found
-    return state
+    if not is_loading:
+        return {name: own_shares(part, model_state) for name, part in _parts(optimizer)}
+    return {name: part.sharded_param_state_fully_reshardable(model_state, True, {}) for name, part in _parts(optimizer)}
 
 
 def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import torch
+
+from megarl.models.runs import Box, boxes
+
+
+def test_by_hand() -> None:
+    """Of four rows of five: from the middle of the first, three elements of the last."""
+    assert list(boxes((4, 5), 3, 18)) == [Box((0, 3), (1, 2)), Box((1, 0), (2, 5)), Box((3, 0), (1, 3))]
+    assert list(boxes((4, 5), 6, 8)) == [Box((1, 1), (1, 2))]
+    assert list(boxes((4, 5), 0, 20)) == [Box((0, 0), (4, 5))]
+    assert list(boxes((), 0, 1)) == [Box((), ())]
+    assert list(boxes((7,), 2, 2)) == []
+
+
+def test_any_run_is_its_boxes_one_after_the_other() -> None:
+    for shape in ((6,), (1, 4), (3, 4), (2, 3, 2), (2, 1, 3, 2)):
+        size = prod(shape)
+        whole = torch.arange(size).view(shape)
+        for start, stop in itertools.combinations_with_replacement(range(size + 1), 2):
+            found = list(boxes(shape, start, stop))
+            assert len(found) <= 2 * len(shape) - 1
+            parts = [
+                whole[tuple(slice(low, low + length) for low, length in zip(box.offset, box.sizes, strict=True))]
+                for box in found
+            ]
+            assert [tuple(part.shape) for part in parts] == [box.sizes for box in found]
+            assert [number for part in parts for number in part.reshape(-1).tolist()] == list(range(start, stop))
