@@ -158,12 +158,12 @@ class Recording:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         try:
-            await asyncio.wait([task])
-        finally:
-            task.cancel()
-        if task.cancelled():
-            raise Refused("the session is closed", status=503, code="session_closed")
-        return task.result()
+            return await task
+        except asyncio.CancelledError:
+            waits = asyncio.current_task()
+            if waits is not None and waits.cancelling():
+                raise  # the client has gone
+            raise Refused("the session is closed", status=503, code="session_closed") from None
 
     def place(self, asked: Asked) -> Place:
         """The context that a request becomes. Raises Refused."""

@@ -187,14 +187,14 @@ def _partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, seed: in
             known += len(node.said.routing)
     last, said = path[-1], list(actions.values())
     status: Status = "length" if last.full or said[-1].finish == "length" else "stop"
-    support = [Support.whole(len(one.token_ids)) if one.support is None else one.support for one in said]
+    cut_off = any(one.support is not None for one in said)
     return Partial(
         prompt=prompt,
         seed=seed,
         turns=tuple(turns),
         messages=tuple(message for node in path for message in node.messages),
         routing=tuple(routing),
-        support=tuple(support) if any(one.support is not None for one in said) else (),
+        support=tuple(_support(one) for one in said) if cut_off else (),
         written=len(last.ids),
         whole=True,
         taken=len(own),
@@ -204,3 +204,7 @@ def _partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, seed: in
         accepted=sum(one.accepted for one in said),
         status=status,
     )
+
+
+def _support(said: Generation) -> Support:
+    return Support.whole(len(said.token_ids)) if said.support is None else said.support
