@@ -12,19 +12,20 @@ statement. Either way that token is the policy's own, the last of its turn, and 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.data.text import encodable
 from megarl.environments.describing import Known
 from megarl.environments.protocol import Described
 from megarl.environments.tools import Tool
 from megarl.rollout.controls import Controls, generation_eos
-from megarl.rollout.messages import FORMS, Form, call_id, example_arguments, hollow, plain, safe, withheld
+from megarl.rollout.escaping import Escaping
+from megarl.rollout.messages import FORMS, Form, call_id, example_arguments, plain
 from megarl.rollout.reasoning import Reasoned, find, forgets, is_open, marks_of
+from megarl.rollout.spelling import Spelling
 from megarl.types import Ids, Message, Prompt, ids_of
 
 _POLICY_TURN = "POLICYTURN"  # stands for what the policy wrote; any word that no template adds or changes
@@ -54,8 +55,10 @@ class Chat:
         """All tools that are known before a conversation begins, by name."""
         self.eos = tuple(eos)
         self.controls = Controls(tokenizer)
+        self._spelling = Spelling(tokenizer)
         self._forms: dict[tuple[_Pattern, bool], Form | str] = {}
         self._opened: dict[str, bool] = {}
+        self._escaping = Escaping(self.controls, self.ids)
 
     @classmethod
     def load(
@@ -109,12 +112,11 @@ class Chat:
 
     def text(self, ids: Ids | Sequence[int]) -> str:
         """What ids say, control tokens included."""
-        own = ids_of(ids).tolist()
-        return str(self.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._spelling.text(ids_of(ids).tolist())
 
     def ids(self, text: str) -> list[int]:
         """Of a text, with whatever control tokens it spells and none besides."""
-        return list(self.tokenizer.encode(encodable(text), add_special_tokens=False))
+        return self._spelling.ids(text)
 
     @cached_property
     def end_of_turn(self) -> int:
@@ -162,7 +164,9 @@ class Chat:
         Raises ConfigError, which names the role, where the template has no place for such a message, and for one that
         holds what is not text.
         """
-        return self._escaped(messages, lambda ready: self.ids(self._behind(ready, schemas, last)))
+        return self._escaping.ids(
+            messages, lambda ready: self._behind(ready, schemas, last), lambda: (last, repr(schemas))
+        )
 
     def _behind(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]], last: int | None = None) -> str:
         """`continuation` of messages that are plain, as text."""
@@ -178,11 +182,11 @@ class Chat:
         """Ids of a whole conversation that others have written, tokens escaped as in `continuation`, and the head of
         the policy's turn; errors as there."""
 
-        def make(ready: Sequence[Message]) -> list[int]:
+        def make(ready: Sequence[Message]) -> str:
             form = self._form(_pattern(ready), behind=False)
-            return self.ids(self._text([form(message) for message in ready], schemas, generate=True))
+            return self._text([form(message) for message in ready], schemas, generate=True)
 
-        return self._escaped(messages, make)
+        return self._escaping.ids(messages, make)
 
     # --- reasoning
 
@@ -291,23 +295,6 @@ class Chat:
                 "template for tools, put one into its folder, or leave rollout.tools empty"
             )
         return found
-
-    def _escaped(self, messages: Sequence[Message], make: Callable[[Sequence[Message]], list[int]]) -> list[int]:
-        """Some tokenizers read control tokens where their text is not: what others say is withheld then."""
-        controls = self.controls
-        ready = [safe(plain(message, number), controls) for number, message in enumerate(messages)]
-        ready = [withheld(one) if one["role"] != "tool" and self._forges(one["content"]) else one for one in ready]
-        ids = make(ready)
-        if any(message["role"] == "tool" for message in ready):
-            frame = make([hollow(message) for message in ready])
-            if controls.among(ids) != controls.among(frame):
-                ids = make([withheld(message) if message["role"] == "tool" else message for message in ready])
-        return ids
-
-    def _forges(self, text: str) -> bool:
-        """Whether a text that is escaped has control tokens but for the tags that it spells."""
-        tags = [self.ids(tag) for tag in self.controls.tags_in(text)]
-        return self.controls.among(self.ids(text)) != [token for ids in tags for token in ids]
 
     def _form(self, pattern: _Pattern, behind: bool) -> Form:
         """How messages of these roles are to be given to the template so that it leaves none of them out. Raises

@@ -61,12 +61,27 @@ class Controls:
     def _any(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.texts)))
 
+    @cached_property
+    def _by_text(self) -> dict[str, int]:
+        return {text: int(self._tokenizer.convert_tokens_to_ids(text)) for text in self.texts}
+
+    @cached_property
+    def _begin(self) -> re.Pattern[str]:
+        """What one of them may begin with: most texts have none of these characters."""
+        return re.compile(f"[{re.escape(''.join(sorted({text[0] for text in self.texts})))}]")
+
     def among(self, ids: Sequence[int]) -> list[int]:
-        return [token for token in ids if token in self.ids]
+        known = self.ids
+        return [token for token in ids if token in known]
+
+    def spelled(self, text: str) -> list[int]:
+        """The ids of those that a text spells, in its order."""
+        by_text = self._by_text
+        return [by_text[found] for found in self._any.findall(text)] if by_text else []
 
     def escape(self, text: str, tags: bool = True) -> str:
         """The text with a backslash inside whatever the tokenizer would read as a control token. tags: in these too."""
-        found = True
+        found = bool(self.texts) and self._begin.search(text) is not None
         while found:
             found = False
             for token in self.texts:
@@ -76,8 +91,11 @@ class Controls:
 
     def tags_in(self, text: str) -> list[str]:
         """The tags of a text, in its order."""
-        pattern = "|".join(re.escape(tag) for tag in self.texts if tag in self.tags)
-        return re.findall(pattern, text) if pattern else []
+        return self._tag.findall(text) if self.tags else []
+
+    @cached_property
+    def _tag(self) -> re.Pattern[str]:
+        return re.compile("|".join(re.escape(tag) for tag in self.texts if tag in self.tags))
 
 
 def generation_eos(file: Path) -> tuple[int, ...]:

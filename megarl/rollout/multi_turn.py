@@ -14,7 +14,7 @@ from megarl.environments.sessions import Session, Sessions
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Policy, RequestFailed
 from megarl.rollout.messages import call_id
-from megarl.rollout.observations import observed
+from megarl.rollout.observations import observed, spare_of
 from megarl.rollout.partial import Partial, joined
 from megarl.rollout.tool_calls import Parse, Reply
 from megarl.types import Message, Rollout, Status, Turn, Verdict, ids_of
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from megarl.sessions import SessionServer
 
 T = TypeVar("T")
-
-_ANSWER_SHARE = 16
-"""Of `max_context`: results are cut so that such a part of it is left to the policy, or `max_new_tokens` if less."""
 
 
 async def nobody() -> SessionServer:
@@ -232,8 +229,7 @@ class _Talk:
             for name, own, text in zip([*names, "error"], ids, texts, strict=False)
         ]
         room = config.max_context - now.num_tokens - 1
-        spare = min(config.max_new_tokens, config.max_context // _ANSWER_SHARE)
-        found = observed(chat, answers, schemas, config.max_observation, room, spare)
+        found = observed(chat, answers, schemas, config.max_observation, room, spare_of(config))
         failed = sum(not result.ok for result in results) + bool(reply.error)
         now = replace(now, tool_calls=now.tool_calls + len(results), tool_errors=now.tool_errors + failed)
         self.now = now

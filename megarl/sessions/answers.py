@@ -14,6 +14,7 @@ import orjson
 from megarl.data.text import encodable
 from megarl.rollout.client import Generation
 from megarl.types import Message
+from megarl.types.arrays import no_ids, no_logprobs
 
 Finish = Literal["stop", "length", "tool_calls"]
 DONE = b"data: [DONE]\n\n"
@@ -33,6 +34,10 @@ class Choice:
     spelled: tuple[str, ...] | None = None
     thought: int = 0
     errors: int = 0
+
+
+NOTHING = Choice({"role": "assistant", "content": ""}, "length", Generation(no_ids(), no_logprobs(), "length", 0), ())
+"""In place of an answer that the policy may not give."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from megarl.data.text import encodable
 from megarl.types import Message
 
@@ -204,4 +206,8 @@ def extended(history: Digest, message: Message) -> Digest:
 
 
 def _digest(value: Any) -> Digest:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+    try:
+        written = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # a number that has more than 64 bits
+        written = json.dumps(value, sort_keys=True).encode()
+    return hashlib.blake2b(written, digest_size=16).digest()

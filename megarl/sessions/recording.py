@@ -18,14 +18,17 @@ from megarl.rollout.client import Generation, Policy, RequestFailed
 from megarl.rollout.multi_turn import Halted, sample_seed
 from megarl.rollout.partial import Partial
 from megarl.rollout.room import joined
-from megarl.sessions.answers import Answered
+from megarl.sessions.answers import NOTHING, Answered
 from megarl.sessions.asked import Asked
 from megarl.sessions.messages import Digest, Refused, extended, histories, normal
-from megarl.sessions.rendering import Rendering, last_of
+from megarl.sessions.rendering import Rendering, Shown, TooMuch, last_of
 from megarl.sessions.tree import Node, Schemas, Tree
-from megarl.types import Ids, Message, Prompt, ids_of
+from megarl.types import Ids, Message, Prompt
 
 T = TypeVar("T")
+_MOST_OVER = 32
+"""Requests beyond `rollout.max_turns` that are answered with nothing; agents that then still go on would do so for
+ever, and are told by an error."""
 _LATE = "it was not done within rollout.step_timeout"
 
 
@@ -35,7 +38,9 @@ class Figures:
 
     requests: that became tokens. refused: that could not. failed: that the engine did not answer. forks: as of a
     `Tree`. branches: conversations that came of it all. drift: those of them that would have been asked for with other
-    ids if their messages had been rendered and tokenised afresh. ignored: fields that were not followed, by name.
+    ids if their messages had been rendered and tokenised afresh. turns_over: requests beyond `rollout.max_turns`.
+    observations_cut: results of tools of which the policy has seen less than the client sent. ignored: fields that
+    were not followed, by name.
     """
 
     sessions: int = 0
@@ -45,6 +50,8 @@ class Figures:
     forks: int = 0
     branches: int = 0
     drift: int = 0
+    turns_over: int = 0
+    observations_cut: int = 0
     ignored: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Figures) -> None:
@@ -66,12 +73,13 @@ class Around:
 @dataclass(frozen=True)
 class Place:
     """Where in its tree a request is answered. ids: what the engine is asked with; routed: those whose routing is known
-    already."""
+    already. over: it is not asked, for the answer at `node` was the last that the policy may give."""
 
     node: Node
     history: Digest
     ids: Ids
     routed: int
+    over: bool = False
 
 
 class Recording:
@@ -158,12 +166,12 @@ class Recording:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         try:
-            await asyncio.wait([task])
-        finally:
-            task.cancel()
-        if task.cancelled():
-            raise Refused("the session is closed", status=503, code="session_closed")
-        return task.result()
+            return await task
+        except asyncio.CancelledError:
+            waits = asyncio.current_task()
+            if waits is not None and waits.cancelling():
+                raise  # the client has gone
+            raise Refused("the session is closed", status=503, code="session_closed") from None
 
     def place(self, asked: Asked) -> Place:
         """The context that a request becomes. Raises Refused."""
@@ -174,20 +182,13 @@ class Recording:
         tree, messages = self.tree, asked.messages
         known = histories(messages, asked.schemas)
         found, count = tree.find(known, messages)
+        if found is not None and found.turns >= self._around.config.max_turns:
+            return self._over(found, known[-1])
         node = tree.context(found, known[-1])
         if node is None:
-            try:
-                if found is None:
-                    parent, ids = None, self._begin(messages, asked.schemas)
-                else:
-                    parent, ids = self._around.rendering.go_on(found, messages, count, asked.schemas)
-            except ConfigError as error:
-                raise Refused(str(error), "messages") from None
-            tokens = len(ids) + (0 if parent is None else len(parent.tokens))
-            if tokens >= self._around.config.max_context:
-                raise self._full(found, tokens)
-            behind = messages if parent is None else messages[parent.count :]
-            node = tree.ask(parent, found, known[-1], ids, behind, asked.schemas)
+            parent, shown = self._shown(found, messages, count, asked.schemas)
+            node = tree.ask(parent, found, known[-1], shown.ids, shown.messages, asked.schemas)
+            self.figures.observations_cut += shown.cut
         self.figures.requests += 1
         self.figures.forks = tree.forks
         return Place(node, known[-1], node.tokens, node.known)
@@ -195,6 +196,9 @@ class Recording:
     async def answer(self, asked: Asked, place: Place) -> Answered:
         """What the policy says to it. Raises Refused."""
         node = place.node
+        own = f"chatcmpl-{secrets.token_hex(12)}"
+        if place.over:
+            return Answered(own, self.model, len(place.ids), (NOTHING,) * asked.choices)
         try:
             said = await self._sample(asked, place)
             async with asyncio.timeout_at(self._deadline):
@@ -210,7 +214,6 @@ class Recording:
         self._unanswered.pop(node, None)
         for choice in choices:
             self.tree.answer(node, extended(place.history, choice.message), choice, place.routed)
-        own = f"chatcmpl-{secrets.token_hex(12)}"
         return Answered(own, self.model, len(place.ids), tuple(choices))
 
     def _check_open(self) -> None:
@@ -227,21 +230,38 @@ class Recording:
 
     # --- tokens
 
-    def _begin(self, messages: tuple[Message, ...], schemas: Schemas) -> Ids:
-        if (messages, schemas) == self._first:
-            return self._prompt.token_ids
-        return ids_of(self._around.rendering.chat.opening(messages, schemas))
+    def _shown(
+        self, found: Node | None, messages: tuple[Message, ...], count: int, schemas: Schemas
+    ) -> tuple[Node | None, Shown]:
+        """As of `Rendering.go_on`, or `begin` where nothing was found. Raises Refused."""
+        rendering, config = self._around.rendering, self._around.config
+        try:
+            if found is not None:
+                return rendering.go_on(found, messages, count, schemas, config)
+            own = self._prompt.token_ids
+            if (messages, schemas) == self._first and len(own) < config.max_context:
+                return None, Shown(own, messages)
+            return None, rendering.begin(messages, schemas, config)
+        except ConfigError as error:
+            raise Refused(str(error), "messages") from None
+        except TooMuch as error:
+            if found is not None:
+                found.ended = "length"
+            raise Refused(
+                f"the messages are {error.tokens} tokens, and a conversation may have {config.max_context} with its "
+                "answer (rollout.max_context)",
+                "messages",
+                "context_length_exceeded",
+            ) from None
 
-    def _full(self, parent: Node | None, tokens: int) -> Refused:
-        if parent is not None:
-            parent.full = True
-        most = self._around.config.max_context
-        return Refused(
-            f"the messages are {tokens} tokens, and a conversation may have {most} with its answer "
-            "(rollout.max_context)",
-            "messages",
-            "context_length_exceeded",
-        )
+    def _over(self, found: Node, history: Digest) -> Place:
+        """Of a request behind an answer that was to be the last."""
+        found.ended = "max_turns"
+        self.figures.turns_over += 1
+        if self.figures.turns_over > _MOST_OVER:
+            most = self._around.config.max_turns
+            raise Refused(f"the policy has had its {most} turns (rollout.max_turns)", "messages", "max_turns_exceeded")
+        return Place(found, history, found.tokens, 0, over=True)
 
     async def _sample(self, asked: Asked, place: Place) -> list[Generation]:
         config, ids = self._around.config, place.ids

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megarl.config import ConfigError
+from megarl.config import ConfigError, RolloutConfig
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Generation
 from megarl.rollout.messages import call_id
+from megarl.rollout.observations import observed, spare_of
 from megarl.rollout.reasoning import is_open
 from megarl.rollout.tool_calls import Call, Parse, Reply
 from megarl.sessions.answers import Choice
@@ -22,6 +24,23 @@ _MARK = 16
 """Tokens within which the head of a turn opens reasoning."""
 
 
+class TooMuch(Exception):
+    """Messages leave the policy no room. tokens: that they are, with what stands before them."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens)
+        self.tokens = tokens
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Messages as the policy reads them. ids: that they became. cut: results among them that are cut."""
+
+    ids: Ids
+    messages: tuple[Message, ...]
+    cut: int = 0
+
+
 class Rendering:
     """By a chat, and a parser of what it calls. What it finds out of the template it keeps."""
 
@@ -30,14 +49,24 @@ class Rendering:
         self._dropped: dict[tuple[tuple[str, bool, bool], ...], bool] = {}
         self._spelled: dict[int, str] = {}
 
-    def go_on(self, found: Node, messages: Sequence[Message], count: int, schemas: Schemas) -> tuple[Node | None, Ids]:
-        """The answer behind which a context of these messages is to stand, and its ids. found: that which goes farthest
-        into them, `count` messages.
+    def begin(self, messages: Sequence[Message], schemas: Schemas, config: RolloutConfig) -> Shown:
+        """Of a whole conversation that the client has made. Raises TooMuch and ConfigError."""
+        return self._shown(messages, schemas, config, 0, lambda said: self.chat.opening(said, schemas))
+
+    def go_on(
+        self, found: Node, messages: Sequence[Message], count: int, schemas: Schemas, config: RolloutConfig
+    ) -> tuple[Node | None, Shown]:
+        """The answer behind which a context of these messages is to stand, and the context. found: that which goes
+        farthest into them, `count` messages. Raises TooMuch and ConfigError.
 
         Where the template leaves out reasoning of earlier turns, what was said is kept by its ids without those of the
         reasoning, from the first such turn on.
         """
-        behind = ids_of(self.chat.continuation(messages[count:], schemas, int(found.ids[-1])))
+        last = int(found.ids[-1])
+        before = len(found.tokens)
+        behind = self._shown(
+            messages[count:], schemas, config, before, lambda said: self.chat.continuation(said, schemas, last)
+        )
         path = found.path()
         cut = [bool(node.thought) and self._drops(messages[node.count :]) for node in path]
         if True not in cut:
@@ -47,7 +76,31 @@ class Rendering:
             node.ids[node.thought :] if own else self._shut(node.ids) if below else node.ids
             for node, own, below in zip(path, cut, [*cut[1:], False], strict=True)
         ]
-        return path[first - 1].parent, np.concatenate([*parts[first - 1 :], behind])
+        parent, kept = path[first - 1].parent, path[first - 1 :]
+        known = [message for node in kept for message in node.messages]
+        said = [
+            own if own["role"] == "tool" else given
+            for own, given in zip(known, messages[count - len(known) : count], strict=True)
+        ]
+        ids = np.concatenate([*parts[first - 1 :], behind.ids])
+        return parent, Shown(ids, (*said, *behind.messages), behind.cut)
+
+    def _shown(
+        self,
+        messages: Sequence[Message],
+        schemas: Schemas,
+        config: RolloutConfig,
+        before: int,
+        make: Callable[[Sequence[Message]], list[int]],
+    ) -> Shown:
+        """before: tokens that stand there already."""
+        room = config.max_context - before - 1
+        found = observed(self.chat, messages, schemas, config.max_observation, room, spare_of(config), make)
+        if found is None:
+            raise TooMuch(before + len(make(messages)))
+        said, ids = found
+        cut = sum(one["content"] != given["content"] for one, given in zip(said, messages, strict=True))
+        return Shown(ids_of(ids), tuple(said), cut)
 
     def _drops(self, behind: Sequence[Message]) -> bool:
         """Whether the template leaves out the reasoning of a turn before these messages."""

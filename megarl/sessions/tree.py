@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,8 +27,10 @@ class Node:
 
     Of a context: schemas, the tools that there were. Of an answer: said, by the engine; routed, tokens whose routing
     was known before it was asked for; calls of tools; errors, calls that could not be read; thought, tokens that it
-    begins with that are reasoning; full, whether there was no room for what a client wanted to say behind it; gone_on,
+    begins with that are reasoning; ended, what kept a client that wanted to go on behind it, None for nothing; gone_on,
     whether something was said behind it, by these ids or without its reasoning; number, how many answers came before.
+
+    turns: answers that the policy has given down to here, in words: also where the ids of some are left out.
     """
 
     parent: Node | None
@@ -40,9 +42,10 @@ class Node:
     calls: int = 0
     errors: int = 0
     thought: int = 0
-    full: bool = False
+    ended: Literal["length", "max_turns"] | None = None
     gone_on: bool = False
     number: int = 0
+    turns: int = 0
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
@@ -119,7 +122,8 @@ class Tree:
     ) -> Node:
         """A new context behind an answer, None for a root. found: the answer that messages go on from, which is another
         where its reasoning is left out. history: of all messages down to here."""
-        node = self._contexts[found, history] = Node(parent, ids, tuple(messages), schemas)
+        turns = 0 if found is None else found.turns
+        node = self._contexts[found, history] = Node(parent, ids, tuple(messages), schemas, turns=turns)
         siblings = self.roots if parent is None else parent.children
         self.forks += bool(siblings)
         siblings.append(node)
@@ -139,6 +143,7 @@ class Tree:
             errors=choice.errors,
             thought=choice.thought,
             number=sum(map(len, self._answers.values())),
+            turns=context.turns + 1,
         )
         context.children.append(node)
         self._answers.setdefault(history, []).append(node)
@@ -147,7 +152,7 @@ class Tree:
     def branches(self, prompt: Prompt, seed: int) -> tuple[Partial, ...]:
         """A conversation for every last answer, in the order in which these came. An answer that several of them share
         is an action in the first, and context in the others. Status: `length` where the last answer was full, or was
-        left no room to go on, else `stop`."""
+        left no room to go on, `max_turns` where it was to be the last, else `stop`."""
         found: list[Partial] = []
         trained: set[Node] = set()
         for leaf in self.leaves():
@@ -186,15 +191,15 @@ def _partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, seed: in
             routing.append(node.said.routing)
             known += len(node.said.routing)
     last, said = path[-1], list(actions.values())
-    status: Status = "length" if last.full or said[-1].finish == "length" else "stop"
-    support = [Support.whole(len(one.token_ids)) if one.support is None else one.support for one in said]
+    status: Status = last.ended or ("length" if said[-1].finish == "length" else "stop")
+    cut_off = any(one.support is not None for one in said)
     return Partial(
         prompt=prompt,
         seed=seed,
         turns=tuple(turns),
         messages=tuple(message for node in path for message in node.messages),
         routing=tuple(routing),
-        support=tuple(support) if any(one.support is not None for one in said) else (),
+        support=tuple(_support(one) for one in said) if cut_off else (),
         written=len(last.ids),
         whole=True,
         taken=len(own),
@@ -204,3 +209,7 @@ def _partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, seed: in
         accepted=sum(one.accepted for one in said),
         status=status,
     )
+
+
+def _support(said: Generation) -> Support:
+    return Support.whole(len(said.token_ids)) if said.support is None else said.support

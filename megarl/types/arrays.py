@@ -16,6 +16,9 @@ Logprobs = npt.NDArray[np.float32]
 """[tokens] float32, read-only; made of any sequence of numbers, like `Ids`."""
 
 
+_MOST = 2**31 - 1
+
+
 def ids_of(values: npt.ArrayLike) -> Ids:
     """Token ids as a read-only array, without a copy of one that is such an array already.
 
@@ -26,7 +29,7 @@ def ids_of(values: npt.ArrayLike) -> Ids:
         raise ValueError(f"token ids are a list of whole numbers, not {str(values)[:80]}")
     if given.size and given.min() < 0:
         raise ValueError(f"a token id is negative: {given.min()}")
-    if given.size and given.max() > np.iinfo(np.int32).max:
+    if given.dtype != np.int32 and given.size and given.max() > _MOST:
         raise ValueError(f"no token has the id {given.max()}")
     return read_only(given.astype(np.int32, copy=False), values)
 

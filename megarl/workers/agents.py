@@ -8,7 +8,7 @@ from megarl.rollout.conversations import Conversations
 from megarl.sessions.recording import Figures
 from megarl.types import Everyone
 
-COUNTED = ("sessions", "requests", "refused", "failed", "forks", "branches", "drift")
+COUNTED = ("sessions", "requests", "refused", "failed", "forks", "branches", "drift", "turns_over", "observations_cut")
 
 
 class Agents:

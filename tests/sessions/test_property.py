@@ -76,7 +76,7 @@ def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines
     asked = {said.logprobs[0]: (known, said, routed) for known, _, routed, said in policy.calls}
     for branch in branches:
         whole, at = branch.token_ids.tolist(), 0
-        assert branch.status in ("stop", "length") and branch.turns[-1].is_action
+        assert branch.status in ("stop", "length", "max_turns") and branch.turns[-1].is_action
         for turn in branch.turns:
             if turn.is_action:
                 known, said, _ = asked[turn.logprobs[0]]

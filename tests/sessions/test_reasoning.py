@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import tiny_models
-from scripted import CHAT, PROMPT, call
+from scripted import CHAT, CONFIG, PROMPT, call
 from serving import ASK, Numbered, Served, run
 
 from megarl.rollout.chat import Chat
@@ -98,7 +99,7 @@ def test_reasoning_is_left_out_by_its_ids_behind_the_next_question(template: str
         assert [part.shape[0] for part in second.routing] == [second.num_tokens - 1]
         assert sum(one.rollout(0).num_actions for one in (first, second, third)) == policy.tokens
 
-    run(test, policy, chat=chat, prompt=PROMPT)
+    run(test, policy, chat=chat, prompt=PROMPT, config=replace(CONFIG, max_turns=9))
 
 
 def test_a_stream_has_reasoning_in_a_field_of_its_own() -> None:

@@ -155,7 +155,7 @@ def test_statuses() -> None:
     for number in range(3):
         choice = says(str(number), 2, routed=0, asked=1)
         node = tree.answer(root, extended(histories([ask], ())[-1], choice.message), choice, 0)
-    node.full = True
+    node.ended = "length"
     long = Generation(ids_of([5]), np.zeros(1), "length", 0)
     tree.answer(root, b"", Choice({"role": "assistant", "content": "3"}, "length", long), 0)
     assert [branch.status for branch in tree.branches(PROMPT, 0)] == ["stop", "stop", "length", "length"]
