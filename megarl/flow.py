@@ -275,7 +275,8 @@ class HybridFlow(Items, Keeping):
             if "rollout" in vars(self):
                 self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache
                 self.rollout.update_weights(self.actor)
-            self.log.say(f"resumed from {newest} after step {self.step}")
+            written = self.store.differs(newest) if self.log.writes else ""
+            self.log.say(f"resumed from {newest} after step {self.step}{written}")
         self.clock.lap()
 
     def _upcoming(self, steps: int) -> Sequence[Sequence[Any]]:
