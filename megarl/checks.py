@@ -254,7 +254,7 @@ def check_room(
         f"run.dir={run.dir} is on a disk with {room.gigabytes(free)} free, and the run will write up to about "
         f"{' and '.join(parts)}; make room, set run.dir to a place on another disk, or lower run.keep_checkpoints"
     )
-    if free < least and not (run.resume == "auto" and (Path(run.dir) / "checkpoints").is_dir()):
+    if free < least and not (run.goes_on and (Path(run.dir) / "checkpoints").is_dir()):
         raise ConfigError(line)
     if free < most:
         warnings.append(line)
@@ -388,7 +388,7 @@ def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list
             check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
     if run.eval_every and not data.eval:
         raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
-    if run.resume == "auto" and not run.save_every:
-        warnings.append("run.resume=auto but run.save_every=0: there will be no checkpoint to go on from")
+    if run.goes_on and not run.save_every:
+        warnings.append(f"run.resume={run.resume} but run.save_every=0: there will be no checkpoint to go on from")
     if declared.generates and config.rollout.replay and not config.train.replay_routing:  # which refuses it anyway
         check_replay(config)

@@ -278,7 +278,8 @@ class HybridFlow(Items, Keeping):
             self._begin_step()
             if "rollout" in vars(self):
                 self._push_again()
-            self.log.say(f"resumed from {newest} after step {self.step}")
+            written = self.store.differs(newest) if self.log.writes else ""
+            self.log.say(f"resumed from {newest} after step {self.step}{written}")
         self.clock.lap()
 
     def _upcoming(self, steps: int) -> Sequence[Sequence[Any]]:

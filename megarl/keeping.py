@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
 
 from megarl import ending
 from megarl.checkpoint import room
-from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.manifest import Entry, host_state
+from megarl.checkpoint.origin import origin
 from megarl.checkpoint.sharded import restore_model, save_model
 from megarl.checkpoint.store import CheckpointStore, StorageError
 from megarl.config import Config, ConfigError
@@ -18,7 +20,7 @@ from megarl.observe.clock import Clock
 from megarl.observe.control import Control
 from megarl.observe.run_log import RunLog
 from megarl.parallel import everyone, ranks
-from megarl.parallel.placement import placement_of
+from megarl.parallel.placement import placement_of, role_parallel
 from megarl.types.declared import Declared
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Worker
@@ -106,11 +108,19 @@ class Keeping:
         """The one to go on from, before anything is loaded; what is said and recorded of the run goes on after it."""
         run, parallel, placement = self.config.run, self.config.parallel, placement_of(self.config)
         sizes = self.job.world, parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
-        apart = () if placement.colocated else (placement.describe(self.declared.roles),)
+        apart = [] if placement.colocated else [placement.describe(self.declared.roles)]
+        for role in self.declared.trains:
+            if (own := role_parallel(self.config, role)) != dataclasses.replace(parallel, world_size=own.world_size):
+                apart.append(f"{role}: tp={own.tp} cp={own.cp} pp={own.pp} vpp={own.vpp} ep={own.ep} etp={own.etp}")
         self.store = CheckpointStore(
-            self.log.run_dir, run.keep_checkpoints, run.storage_timeout_s, (*sizes, *apart), self.log.say
+            self.log.run_dir,
+            run.keep_checkpoints,
+            run.storage_timeout_s,
+            (*sizes, *apart),
+            self.log.say,
+            origin(self.config) if self.job.rank == 0 else None,
         )
-        if run.resume != "auto":
+        if not run.goes_on:
             return None
         folder = self.store.newest()
         step = self.store.step_of(folder) if folder else 0
@@ -118,16 +128,28 @@ class Keeping:
             raise ConfigError(
                 f"run.num_rollout={run.num_rollout}, but {folder} is of step {step}; set it to that or more"
             )
+        if folder is not None:
+            self._look_at_data(folder)
         self.log.begin(step)
         if folder is None:
             self.log.say("no checkpoint in the run folder yet: starting afresh")
         return folder
 
+    def _look_at_data(self, folder: Path) -> None:
+        """Before anything is started: whether the data are those that the checkpoint was written with."""
+
+        def look() -> None:
+            host = host_state(folder)
+            if isinstance(host, dict) and isinstance(saved := host.get("loader"), dict):  # else `_resume` says so
+                self.loader.check(saved, self.config.run.resume == "forced")
+
+        ranks.together(look, lead=True)
+
     def _resume(self, folder: Path) -> None:
         host = self.store.load(folder)
         try:
             self.step = host["step"]
-            self.loader.load_state_dict(host["loader"])
+            self.loader.load_state_dict(host["loader"], self.config.run.resume == "forced")
             self.controller.load_state_dict(host["controller"])
             self.log.guards.load_state_dict(host.get("guards", {}))
             self.control.load_state_dict(host.get("control", {}))

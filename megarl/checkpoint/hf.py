@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from megarl.checkpoint.tensor_files import INDEX, SINGLE, TYPES, Entry, ShardWriter, Unread, write_file
 from megarl.config import ConfigError
 from megarl.models.cuts import PADDING, Param, pieces
 from megarl.models.fp8 import SCALE, grid_shape, is_fp8
@@ -24,7 +24,6 @@ from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.quantise import dequantise
 from megarl.strict import read_json
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}  # config, tokenizer, code that config.json names
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.\d+\.")
@@ -53,6 +52,11 @@ class HFWeights:
         """The whole tensor, in the file's dtype, on the host."""
         found = self._tensor(name)
         return dequantise(found, self._tensor(name + SCALE)) if name + SCALE in self._files else found
+
+    def unread(self, name: str) -> Unread:
+        """The same, when it is asked for."""
+        dtype = torch.bfloat16 if name + SCALE in self._files else TYPES[self._slice(name).get_dtype()]
+        return Unread(self.shape(name), dtype, lambda: self.get(name))
 
     def slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """[start, stop) along `dim`; reads no more than that from disk where `dim` is 0."""
@@ -163,7 +167,7 @@ def open_hf(folder: str | Path) -> HFWeights:
 
 def save_hf(
     folder: str | Path,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, Entry]],
     source_folder: str | Path,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
@@ -176,7 +180,8 @@ def save_hf(
     `table` and `config`: of another model on the same trunk, in place of the source's own: a classifier of a policy, or
     one with layers of multi-token prediction.
     `dtype`: cast to it what the table does not keep in a type of its own; None casts nothing. About `max_shard_bytes`
-    are held at a time. Everything is written to `<folder>.tmp`, which replaces `folder` when it is complete.
+    are held at a time; of tensors that are `Unread`, one. Everything is written to `<folder>.tmp`, which replaces
+    `folder` when it is complete.
     `write=False` only drains the stream: for the ranks that take part in a gather but do not write. The writer drains
     it too before it raises, so that nobody is left waiting in a collective. Raises ConfigError for a tensor that is
     missing, unknown, repeated or misshapen, and where `folder` holds something else; OSError where the disk does not
@@ -195,7 +200,7 @@ def save_hf(
 
 def _write(
     folder: Path,
-    stream: Iterator[tuple[str, torch.Tensor]],
+    stream: Iterator[tuple[str, Entry]],
     source: Path,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
@@ -218,22 +223,22 @@ def _write(
     staging = _staging(folder)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    files = _ShardWriter(staging, max_shard_bytes)
+    files = ShardWriter(staging, max_shard_bytes)
     for name, tensor in stream:
         if name not in open_shapes:
             raise ConfigError(f"{name} is repeated or not part of {family.architecture} with this config.json")
         if (expected := open_shapes.pop(name)) != tuple(tensor.shape):
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; config.json asks for {expected}")
-        cast = dtype if dtype is not None and name not in kept and tensor.is_floating_point() else tensor.dtype
-        # a copy: the stream may hand out views of one buffer, which safetensors does not write
-        files.add(name, tensor.detach().to("cpu", cast, copy=True).contiguous())
-        for copy in copies.get(name, ()):
-            files.add(copy, tensor.detach().to("cpu", cast, copy=True).contiguous())
+        floats = tensor.dtype.is_floating_point
+        cast = dtype if dtype is not None and name not in kept and floats else tensor.dtype
+        held = _held(tensor, cast)
+        for same in (name, *copies.get(name, ())):
+            files.add(same, held)
     if open_shapes:
         raise ConfigError(f"{folder}: {_some(list(open_shapes))} missing")
     for name, weights in aside.items():
         if name not in trained and not any(name in names for names in copies.values()):
-            files.add(name, weights.get(name))
+            files.add(name, weights.unread(name))
     files.finish()
 
     for file in source.iterdir():
@@ -251,7 +256,7 @@ def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapp
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         staging.mkdir(parents=True)
-        _save_file(held, staging / "adapter_model.safetensors")
+        write_file(held, staging / "adapter_model.safetensors")
         (staging / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError:
         shutil.rmtree(staging, ignore_errors=True)
@@ -270,17 +275,15 @@ def check_target(folder: Path, source: Path) -> None:
         raise ConfigError(f"{folder} is the folder that the weights came from; set run.dir to another folder")
 
 
+def _held(tensor: Entry, dtype: torch.dtype) -> Entry:
+    """On the host in this type: a copy, for the stream may hand out views of one buffer; or once it is read."""
+    if isinstance(tensor, Unread):
+        return Unread(tensor.shape, dtype, lambda: tensor.read().to(dtype))
+    return tensor.detach().to("cpu", dtype, copy=True).contiguous()
+
+
 def _staging(folder: Path) -> Path:
     return folder.with_name(folder.name + ".tmp")
-
-
-def _save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """safetensors' own, which makes files that nobody else may read, and calls a full disk an error of its own."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from None
-    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def _replace(folder: Path, staging: Path) -> None:
@@ -290,47 +293,6 @@ def _replace(folder: Path, staging: Path) -> None:
         os.rename(folder, old)
     os.rename(staging, folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-class _ShardWriter:
-    """Collects tensors into files of bounded size; the files get their final names when their number is known."""
-
-    def __init__(self, folder: Path, max_bytes: int):
-        self.folder, self.max_bytes = folder, max_bytes
-        self.pending: dict[str, torch.Tensor] = {}
-        self.bytes = self.total = 0
-        self.written: list[list[str]] = []
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self.pending and self.bytes + size > self.max_bytes:
-            self._flush()
-        self.pending[name] = tensor
-        self.bytes += size
-        self.total += size
-
-    def finish(self) -> None:
-        if self.pending:
-            self._flush()
-        count = len(self.written)
-        if count == 1:
-            os.rename(self._path(0), self.folder / SINGLE)
-            return
-        weight_map = {}
-        for i, names in enumerate(self.written):
-            final = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            os.rename(self._path(i), self.folder / final)
-            weight_map.update(dict.fromkeys(names, final))
-        index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"part-{number}"
-
-    def _flush(self) -> None:
-        _save_file(self.pending, self._path(len(self.written)))
-        self.written.append(list(self.pending))
-        self.pending, self.bytes = {}, 0
 
 
 def _aside(source: Path, prefixes: tuple[str, ...]) -> dict[str, HFWeights]:

@@ -28,6 +28,7 @@ import torch
 
 from megarl.checkpoint import manifest, room
 from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.origin import differs
 from megarl.config import ConfigError
 from megarl.parallel import ranks
 
@@ -43,7 +44,7 @@ class CheckpointStore:
     slowest.
 
     layout: numbers that say who has which part of the models; the random states of another layout mean nothing in
-    this one. say: where lines for people go.
+    this one. say: where lines for people go. origin: on the lead, what else goes into manifests, see `origin.py`.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class CheckpointStore:
         storage_timeout_s: float = 7200.0,
         layout: Sequence[int | str] = (),
         say: Callable[[str], None] | None = None,
+        origin: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = run_dir / "checkpoints"
         self.keep = max(1, keep)
         self.storage_timeout_s = storage_timeout_s
         self.layout = list(layout)
+        self.origin = dict(origin or {})
         self._say = say or (lambda text: print(text, flush=True) if ranks.is_lead() else None)
 
     def save(
@@ -122,6 +125,12 @@ class CheckpointStore:
         """Which step a checkpoint is of, on all ranks."""
         return int(ranks.together(lambda: _host(folder)["step"], lead=True)[0] or 0)
 
+    def differs(self, folder: Path) -> str:
+        """On the lead, what wrote a checkpoint where that is not what runs now, for the end of a line."""
+        found = manifest.read(folder)
+        words = () if isinstance(found, str) else differs(found[0], self.origin)
+        return "".join(f", written {text}" for text in words)
+
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore this rank's random states and return the host state of a folder that `newest` found.
 
@@ -167,6 +176,7 @@ class CheckpointStore:
                 "step": host.get("step"),
                 "world_size": torch.distributed.get_world_size(),
                 "layout": self.layout,
+                **self.origin,
                 "files": {name: files[name]._asdict() for name in sorted(files)},
             }
             (partial / manifest.NAME).write_text(json.dumps(content, indent=1))

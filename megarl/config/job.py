@@ -25,9 +25,10 @@ class RunConfig:
     """Optimizer steps per rollout batch, a multiple of `run.epochs`: each epoch is cut into equal mini-batches."""
     epochs: Count = 1
     """Passes over each rollout batch; of SFT over the rows of each step, not over the data."""
-    resume: Literal["never", "auto"] = "never"
+    resume: Literal["never", "auto", "forced"] = "never"
     """`auto` goes on from the newest checkpoint in the run folder, or starts afresh when there is none. Most keys may
-    change then; the folder's README.txt says which not."""
+    change then; the folder's README.txt says which not. `forced` goes on although some of those have changed, or the
+    content of `data.train`: what is trained is then another run's from there on."""
     save_every: CountOrNone = 0
     """Write a checkpoint every so many steps, and at the end; 0 writes none. Where the disk does not take one, training
     goes on, but not beyond the last."""
@@ -49,6 +50,11 @@ class RunConfig:
     """Updates in a row that may be skipped because a gradient is not finite. At one more the models go back to the
     newest checkpoint from before these, with their optimizers, and on with the next data; where there is none, or it
     comes again before a step in which none was skipped, the run stops."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a run that is in the folder already is continued."""
+        return self.resume != "never"
 
 
 @dataclass(frozen=True)

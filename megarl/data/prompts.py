@@ -92,7 +92,8 @@ class PromptLoader(Generic[Item]):
     Items of another kind will do, too: they are only indexed, and only when it is their turn.
 
     weights: of the data sets that the prompts are `Joined` of, which then have epochs of their own. order: the column
-    of their keys, by which each set's first epoch goes, and without shuffling all of them.
+    of their keys, by which each set's first epoch goes, and without shuffling all of them. sizes: bytes of the files
+    that the prompts were read from, as a part of what the data are known by.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class PromptLoader(Generic[Item]):
         shuffle: bool = True,
         weights: Sequence[float] = (),
         order: str = "",
+        sizes: Sequence[int] = (),
     ) -> None:
         if not len(prompts):
             raise ConfigError("there are no prompts to train on")
@@ -122,6 +124,7 @@ class PromptLoader(Generic[Item]):
         self._per_step = prompts_per_step
         self._seed = seed
         self._shuffle = shuffle
+        self._sizes = tuple(sizes)
         self._samples = 0  # prompts handed out since the beginning
         self._last: Sequence[Item] = []  # those that were handed out last, together
         self._orders: dict[tuple[int, int], list[int]] = {}  # by set and epoch: the numbers of the set's prompts
@@ -130,7 +133,9 @@ class PromptLoader(Generic[Item]):
     def of(items: Sequence[Item], config: Config) -> PromptLoader[Item]:
         """As a configuration has it."""
         data = config.data
-        return PromptLoader(items, data.prompts_per_step, config.run.seed, data.shuffle, data.weights, data.order)
+        sizes = [file.stat().st_size for file in map(Path, data.train) if file.is_file()]
+        seed, shuffle = config.run.seed, data.shuffle
+        return PromptLoader(items, data.prompts_per_step, seed, shuffle, data.weights, data.order, sizes)
 
     def next_batch(self) -> Sequence[Item]:
         """The next `prompts_per_step` prompts."""
@@ -169,15 +174,20 @@ class PromptLoader(Generic[Item]):
         """Where the loader is, as plain values: the next batch of a loader that loads this is the next one of this."""
         return {"samples": self._samples, "fingerprint": self.fingerprint}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place. Raises ConfigError if it was saved with other prompts."""
-        if state["fingerprint"] != self.fingerprint:
-            raise ConfigError(
-                "the checkpoint was written with other training prompts than these; give data.train the files it was "
-                "written with, and data.weights and data.order what they were, or start a new run.dir"
-            )
+    def load_state_dict(self, state: dict[str, Any], forced: bool = False) -> None:
+        """Go to a saved place. Raises ConfigError if it was saved with other prompts, unless forced to go on there."""
+        self.check(state, forced)
         self._samples = int(state["samples"])
         self._last = []
+
+    def check(self, state: dict[str, Any], forced: bool = False) -> None:
+        """What `load_state_dict` would say of a state."""
+        if state.get("fingerprint") != self.fingerprint and not forced:
+            raise ConfigError(
+                "the checkpoint was written with other training prompts than these; give data.train the files it was "
+                "written with, and data.weights and data.order what they were, or start a new run.dir, or go on all "
+                "the same by run.resume=forced"
+            )
 
     def _from(self, place: int, count: int) -> Sequence[Item]:
         return self._prompts.chosen([self._index(one) for one in range(place, place + count)])
@@ -189,12 +199,14 @@ class PromptLoader(Generic[Item]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the data and its shares: the length and up to 1,000 of the items, evenly spread, for some are slow to
-        index."""
+        """Of the data and its shares: the length, up to 1,000 of the items, evenly spread, for some are slow to index,
+        and the sizes of the files. What it does not see is a change in other rows of more than 1,000 that leaves the
+        file as long as it was."""
         count = len(self._prompts)
         digest = hashlib.sha256(str(count).encode())
         for place in range(min(count, 1000)):
             digest.update(repr(self._prompts[place * count // min(count, 1000)]).encode())
+        digest.update(repr(self._sizes).encode())
         if len(self._stream.sizes) > 1:
             digest.update(repr(self._stream.describe()).encode())
         if self._keys is not None:

@@ -16,15 +16,11 @@ from typing import Any
 
 import torch
 
+from megarl.models.cuts import FUSED_NORMS
+
 _LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d+)\.(transformer_layer\.)?(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
-_FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
 
 
 def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> str:
@@ -42,7 +38,7 @@ def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> s
         rest = f"mlp.experts.{int(expert[1]) + first_expert}.{expert[2]}"
     elif grouped := _GROUPED_EXPERT.fullmatch(rest):
         rest = f"mlp.experts.{int(grouped[2]) + first_expert}.{grouped[1]}.weight"
-    return f"{stack}{int(number) + first_layer}.{inner or ''}{_FUSED_NORMS.get(rest, rest)}"
+    return f"{stack}{int(number) + first_layer}.{inner or ''}{FUSED_NORMS.get(rest, rest)}"
 
 
 def unwrap(module: Any) -> Any:

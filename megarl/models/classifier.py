@@ -19,6 +19,13 @@ def is_classifier(hf: HFConfig) -> bool:
     return str((hf.get("architectures") or [""])[0]).endswith(CLASSIFIER)
 
 
+def padding_of(hf: HFConfig, pad_token_id: int | None, end_of_turn: int) -> int | None:
+    """A token to pad batches with that no conversation ends with; None where the tokenizer and config.json have none,
+    and HF's class then takes one conversation at a time. pad_token_id: the tokenizer's."""
+    known = (pad_token_id, hf.get("pad_token_id"))
+    return next((token for token in known if token not in (None, end_of_turn)), None)
+
+
 def classifier_config(hf: HFConfig, architecture: str, pad_token_id: int | None) -> dict[str, Any]:
     """config.json of a classifier with one label on the trunk of `hf`, be that a policy's or a classifier's.
 

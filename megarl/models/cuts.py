@@ -22,6 +22,16 @@ VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of this times
 ENGINE_VOCAB_MULTIPLE = 64  # SGLang to a multiple of this, times TP where TP does not divide that
 
 
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Norms that Transformer Engine has in the linear layer behind them, and so have Megatron's checkpoints: their names
+there, and their canonical ones, within a layer."""
+
+
 HFConfig = Mapping[str, Any]  # config.json as plain values
 
 

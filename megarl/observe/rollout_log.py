@@ -258,7 +258,7 @@ def check_replay(config: Config) -> None:
     if not (folder / "rollouts").is_dir():
         raise ConfigError(f"rollout.replay={folder} has no folder rollouts; name a run with track.rollouts=true")
     first = 1
-    if config.run.resume == "auto":  # steps that a checkpoint has behind it are not taken again
+    if config.run.goes_on:  # steps that a checkpoint has behind it are not taken again
         saved = (path.name.removeprefix("step_") for path in Path(config.run.dir, "checkpoints").glob("step_*"))
         first += max((int(number) for number in saved if number.isdecimal()), default=0)
     for step in range(first, config.run.num_rollout + 1):

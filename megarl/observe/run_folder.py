@@ -53,7 +53,8 @@ config.yaml      every key of the configuration as it ran; to repeat it, in the 
 changes.jsonl    keys that were changed when the run was resumed, each with the first step that it held for
                  ({"step": 21, "key": "actor_optimizer.lr", "old": 1e-06, "new": 5e-07, "time": ...}); config.yaml has
                  the last values. What a run is cannot change: algorithm, run.seed, model.path, model.dtype, data.train
-                 and how it is dealt out, lora, critic.path, and whether train.mtp is 0
+                 and how it is dealt out, lora, critic.path, and whether train.mtp is 0;
+                 run.resume=forced goes on all the same, as far as the checkpoint fits
 control.yaml     yours, if you like: what may change while it runs, from the next step on, such as
                  reward: {weights: {gsm8k: 0.5, model: 0.5}}
 log.txt          what the run said, with the time
@@ -162,7 +163,7 @@ def look(config: Config) -> None:
     """What `claim` would say of a folder that is another run's, before processes are started for this one."""
     path = Path(config.run.dir)
     try:
-        earlier_run(path, config, config.run.resume == "auto")
+        earlier_run(path, config, config.run.goes_on)
     except OSError as error:
         raise _unusable(path, error) from None
 
@@ -216,10 +217,12 @@ def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
             f"run folder {path} has results, but {file} cannot be read as their configuration ({what}); set run.dir to "
             "another folder"
         ) from None
-    if others := [change for change in changes if _is_identity(change)]:
+    others = [change for change in changes if _is_identity(change)]
+    if others and config.run.resume != "forced":
         shown = "; ".join(map(str, others[:8])) + (f"; and {len(others) - 8} more" if len(others) > 8 else "")
         raise ConfigError(
-            f"run folder {path} belongs to another run ({shown}); set run.dir to another folder, or set these keys back"
+            f"run folder {path} belongs to another run ({shown}); set run.dir to another folder, set these keys "
+            "back, or set run.resume=forced to go on with them all the same"
         )
     if not resume:
         raise ConfigError(

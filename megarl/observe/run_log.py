@@ -48,7 +48,7 @@ class RunLog:
         """Lines said before `begin`."""
 
         def prepare() -> None:
-            self._folder = claim(self.run_dir, config, resume=config.run.resume == "auto")
+            self._folder = claim(self.run_dir, config, resume=config.run.goes_on)
             if not self._folder.resumes:
                 self._folder.begin()
 

@@ -8,7 +8,7 @@ import torch
 
 from megarl.checkpoint.gather import gather_hf
 from megarl.checkpoint.hf import save_hf
-from megarl.models.classifier import classifier_config
+from megarl.models.classifier import classifier_config, padding_of
 from megarl.models.registry import family_of
 from megarl.parallel.placement import role_config
 from megarl.parallel.ranks import together
@@ -36,7 +36,8 @@ class RewardModelWorker(TrainingWorker):
             together(lambda: self._export_model(folder), group=self.trained.ranks.host)
 
     def _export_model(self, folder: Path) -> None:
-        table, hf = self.trained.params(), self.context.hf_config
+        table, hf, chat = self.trained.params(), self.context.hf_config, self.context.chat
+        padding = padding_of(hf, chat.tokenizer.pad_token_id, chat.end_of_turn)
         save_hf(
             folder,
             gather_hf(self.trained.merged(), table, self.trained.ranks),
@@ -44,12 +45,5 @@ class RewardModelWorker(TrainingWorker):
             dtype=getattr(torch, self.config.model.dtype),
             write=self.trained.ranks.role_rank == 0,
             table=table,
-            config=classifier_config(hf, family_of(hf).architecture, self._padding()),
+            config=classifier_config(hf, family_of(hf).architecture, padding),
         )
-
-    def _padding(self) -> int | None:
-        """A token to pad batches with that no conversation ends with; None where the tokenizer and config.json have
-        none, and HF's class then takes one conversation at a time."""
-        tokenizer, hf = self.context.chat.tokenizer, self.context.hf_config
-        known = (tokenizer.pad_token_id, hf.get("pad_token_id"))
-        return next((token for token in known if token not in (None, self.context.chat.end_of_turn)), None)

@@ -14,7 +14,7 @@ from megarl.checkpoint.manifest import Entry
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.clock import ELSEWHERE, WAIT
-from megarl.observe.rollout_log import read_rollouts
+from megarl.observe.rollout_log import read_records
 from megarl.parallel import device, everyone, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
 from megarl.rollout.aborted import check_aborted
@@ -324,8 +324,12 @@ class RolloutWorker(Worker):
         where = f"rollout.replay={self.config.rollout.replay}, step {self.step}"
         if greedy:
             raise ConfigError(f"{where}: only what is sampled is recorded, and this algorithm generates greedily, too")
-        recorded = read_rollouts(self.config.rollout.replay, self.step, self.job.rank, self.job.world)
-        found = _gathered([one for one in recorded if one.group in groups], self.version)
+        recorded = read_records(self.config.rollout.replay, self.step, self.job.rank, self.job.world)
+        mine = [one for one in recorded if one.rollout.group in groups]
+        # By their numbers, since files of several ranks may be one rank's now, or the other way round.
+        found = Rollouts.of(
+            [one.rollout for one in mine], [one.number for one in mine], everyone.AllRanks(), self.version
+        )
         if groups and not len(found):
             raise ConfigError(
                 f"{where} has nothing of the groups {groups.start} to {groups.stop - 1}: of a step that generates "

@@ -72,6 +72,17 @@ def in_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
     return damaged(spoil)
 
 
+def of_other_data(checkpoint: Path) -> None:
+    """A whole one, which was written when data.train had the same name and other rows."""
+    from megarl.checkpoint.manifest import hash_file
+
+    host = checkpoint / "host.json"
+    host.write_text(json.dumps({"step": 1, "loader": {"samples": 4, "fingerprint": "of other rows"}}))
+    tree = json.loads((checkpoint / "manifest.json").read_text())
+    tree["files"]["host.json"] = hash_file(host)._asdict()
+    (checkpoint / "manifest.json").write_text(json.dumps(tree))
+
+
 def hold(folder: Path) -> None:
     (folder / "run").mkdir()
     lock = (folder / "run" / ".lock").open("a+")
@@ -197,6 +208,12 @@ CASES = [
     *kept("data.prompts_per_step", "4 -> 8", given=("data.prompts_per_step=8",)),
     *kept("data.shuffle", given=("data.shuffle=false",)),
     *kept("lora.rank", "0 -> 4", given=("lora.rank=4",)),
+    Case(
+        "resumed with other rows in data.train",
+        ("other training prompts than these", "data.train", "run.resume=forced"),
+        (RESUME,),
+        damaged(of_other_data),
+    ),
     Case(
         "a run shorter than what was done",
         ("run.num_rollout=2", "step_000003", "is of step 3", "set it to that or more"),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl import keeping, train
-from megarl.checkpoint import hf, manifest, room
+from megarl.checkpoint import manifest, room, tensor_files
 from megarl.parallel import ranks
 
 calls: dict[str, int] = {}
@@ -67,17 +67,17 @@ def no_room_for_the_last() -> None:
 
 def no_room_for_the_export_at_first() -> None:
     """Then room, which a quota takes away in the middle of the file, then room indeed."""
-    free, save_file = room.free, hf.save_file
+    free, write_file = room.free, tensor_files.write_file
 
     def found(folder: Any) -> int:
         return 1000 if folder.name == "export" and count("looks") == 1 else free(folder)
 
-    def saving(*arguments: Any, **named: Any) -> None:
+    def writing(*arguments: Any, **named: Any) -> None:
         if count("files") == 1:
-            raise hf.SafetensorError("I/O error: Disk quota exceeded (os error 122)")
-        save_file(*arguments, **named)
+            raise OSError(122, "Disk quota exceeded")
+        write_file(*arguments, **named)
 
-    room.free, hf.save_file = found, saving
+    room.free, tensor_files.write_file = found, writing
     keeping.LOOK_FOR_ROOM_S = 0.05
 
 

@@ -80,6 +80,20 @@ def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path)
         claim(tmp_path, with_mtp(0.0), resume=True)
 
 
+def test_another_run_is_gone_on_with_where_that_is_forced_and_what_changed_is_recorded(tmp_path: Path) -> None:
+    prepare(tmp_path, CONFIG, resume=False).release()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n')
+    other = with_seed(5)
+    with pytest.raises(ConfigError, match="belongs to another run .*run.seed: 1 -> 5.* or set run.resume=forced"):
+        claim(tmp_path, other, resume=True)
+    forced = dataclasses.replace(other, run=dataclasses.replace(other.run, resume="forced"))
+    assert forced.run.goes_on
+    folder = claim(tmp_path, forced, resume=True)
+    assert [str(change) for change in folder.begin(20)] == ["run.seed: 1 -> 5"]
+    folder.release()
+    claim(tmp_path, other, resume=True).release()  # from there on it is this run
+
+
 def test_a_claim_that_comes_to_nothing_leaves_nothing(tmp_path: Path) -> None:
     claim(tmp_path / "a/b", CONFIG, resume=True).release()
     assert not (tmp_path / "a").exists()

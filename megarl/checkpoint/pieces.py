@@ -1,0 +1,141 @@
+"""Megatron's distributed checkpoint of a model as a mapping of whole tensors, read without Megatron or ranks.
+
+A folder has files `__RANK_N.distcp`, in which each rank's pieces lie one after the other, and `.metadata`, which says
+which piece of which tensor lies where. That is a pickle, and a pickle may do anything: this one may only name the
+classes that it is made of. What is held at a time is the tensor that is asked for, and a piece of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+
+from megarl.config import ConfigError
+
+INDEX = ".metadata"
+OBJECTS = "common.pt"
+"""What is no tensor of a parameter: the schedule, and what guards remember."""
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        metadata,
+        {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"}
+        | {"TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
+    ),
+    "torch.distributed.checkpoint.planner": (
+        planner,
+        {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    ),
+    "torch.distributed.checkpoint.filesystem": (filesystem, {"_StorageInfo", "_StoragePrefix"}),
+    "torch.serialization": (torch.serialization, {"_get_layout"}),
+    "torch": (torch, {"Size"}),
+    "collections": (collections, {"OrderedDict"}),
+}
+
+
+class Piece(NamedTuple):
+    """[start, start + size) along each dimension of a tensor, in a part of a file."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+class Whole(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+class Pieces(Mapping[str, Whole]):
+    """By Megatron's names. Raises ConfigError for a folder that is none of its checkpoints, or is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            with (folder / INDEX).open("rb") as stream:
+                found = _OnlyOurs(stream).load()
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} is no checkpoint of a model: it has no {INDEX}") from None
+        except Exception as error:  # noqa: BLE001  a broken pickle raises whatever its bytes happen to mean
+            what = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{folder / INDEX} cannot be read ({type(error).__name__}: {what})") from None
+        try:
+            self._tensors = {
+                name: _whole(name, about, found.storage_data)
+                for name, about in found.state_dict_metadata.items()
+                if isinstance(about, metadata.TensorStorageMetadata)
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{folder / INDEX} is of another form ({type(error).__name__}: {error})") from None
+
+    def __getitem__(self, name: str) -> Whole:
+        return self._tensors[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def read(self, name: str, at: Sequence[int] = ()) -> torch.Tensor:
+        """A whole tensor, or what stands at these numbers of its first dimensions, on the host. Raises ConfigError
+        where some of it is not there."""
+        whole = self._tensors[name]
+        at, shape = tuple(at), whole.shape[len(at) :]
+        result, filled = torch.empty(shape, dtype=whole.dtype), 0
+        for piece in whole.pieces:
+            if all(a <= n < a + size for a, size, n in zip(piece.start, piece.size, at, strict=False)):
+                part = self._load(name, piece)[tuple(n - a for n, a in zip(at, piece.start, strict=False))]
+                where = zip(piece.start[len(at) :], part.shape, strict=True)
+                result[tuple(slice(start, start + size) for start, size in where)] = part
+                filled += part.numel()
+        if filled != result.numel():
+            raise ConfigError(f"{self.folder}: {name} has {filled} of its {result.numel()} elements")
+        return result
+
+    def _load(self, name: str, piece: Piece) -> torch.Tensor:
+        file = self.folder / piece.file
+        try:
+            with file.open("rb") as stream:
+                stream.seek(piece.offset)
+                found = torch.load(io.BytesIO(stream.read(piece.length)), map_location="cpu", weights_only=True)
+        except Exception as error:  # noqa: BLE001  what a damaged archive raises is torch's business
+            what = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{file}: {name} cannot be read ({type(error).__name__}: {what})") from None
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != piece.size:
+            raise ConfigError(f"{file}: at byte {piece.offset} is not what {INDEX} says of {name}")
+        return found
+
+
+def _whole(name: str, about: Any, places: Mapping[Any, Any]) -> Whole:
+    pieces = []
+    for chunk in about.chunks:
+        start = tuple(chunk.offsets)
+        place = places[metadata.MetadataIndex(name, chunk.offsets)]
+        if place.transform_descriptors:
+            raise ValueError(f"{name} is compressed by {place.transform_descriptors}")
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{name} is said to be in {place.relative_path!r}")
+        pieces.append(Piece(start, tuple(chunk.sizes), place.relative_path, int(place.offset), int(place.length)))
+    return Whole(tuple(about.size), about.properties.dtype, tuple(pieces))
+
+
+class _OnlyOurs(pickle.Unpickler):
+    """That finds nothing but the classes which say where tensors are."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        owner, names = _CLASSES.get(module, (None, ()))
+        if owner is not None and name in names:
+            return getattr(owner, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no such file needs")

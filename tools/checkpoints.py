@@ -1,0 +1,318 @@
+"""What checkpoints a run has, what is in one, and the model out of one as a Hugging Face folder.
+
+    .venv/bin/python tools/checkpoints.py list RUN [--hash] [--json]
+    .venv/bin/python tools/checkpoints.py show RUN|CHECKPOINT [--hash] [--json]
+    .venv/bin/python tools/checkpoints.py convert RUN|CHECKPOINT OUT [--role ROLE] [--adapter] [--config FILE]
+                                                              [section.key=value ...]
+
+RUN is a run folder, which stands for its newest whole checkpoint; CHECKPOINT is RUN/checkpoints/step_000020 or a copy
+of it. `list` and `show` look at the sizes of files; with --hash also at every byte.
+
+`convert` starts no ranks and no engine, needs no GPU, and holds a few times the largest matrix in memory, however large
+the model is. It writes what the run itself would export after that step: tokenizer and config.json of `model.path`, and
+adapters merged; with --adapter those alone, as PEFT has them. --role names another model than the policy, such as the
+critic, which becomes a sequence classifier. Every byte that is read is compared with its checksum first. The run's
+configuration is the config.yaml of its folder, or --config; keys behind it set it right, such as model.path=... on
+another machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint import manifest
+from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.origin import config_hash
+from megarl.checkpoint.room import gigabytes
+from megarl.command_line import Parser, ends_in_a_line
+from megarl.config import Config, ConfigError, load_config
+
+PARTS = ("world", "tp", "cp", "pp", "vpp", "ep", "etp")
+"""What the numbers of a manifest's layout are."""
+INDEX = ".metadata"
+"""In the folder of a model."""
+
+
+def folders_of(run: Path) -> list[Path]:
+    """Checkpoints of a run, the oldest first, with those that were never finished."""
+    found = {}
+    for path in (run / "checkpoints").iterdir():
+        name = path.name.removesuffix(".tmp")
+        if path.is_dir() and name.startswith("step_") and name[5:].isdecimal():
+            found[int(name[5:]), path.name] = path
+    return [found[key] for key in sorted(found)]
+
+
+def fault_in(folder: Path, hashes: bool) -> str | None:
+    """What is wrong with a checkpoint."""
+    if folder.name.endswith(".tmp"):
+        return "was never finished"
+    found = manifest.read(folder)
+    if isinstance(found, str):
+        return found
+    files = found[1]
+    fault = manifest.size_fault(folder, files, files)
+    if fault is None and hashes:
+        fault = manifest.content_fault(folder, files, files)
+    host = manifest.host_state(folder)
+    return fault or (host if isinstance(host, str) else None)
+
+
+def chosen(path: Path) -> Path:
+    """The checkpoint that a path means. Raises ConfigError."""
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path}; name a run folder or a checkpoint in it")
+    if (path / manifest.NAME).is_file():
+        return path
+    if path.name.startswith("step_"):
+        raise ConfigError(f"{path} is no whole checkpoint: {fault_in(path, hashes=False)}")
+    if not (path / "checkpoints").is_dir():
+        raise ConfigError(f"{path} is no checkpoint ({manifest.NAME} is missing) and no run folder with checkpoints")
+    for folder in reversed(folders_of(path)):
+        if fault_in(folder, hashes=False) is None:
+            return folder
+    raise ConfigError(f"{path / 'checkpoints'} has no whole checkpoint")
+
+
+def about(folder: Path, hashes: bool) -> dict[str, Any]:
+    """A line of `list`, as plain values."""
+    fault, found = fault_in(folder, hashes), manifest.read(folder)
+    tree, files = ({}, {}) if isinstance(found, str) else found
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return {
+        "name": folder.name,
+        "step": tree.get("step"),
+        "fault": fault,
+        "layout": layout_of(tree),
+        "bytes": sum(sizes),
+        "files": len(sizes),
+        "written": (folder / manifest.NAME).stat().st_mtime if files else folder.stat().st_mtime,
+        "config": tree.get("config", ""),
+        "code": tree.get("code", ""),
+        "holds": holds(files),
+    }
+
+
+def layout_of(tree: Mapping[str, Any]) -> str:
+    """In words: `8 ranks: tp=2 ep=4`."""
+    numbers, ranks = tree.get("layout") or [], tree.get("world_size", "?")
+    if not isinstance(numbers, list):
+        return "?"
+    known = [f"{name}={number}" for name, number in zip(PARTS[1:], numbers[1:], strict=False) if number != 1]
+    others = [str(text) for text in numbers[len(PARTS) :]]
+    return f"{ranks} rank{'' if ranks == 1 else 's'}" + "".join(
+        f"; {text}" for text in (" ".join(known), *others) if text
+    )
+
+
+def models_in(files: Mapping[str, Entry]) -> list[str]:
+    return sorted(name.removesuffix(f"/{INDEX}") for name in files if name.endswith(f"/{INDEX}"))
+
+
+def holds(files: Mapping[str, Entry]) -> list[str]:
+    """What is in it, by names: models, and folders of what else goes on."""
+    others = {name.partition("/")[0] for name in files if "/" in name} - set(models_in(files))
+    return [*models_in(files), *sorted(others)]
+
+
+def listed(run: Path, options: Namespace) -> int:
+    if not run.is_dir():
+        raise ConfigError(f"there is no run folder {run}")
+    if not (run / "checkpoints").is_dir():
+        raise ConfigError(f"{run} has no checkpoints: is it a run folder, and was run.save_every set?")
+    rows = [about(folder, options.hash) for folder in folders_of(run)]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    if not rows:
+        print(f"{run / 'checkpoints'} is empty")
+    for row in rows:
+        print(line_of(row))
+    return 0
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    by = " ".join(f"{name} {row[name]}" for name in ("config", "code") if row[name])
+    parts = [
+        row["name"],
+        "whole" if row["fault"] is None else f"DAMAGED: {row['fault']}",
+        row["layout"],
+        f"{gigabytes(row['bytes'])} in {row['files']} files",
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written"])),
+        by,
+        ", ".join(row["holds"]),
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+# --- one of them ------------------------------------------------------------------------------------------------
+
+
+def shown(path: Path, options: Namespace) -> int:
+    folder = chosen(path)
+    facts = about(folder, options.hash) | {"path": str(folder)} | dict(contents(folder))
+    if options.json:
+        print(json.dumps(facts, indent=1, default=str))
+        return 0
+    print(f"{folder}\n  {line_of(facts)}")
+    for name, value in contents(folder):
+        print(f"  {name:<12}{value if isinstance(value, str) else json.dumps(value, default=str)}")
+    return 0
+
+
+def contents(folder: Path) -> Iterator[tuple[str, Any]]:
+    """(name, what is said of it) of each part, as far as it can be read."""
+    found = manifest.read(folder)
+    if isinstance(found, str):
+        return
+    files = found[1]
+    for role in models_in(files):
+        try:
+            yield role, model_in(folder / role)
+        except ConfigError as error:
+            yield role, f"cannot be read: {error}"
+    if carried := sorted(name for name in files if name.startswith("carried/")):
+        yield "carried", conversations_in([folder / name for name in carried])
+    if buffered := sorted(name for name in files if name.startswith("buffer/") and name.endswith(".parquet")):
+        yield "buffer", f"{rollouts_in([folder / name for name in buffered])} rollouts of earlier steps"
+    host = manifest.host_state(folder)
+    if isinstance(host, dict):
+        if isinstance(loader := host.get("loader"), dict):
+            yield "loader", f"{loader.get('samples')} prompts handed out"
+        for name in ("controller", "guards", "control"):
+            if host.get(name):
+                yield name, host[name]
+    yield "random", f"states of {sum(name.startswith('rng_') for name in files)} ranks"
+
+
+def model_in(folder: Path) -> str:
+    """Sizes and types of a model in a checkpoint, and whether there is an optimizer with it."""
+    from megarl.checkpoint.pieces import Pieces
+
+    found = Pieces(folder)
+    weights = {name: whole for name, whole in found.items() if not name.startswith("optimizer.")}
+    adapters = {name: whole for name, whole in weights.items() if name.startswith("adapters.")}
+    states = sorted({name.split(".")[2] for name in found if name.startswith("optimizer.state.")})
+    types = sorted({str(whole.dtype).removeprefix("torch.") for whole in weights.values()})
+    elements = sum(prod(whole.shape) for name, whole in weights.items() if name not in adapters)
+    parts = [f"{elements:,} elements in {len(weights) - len(adapters)} tensors ({', '.join(types)})"]
+    if adapters:
+        parts.append(f"adapters of {sum(prod(whole.shape) for whole in adapters.values()):,}")
+    # As everybody calls them: Megatron's `param` are the fp32 masters.
+    names = {"param": "masters", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
+    parts.append("optimizer with " + ", ".join(names.get(name, name) for name in states) if states else "no optimizer")
+    return "; ".join(parts)
+
+
+def conversations_in(files: list[Path]) -> str:
+    groups = samples = 0
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                tree = json.loads(stream.readline())["groups"]
+            groups, samples = groups + len(tree), samples + sum(map(len, tree))
+        except (OSError, ValueError, KeyError, TypeError):
+            return f"{file.name} cannot be read"
+    return f"{samples} conversations under way, in {groups} groups, of {len(files)} engines"
+
+
+def rollouts_in(files: list[Path]) -> int:
+    import pyarrow.parquet as pq
+
+    return sum(pq.ParquetFile(file).metadata.num_rows for file in files)
+
+
+# --- the model out of one -----------------------------------------------------------------------------------------
+
+
+def configured(folder: Path, options: Namespace) -> Config:
+    """The configuration of the run that a checkpoint is of. Raises ConfigError."""
+    file = options.config or folder.parent.parent / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            f"there is no {file}, which has the configuration of the run that {folder} is of; name it by --config"
+        )
+    config = load_config(file, options.overrides)
+    found = manifest.read(folder)
+    written = "" if isinstance(found, str) else found[0].get("config", "")
+    if written and written != config_hash(config):
+        print("note: the configuration has changed since this checkpoint was written", file=sys.stderr)
+    return config
+
+
+def converted(path: Path, options: Namespace) -> int:
+    from megarl.checkpoint.converting import convert, convert_adapter
+    from megarl.controllers.registry import declare
+    from megarl.models.classifier import classifier_config, padding_of
+    from megarl.models.memory import critic_params
+    from megarl.models.registry import family_of, load_hf_config, trained_mtp
+    from megarl.rollout.chat import Chat
+
+    folder, out = chosen(path), options.out
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out} exists; name a folder that is not there yet")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"{out}: there is no folder {out.absolute().parent}; make it first")
+    config = configured(folder, options)
+    declared = declare(config)
+    role = options.role or declared.main
+    found = manifest.read(folder)
+    if isinstance(found, str):
+        raise ConfigError(f"{folder} is no whole checkpoint: {found}")
+    files = found[1]
+    if role not in models_in(files):
+        raise ConfigError(f"{folder} has no {role}; it has {', '.join(models_in(files)) or 'no model'}")
+    mine = [name for name in files if name.startswith(f"{role}/")]
+    for look in (manifest.size_fault, manifest.content_fault):
+        if fault := look(folder, files, mine):
+            raise ConfigError(f"{folder} is damaged: {fault}; convert another checkpoint")
+
+    source = Path(config.critic.path or config.model.path if role == "critic" else config.model.path)
+    hf = load_hf_config(source)
+    if role == "actor":
+        table, classifier = family_of(hf).params(hf, 1, mtp=bool(trained_mtp(hf, config))), None
+    else:
+        table = critic_params(family_of(hf).params(hf, 1), int(hf["hidden_size"]))
+        chat = Chat.load(str(source))
+        padding = padding_of(hf, chat.tokenizer.pad_token_id, chat.end_of_turn)
+        classifier = classifier_config(hf, family_of(hf).architecture, padding)
+    if options.adapter:
+        convert_adapter(folder / role, out, config, table)
+    else:
+        convert(folder / role, out, config, source, table, classifier)
+    print(f"{out}: the {role.replace('_', ' ')} of {folder}")
+    return 0
+
+
+def main() -> int:
+    assert __doc__
+    parser = Parser(__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="list | show | convert")
+    for name, work in (("list", listed), ("show", shown), ("convert", converted)):
+        command = commands.add_parser(name, description=__doc__)
+        command.add_argument("path", type=Path)
+        command.set_defaults(work=work)
+        if name != "convert":
+            command.add_argument("--hash", action="store_true")
+            command.add_argument("--json", action="store_true")
+            continue
+        command.add_argument("out", type=Path)
+        command.add_argument("overrides", nargs="*", metavar="section.key=value")
+        command.add_argument("--role", default="")
+        command.add_argument("--adapter", action="store_true")
+        command.add_argument("--config", type=Path)
+    options = parser.parse_args()
+    if options.command is None:
+        parser.error("say what to do: list, show or convert")
+    return int(options.work(options.path, options))
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(main))
