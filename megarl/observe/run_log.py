@@ -90,6 +90,14 @@ class RunLog:
         """What must not be overlooked."""
         self.say(f"ALARM: {text}")
 
+    def alarm_from_any(self, text: str) -> None:
+        """What one rank alone has seen, whichever it is; from any of its threads."""
+        if self.writes:
+            self.alarm(text)
+            return
+        print(f"ALARM: {text}", flush=True)
+        self._note(f"ALARM: {text}")
+
     def _on_lead(self, work: Callable[[], None]) -> None:
         """Do it on rank 0; its ConfigError is raised on all ranks."""
         error = None
