@@ -29,6 +29,7 @@ from megarl.keeping import Keeping
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.control import Control
+from megarl.observe.hangs import Lookout
 from megarl.observe.metrics import batch_metrics, rollout_metrics
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, last_words, ranks, watching
@@ -71,6 +72,7 @@ class HybridFlow(Items, Keeping):
     def __init__(self, config: Config | str | Path, overrides: Sequence[str] = ()) -> None:
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
         self.registered: dict[str, Registered] = {}
+        self.lookout: Lookout | None = None
         self.step = 0
 
     def register_worker(
@@ -146,12 +148,16 @@ class HybridFlow(Items, Keeping):
             return metrics
         except BaseException as error:
             ending.begin()
+            if self.lookout is not None:
+                self.lookout.settle()
             cause = last_words.exchanged(error, ending.describe(error)[0])
             self.log.ended(error, isinstance(error, ending.ORDERLY), cause)
             raise
         finally:
             for worker in reversed(self.workers):
                 worker.close()
+            if self.lookout is not None:
+                self.lookout.close()
             if hasattr(self, "clock"):
                 watching.watch(None)
                 self.log.spans(self.clock.spans())
@@ -199,6 +205,11 @@ class HybridFlow(Items, Keeping):
             metrics |= rollout_metrics(result.rollouts)
         for worker in self.workers:
             metrics |= worker.figures()
+        if self.lookout is not None:
+            figures, line = self.lookout.look(self.step)
+            metrics |= figures
+            if line:
+                self.log.alarm(line)
         metrics |= self.loader.epochs() | self.clock.lap(self.step)
         self.log.spans(self.clock.spans())
         if result.batch is not None:
@@ -245,6 +256,13 @@ class HybridFlow(Items, Keeping):
         config = self.config
         self.clock = Clock(self.log.phase)
         watching.watch(self.clock.span)
+        if self.job.world > 1:
+            self.lookout = Lookout(
+                *(self.job, self.log.run_dir, self.clock, self.layouts.keys()),
+                alarm=self.log.alarm_from_any,
+                tell=lambda rank, text: ending.tell_launcher("late", text, rank),
+            )
+            self.lookout.start()
         newest = self._find_checkpoint()
         critic = config.critic.path or config.model.path if "critic" in self.declared.roles else None
         self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config, self.declared)

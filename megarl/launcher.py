@@ -46,7 +46,7 @@ _OWN_DOING = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 @dataclass(frozen=True)
 class Word:
     """What a rank said at its end; of kind `run`, what it said at its beginning (`ending.introduce`); of kind `late`,
-    what was said of it by another."""
+    what was said of it by another; without a text, that this is over."""
 
     rank: int
     kind: Kind | Literal["run", "late"]
@@ -104,7 +104,9 @@ def verdict(
         return Verdict(max(codes.values()), "", "stopped" if REQUEUE_EXIT_CODE in codes.values() else "done")
     if asked == signal.SIGINT:
         return Verdict(128 + asked, f"ended by {name_of(asked)}", "asked")
-    spoke = {word.rank for word in words if word.kind != "run"}
+    late = [word for word in words if word.kind == "late"][-1:]
+    words = [word for word in words if word.kind not in ("run", "late")]
+    spoke = {word.rank for word in (*words, *late) if word.text}
     killed = {rank: -code for rank, code in codes.items() if code < 0 and rank not in spoke and -code != asked}
     for rank, number in killed.items():
         if number != signal.SIGABRT:  # by which libraries end, too, when a peer is lost
@@ -115,9 +117,8 @@ def verdict(
                 return Verdict(status, word.text, kind, word.rank)  # type: ignore[arg-type]
     if asked:
         return Verdict(128 + asked, f"ended by {name_of(asked)}", "asked")
-    for word in words:
-        if word.kind == "late":
-            return Verdict(1, word.text, "late", word.rank)
+    if late and late[0].text:
+        return Verdict(1, late[0].text, "late", late[0].rank)
     for rank, number in killed.items():
         return _killed(rank, number, roles)
     for rank, code in codes.items():

@@ -43,6 +43,8 @@ class Report:
     words: tuple[launcher.Word, ...] = ()
     asked: int = 0
     problem: str = ""
+    ranks: tuple[int, ...] = ()
+    """Of this node, as far as that is known."""
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -52,7 +54,7 @@ class Report:
         said = json.loads(text)
         said["codes"] = {int(rank): code for rank, code in said["codes"].items()}
         said["words"] = tuple(launcher.Word(**word) for word in said["words"])
-        return Report(**said)
+        return Report(**{**said, "ranks": tuple(said["ranks"])})
 
 
 class Alone:
@@ -150,7 +152,8 @@ def combined(reports: Sequence[Report | None]) -> tuple[Verdict, str]:
     there = [report for report in reports if report is not None]
     codes = {rank: code for report in there for rank, code in report.codes.items()}
     words = [word for report in there for word in report.words]
-    places = {rank: f"node {report.node}" for report in there for rank in report.codes if len(reports) > 1}
+    nodes = {rank: report.node for report in there for rank in (*report.codes, *report.ranks)}
+    places = {rank: f"node {name}" for rank, name in nodes.items() if len(reports) > 1}
     asked = [report.asked for report in there if report.asked]
     silent = [number for number, report in enumerate(reports) if report is None]
     if all(report.well for report in there) and not silent:
@@ -161,7 +164,7 @@ def combined(reports: Sequence[Report | None]) -> tuple[Verdict, str]:
         end = Verdict(1, f"error: torchrun: {problems[0].problem}", "lost")
     if silent and end.kind == "lost":
         return Verdict(1, f"error: the launcher of node number {silent[0]} does not answer", "lost"), ""
-    return end, next((report.node for report in there if end.rank in report.codes), "")
+    return end, nodes.get(end.rank, "")
 
 
 def _leave_out(after: Next) -> None:

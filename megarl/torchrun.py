@@ -214,7 +214,10 @@ def _attempt(options: argparse.Namespace, port: int, watch: _Watch, name: str) -
         raise
     except Exception as error:
         problem = _apart(error)
-    return Report(name, well, codes, tuple(watch.words.read()), watch.asked, problem)
+    local = int(options.nproc_per_node) if str(options.nproc_per_node).isdigit() else 0
+    first_rank = local * int(options.node_rank)
+    ranks = tuple(range(first_rank, first_rank + local))
+    return Report(name, well, codes, tuple(watch.words.read()), watch.asked, problem, ranks)
 
 
 def _apart(error: Exception) -> str:

@@ -297,7 +297,7 @@ def steps(folder: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def test_a_run_saves_itself_at_sigterm_and_ends_when_a_rank_is_killed(
+def test_a_run_saves_itself_at_sigterm_and_starts_again_when_a_rank_is_killed(
     tmp_path: Path, quickstart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scratch = tmp_path / "scratch"
@@ -314,11 +314,20 @@ def test_a_run_saves_itself_at_sigterm_and_ends_when_a_rank_is_killed(
     process = train(tmp_path, quickstart, "run.save_every=100000", "run.resume=auto")
     wait_for(lambda: steps(tmp_path) > done, process)
     (one,) = [pid for pid in children(process.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    log = tmp_path / "run/log.txt"
+    resumed = log.read_text().count("resumed from")
     os.kill(int(one), signal.SIGKILL)
-    code, (line,) = ended(process)
-    assert (code, line) == (137, "error: rank 1 was killed by SIGKILL (the kernel does that when memory is short)")
-    log = (tmp_path / "run/logs/rank_0.log").read_text()
-    assert "Traceback" in log and "gloo" in log
+    wait_for(lambda: log.read_text().count("resumed from") > resumed, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    code, (killed, stopped) = ended(process)
+    assert killed == (
+        "error: rank 1 was killed by SIGKILL (the kernel does that when memory is short); starting again in 2 s from "
+        f"checkpoint step_{done:06d} (restart 1 of this run, 1 of 3 without a new checkpoint)"
+    )
+    assert f"  {killed}\n" in log.read_text()
+    assert code in (85, 143) and stopped.startswith(("asked to stop: saved step", "ended by SIGTERM"))
+    traceback = (tmp_path / "run/logs/rank_0.log").read_text()
+    assert "Traceback" in traceback and "gloo" in traceback
     left = [path.name for path in scratch.iterdir()]
     assert [name for name in left if not name.startswith("torchinductor_")] == []  # torch's cache, for all runs
 

@@ -159,6 +159,18 @@ def test_a_critic_that_is_killed_in_a_step_is_named(whole: Path, folder: Path, t
     assert run.saved() == []
 
 
+def test_a_critic_that_is_killed_costs_no_step(whole: Path, folder: Path, tmp_path: Path) -> None:
+    """The run starts again by itself, and comes to the same weights, bit for bit."""
+    run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "run.save_every=1", "run.max_restarts=3")
+    run.wait_for(lambda: "step_000001" in run.saved())
+    os.kill(run.rank(1), signal.SIGKILL)
+    code, (line,) = run.ended()
+    assert code == 0 and line.startswith("error: rank 1 (critic) was killed by SIGKILL"), line
+    assert "; starting again in 2 s from checkpoint step_" in line
+    assert [row["step"] for row in steps_of(run.run_dir)] == [1, 2, 3]
+    assert_same_weights(whole, run.run_dir)
+
+
 def test_a_reward_that_is_no_number_is_named(whole: Path, folder: Path, tmp_path: Path) -> None:
     """In the second step; the first stays as it was saved."""
     run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "reward.functions=[watched:odd]")

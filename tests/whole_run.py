@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
     "run.num_rollout=3",
     "run.save_every=1",
+    "run.max_restarts=0",
     "run.keep_checkpoints=3",
     "run.eval_every=0",
     "data.prompts_per_step=4",

@@ -43,6 +43,10 @@ class Clock:
         self._seconds: dict[str, float] = {}
         self._began = time.monotonic()
         self._spans: list[Span] = []
+        self._open: list[tuple[str, str]] = []
+        self.at: tuple[str, str, float] = ("", "", self._began)
+        """The innermost phase that the main thread is in, whose it is, and when the thread has begun or ended one, or
+        a span, last."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -51,20 +55,30 @@ class Clock:
         if self.on_phase is not None:
             self.on_phase(name)
         began = time.monotonic()
+        self._open.append((name, who))
         try:
             with self.span(name, who):
                 yield
         finally:
+            self._open.pop()
+            self._stamp()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
 
     @contextmanager
     def span(self, name: str, who: str = "rank", ranks: Sequence[int] = ()) -> Iterator[None]:
         """For the timeline alone. Spans of a thread are within each other, or apart."""
-        began = time.monotonic()
+        began = self._stamp()
         try:
             yield
         finally:
-            self.keep(name, who, began, time.monotonic(), ranks)
+            self.keep(name, who, began, self._stamp(), ranks)
+
+    def _stamp(self) -> float:
+        """Now; of the main thread it is kept that it has come so far."""
+        now = time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            self.at = (*(self._open[-1] if self._open else ("", "")), now)
+        return now
 
     def lap(self, step: int | None = None) -> dict[str, float]:
         """Seconds by phase since the last lap, as `time/<phase>`, with the whole as `time/step`; starts anew. step: the

@@ -58,7 +58,8 @@ changes.jsonl    keys that were changed when the run was resumed, each with the 
 control.yaml     yours, if you like: what may change while it runs, from the next step on, such as
                  reward: {weights: {gsm8k: 0.5, model: 0.5}}
 log.txt          what the run said, with the time
-logs/            what each SGLang engine said; the traceback of a rank that failed
+logs/            what each SGLang engine said; the traceback of a rank that failed; where all threads of all ranks were
+                 when one of them hung
 metrics.jsonl    one line of metrics per step and per evaluation: {"step": 12, "time": ..., "rollout/reward_mean": ...}
 tensorboard/     the same for TensorBoard: .venv/bin/python -m tensorboard.main --logdir <this folder>
 rollouts/        step_000012/ holds every conversation of step 12, a part of them in the file of each rank: words, turns

@@ -124,6 +124,14 @@ class RunLog:
             f"step {step}: not finite, so nothing is trained on them: rollouts of {shown}{more}; quarantine.jsonl"
         )
 
+    def alarm_from_any(self, text: str) -> None:
+        """What one rank alone has seen, whichever it is; from any of its threads."""
+        if self.writes:
+            self.alarm(text)
+            return
+        print(f"ALARM: {text}", flush=True)
+        self._note(f"ALARM: {text}")
+
     def _on_lead(self, work: Callable[[], None]) -> None:
         """Do it on rank 0; its ConfigError is raised on all ranks."""
         error = None

@@ -70,6 +70,12 @@ def store(here: Place, timeout: timedelta) -> dist.Store:
         raise
 
 
+def further_connection() -> dist.Store:
+    """To the store that the ranks of the job have met in, for another thread: one connection is for one at a time."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+
+
 def check_meeting(nodes: int, node_rank: str, address: str, port: str) -> None:
     """What a user says of where the nodes shall meet, on one of them. Raises ConfigError where they cannot."""
     if not node_rank.isdecimal() or int(node_rank) >= nodes:

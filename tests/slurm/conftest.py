@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on this machine, in its own folder and on its own ports, gone when the tests are done."""
+"""A Slurm of three nodes on this machine, in its own folder and on its own ports, gone when the tests are done."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "srun")
+NODES = ("n1", "n2", "n3")
 CONF = """\
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -42,12 +43,13 @@ AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 RealMemory=4000
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 RealMemory=4000
-PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+NodeName=n3 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[3]} CPUs=1 RealMemory=4000
+PartitionName=all Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
 """
 
 
 class Cluster:
-    """Two nodes, n1 and n2. `run` is a Slurm command with the cluster's configuration."""
+    """Three nodes, n1 to n3. `run` is a Slurm command with the cluster's configuration."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -110,12 +112,12 @@ def cluster() -> Iterator[Cluster]:
     folder.chmod(0o755)
     cluster = Cluster(folder)
     (folder / "state").mkdir()
-    for node in ("n1", "n2"):
+    for node in NODES:
         (folder / f"spool-{node}").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(folder=folder, ports=free_ports(3)))
+    conf.write_text(CONF.format(folder=folder, ports=free_ports(1 + len(NODES))))
     daemons: list[subprocess.Popen[bytes]] = []
 
     def start(*command: str) -> None:
@@ -128,9 +130,9 @@ def cluster() -> Iterator[Cluster]:
         start("munged", "--foreground", f"--socket={folder}/munge.socket", *files)
         _until(lambda: (folder / "munge.socket").exists(), cluster)
         start("slurmctld", "-D", "-f", str(conf))
-        for node in ("n1", "n2"):
+        for node in NODES:
             start("slurmd", "-D", "-N", node, "-f", str(conf))
-        _until(lambda: _idle_nodes(cluster) == 2, cluster)
+        _until(lambda: _idle_nodes(cluster) == len(NODES), cluster)
         yield cluster
     finally:
         for job in cluster.jobs:

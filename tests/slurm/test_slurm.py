@@ -1,4 +1,4 @@
-"""slurm/ppo_moe.sh through a real Slurm with two nodes on this machine."""
+"""slurm/ppo_moe.sh through a real Slurm with three nodes on this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,29 @@ child.wait()
 dist.barrier()
 dist.destroy_process_group()
 sys.exit(85 if asked else 0)
+"""
+
+
+# Stands in for megarl.train, too: the rank on n2 dies whenever there is one.
+CRASHES = """
+import os, signal, sys, time
+from megarl import ending
+with ending.one_line():
+    ending.introduce(run_dir="run", save_every=1, max_restarts=1)
+    print(f"rank {os.environ['RANK']} on {os.environ['SLURMD_NODENAME']}, attempt {ending.restarted()}", flush=True)
+    if os.environ["SLURMD_NODENAME"] == "n2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600 if os.environ["SLURM_STEP_NODELIST"] == "n[1-2]" else 0)
+"""
+MISTAKE = """
+import os, time
+from megarl import ending
+from megarl.config import ConfigError
+with ending.one_line():
+    ending.introduce(run_dir="run", save_every=1, max_restarts=1)
+    if os.environ["RANK"] == "1":
+        raise ConfigError("reward.functions: gone")
+    time.sleep(600)
 """
 
 
@@ -99,6 +123,45 @@ def test_a_mistake_fails_the_job_and_is_not_requeued(cluster, project: Path) -> 
     assert "parallel.world_size=3 does not divide by 2 nodes" in output.read_text()
 
 
+def test_a_crash_is_requeued_without_the_node_that_had_it(cluster, project: Path) -> None:
+    """After it has been started again there in vain, and where there is another node for it."""
+    (project / "megarl" / "train.py").write_text(CRASHES)
+    (project / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
+    output = project / "out.txt"
+    options = ["--nodes=2", "--gres=none", f"--output={output}"]
+    job = cluster.submit(*options, str(ROOT / "slurm" / "ppo_moe.sh"), "two.yaml", cwd=project)
+    wait_for_text(output, "back into the queue after status 137, without n2", timeout=300)
+    text = output.read_text()
+    assert "rank 1 on n2, attempt 0" in text and "rank 1 on n2, attempt 1" in text and "attempt 2" not in text
+    assert "from checkpoint step_000004 (restart 1 of this run, 1 of 1 without a new checkpoint)" in text
+    cluster.wait_for(job, "PENDING", timeout=60)
+    wait_until(lambda: cluster.fields(job)["ExcNodeList"] == "n2")
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")
+    cluster.wait_for(job, "COMPLETED", timeout=120)
+    assert "start 1: 2 nodes x 1 ranks on n[1,3]" in output.read_text()
+    assert "rank 1 on n3, attempt 0" in output.read_text()
+
+
+def test_a_crash_is_requeued_so_many_times_only(cluster, project: Path) -> None:
+    (project / "megarl" / "train.py").write_text(CRASHES)
+    output = project / "out.txt"
+    options = ["--nodes=2", "--gres=none", f"--output={output}", "--export=ALL,MEGARL_REQUEUES=0"]
+    job = cluster.submit(*options, str(ROOT / "slurm" / "ppo_moe.sh"), "two.yaml", cwd=project)
+    assert cluster.wait_for(job, "FAILED", timeout=120)
+    assert "was requeued 0 times" in output.read_text() and cluster.fields(job)["ExitCode"] == "137:0"
+
+
+def test_a_mistake_that_a_rank_finds_is_not_requeued(cluster, project: Path) -> None:
+    (project / "megarl" / "train.py").write_text(MISTAKE)
+    output = project / "out.txt"
+    options = ["--nodes=2", "--gres=none", f"--output={output}"]
+    job = cluster.submit(*options, str(ROOT / "slurm" / "ppo_moe.sh"), "two.yaml", cwd=project)
+    assert cluster.wait_for(job, "FAILED", timeout=120)
+    text = output.read_text()
+    assert "error: reward.functions: gone" in text and "queue" not in text and "starting again" not in text
+    assert cluster.fields(job)["ExitCode"] == "2:0"
+
+
 def test_a_tiny_moe_trains_on_two_nodes_saves_when_time_is_up_and_goes_on(cluster, tmp_path: Path) -> None:
     """The real thing: Megatron over two nodes, an engine on each, requeued after its first step."""
     made = tmp_path / "quickstart"
@@ -144,6 +207,13 @@ def test_a_tiny_moe_trains_on_two_nodes_saves_when_time_is_up_and_goes_on(cluste
 def trained_steps(run: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "actor/grad_norm" in row]
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
 
 
 def wait_for_text(file: Path, *texts: str, timeout: float = 120.0) -> None:
