@@ -119,7 +119,9 @@ def _is_stacks(text: str) -> bool:
 def _slowed(shop: Workshop) -> Seen:
     """The rank has a tenth of its time: it is stopped and continued, 20 times a second."""
     findings = Findings()
-    with restarting(shop, "row_29", [], run__num_rollout=STEPS, run__save_every=0, run__export=False) as job:
+    given: dict[str, Any] = {"run__num_rollout": 2 * STEPS, "run__save_every": 0, "run__export": False}
+    given |= {"parallel__tp": 1, "parallel__ep": 1, "rollout__replay": shop.longer_answers}  # each works by itself
+    with restarting(shop, "row_29", [], **given) as job:
         job.wait_for(lambda: job.metrics(), "the first step")
         slow = Slow(job.ranks()[1])
         try:

@@ -42,8 +42,8 @@ def _gradient(shop: Workshop) -> Seen:
     )
     finite = all(math.isfinite(row.get("actor/loss", 0.0)) for row in rows.values())
     findings.add(finite and not rows[3].get("actor/skipped") if 3 in rows else False, "the next one was taken, by both")
-    back = re.search(r"(go(es|ne)?|went) back to .*step_\d+", job.log)
-    named = "gradient is not finite" in ended.why or "gradient" in (back[0] if back else "")
+    back = re.search(r"[^.]*(went back to|are those of) \S*step_\d+( again)?", job.log)
+    named = "gradient is not finite" in ended.why
     findings.add(
         (ended.status == 2 and named) or bool(back),
         f"{MOST + 1} in a row: {shortened(back[0] if back else ended.why, 110)}",
@@ -72,10 +72,12 @@ def _log_probs(shop: Workshop) -> Seen:
     rows = {row["step"]: row for row in job.metrics()}
     counted = {name: value for name, value in rows.get(2, {}).items() if "quarantin" in name and value}
     findings.add(bool(counted), f"counted: {', '.join(counted)}", "no metric counts it")
-    left_out = None
+    lost = None
     if 2 in rows:
-        left_out = sum(one.advantages is None for one in read_records(job.run_dir, 2))
-    findings.add(left_out == 1, "one sample was not trained on", f"not trained on: {left_out}")
+        (harmed,) = [one for one in read_records(job.run_dir, 2) if one.number == 0]  # the first that the rank has
+        left_out = harmed.advantages is None or not harmed.advantages.any()
+        lost = int(rows[2].get("rollout/quarantined", 0))
+        findings.add(left_out and lost == 1, "nothing was learned from it, and no other", f"left out: {lost}")
     good = all(math.isfinite(row.get("actor/loss", math.nan)) for row in rows.values()) and len(rows) == STEPS
     findings.add(good, "losses are numbers", "there are no losses of all steps")
-    return findings.seen(lost=left_out)
+    return findings.seen(lost=lost)
