@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import aiohttp
 import numpy as np
@@ -21,6 +21,8 @@ from megarl.types import Ids, Logprobs, Support, ids_of
 
 _TRIES = 3
 _PAUSE_S = 0.5
+_OF_TOKENS = {"output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs"}
+"""What each event of a stream has of its own tokens only (incremental_streaming_output)."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -72,6 +74,19 @@ class Policy(Protocol):
         ...
 
 
+Heard = Callable[[Ids], None]
+"""Is told the next tokens of an answer while it is written."""
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """A policy that can be listened to."""
+
+    async def stream(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, heard: Heard) -> Generation:
+        """As `Policy.generate`, with the same result."""
+        ...
+
+
 class Client:
     """HTTP client of one engine; use it with `async with` inside one event loop.
 
@@ -113,6 +128,12 @@ class Client:
         Raises RequestFailed where this request has no good answer. Any other RuntimeError is of the engine: it cannot
         be reached, for a lost connection is tried again, or it has other weights than it should have.
         """
+        return await self.stream(ids, params, routed)
+
+    async def stream(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, heard: Heard | None = None
+    ) -> Generation:
+        """`generate`, and `heard` is told the tokens as they come."""
         cut_off = cuts(params)
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": not cut_off}
         if cut_off:  # the others are of the whole vocabulary
@@ -122,12 +143,18 @@ class Client:
             body["extra_key"] = str(oldest)
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
-        status, data = await self._post("/generate", body)
+        status, data = await self._post("/generate", body, heard)
         with _uncollected():
             return self._generation(status, data, len(ids), routed, oldest, cut_off)
 
     def _generation(
-        self, status: int, data: bytes | str, asked: int, routed: int, oldest: int | None, cut_off: bool
+        self,
+        status: int,
+        data: bytes | str | dict[str, Any],
+        asked: int,
+        routed: int,
+        oldest: int | None,
+        cut_off: bool,
     ) -> Generation:
         answer = _loaded("/generate", data)
         if status == 503 and "timeout reached" in str(answer):
@@ -225,8 +252,11 @@ class Client:
         except (LookupError, TypeError, ValueError) as error:
             raise RequestFailed(f"the engine's answer to /parse_function_call cannot be one: {error!r}") from None
 
-    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes | str]:
-        """Status and answer, bytes where they say that they are JSON."""
+    async def _post(
+        self, path: str, body: dict[str, Any], heard: Heard | None = None
+    ) -> tuple[int, bytes | str | dict[str, Any]]:
+        """Status and answer, bytes where they say that they are JSON; of a stream its parts, put together."""
+        body = body if heard is None else {**body, "stream": True}
         assert self._session is not None, "the client is used outside `async with`"
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(1, _TRIES + 1):
@@ -234,6 +264,8 @@ class Client:
                 async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
                     if answer.content_type == "application/json":
                         return answer.status, await answer.read()
+                    if heard is not None and answer.status == 200:
+                        return 200, await _together(answer, heard)
                     return answer.status, await answer.text()
             except TimeoutError:
                 raise RequestFailed(f"the engine did not answer {path} within {self._timeout.total:g} s") from None
@@ -267,9 +299,37 @@ def _odd_support(support: Support, token_ids: Ids, values: int) -> str:
     return ""
 
 
-def _loaded(path: str, data: bytes | str) -> Any:
+async def _together(answer: aiohttp.ClientResponse, heard: Heard) -> dict[str, Any]:
+    """A stream's events as the one answer that they are parts of. Raises RequestFailed."""
+    whole: dict[str, Any] = {"output_ids": [], "meta_info": {}}
+    lists: dict[str, list[Any]] = {}
+    rest = b""
+    async for data in answer.content.iter_any():
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            told = event.removeprefix(b"data: ")
+            if told == b"[DONE]":
+                continue
+            try:
+                part = orjson.loads(told)
+                if "error" in part:
+                    raise RequestFailed(f"the engine refused to generate: {str(part['error'])[:300]}")
+                tokens, meta = part["output_ids"], part["meta_info"]
+                for name in _OF_TOKENS & meta.keys():
+                    lists.setdefault(name, []).extend(meta[name])
+                whole["output_ids"] += tokens
+                whole["meta_info"] |= meta
+                if tokens:
+                    heard(ids_of(tokens))
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
+    whole["meta_info"] |= lists
+    return whole
+
+
+def _loaded(path: str, data: bytes | str | dict[str, Any]) -> Any:
     try:
-        return data if isinstance(data, str) else orjson.loads(data)
+        return orjson.loads(data) if isinstance(data, bytes) else data
     except ValueError as error:
         raise RequestFailed(f"the engine's answer to {path} cannot be read: {error!r}") from None
 

@@ -168,6 +168,7 @@ class Engine:
             "weight_version": str(self.version),
             "custom_weight_loader": [loader.NAME],
             "skip_server_warmup": True,
+            "incremental_streaming_output": True,
             "log_level": "warning",
             "enable_return_routed_experts": self.config.train.replay_routing,
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.rollout.client import Generation, Policy
+from megarl.rollout.client import Generation, Heard, Policy, Streams
 from megarl.rollout.multi_turn import Halted
 from megarl.types import Ids, Support, ids_of
 
@@ -117,31 +117,40 @@ class Seat:
         self._room, self._away, self._asks = room, False, 0
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        return await self.stream(ids, params, routed)
+
+    async def stream(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, heard: Heard | None = None
+    ) -> Generation:
         self._asks += 1
         self._go(away=False)
         async with self._room.free:
             try:
-                said = await self._ask(ids, params, routed)
+                said = await self._ask(ids, params, routed, heard)
                 while said.finish == "abort" and not self._room.open.is_set():
-                    said = await self._go_on(said, ids, params, routed)
+                    said = await self._go_on(said, ids, params, routed, heard)
                 return said
             finally:
                 self._asks -= 1
                 self._go(away=not self._asks)  # an agent may ask for several things at once
 
-    async def _ask(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int) -> Generation:
+    async def _ask(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, heard: Heard | None
+    ) -> Generation:
         room = self._room
         await room.open.wait()
         if room.halt.is_set():
             raise Halted
         room.count(1)
         try:
+            if heard is not None and isinstance(room.policy, Streams):
+                return await room.policy.stream(ids, params, routed, heard)
             return await room.policy.generate(ids, params, routed)
         finally:
             room.count(-1)
 
     async def _go_on(
-        self, said: Generation, ids: Ids | Sequence[int], params: dict[str, Any], routed: int
+        self, said: Generation, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, heard: Heard | None
     ) -> Generation:
         written, budget = said.token_ids, params["max_new_tokens"] - len(said.token_ids)
         if len(written) and int(written[-1]) in params.get("stop_token_ids", ()):
@@ -150,7 +159,7 @@ class Seat:
             return replace(said, finish="length", reason="")
         known = routed + (0 if said.routing is None else len(said.routing))
         context = np.concatenate([ids_of(ids), written])
-        return joined(said, await self._ask(context, {**params, "max_new_tokens": budget}, known))
+        return joined(said, await self._ask(context, {**params, "max_new_tokens": budget}, known, heard))
 
     def rest(self) -> None:
         """The conversation does not need the policy now, until it asks."""

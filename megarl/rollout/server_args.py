@@ -34,6 +34,7 @@ _OURS = {
     "gpu_id_step": "nothing, an engine is on the GPUs of its ranks",
     "enable_memory_saver": "nothing, engines sleep while the ranks train",
     "skip_server_warmup": "nothing, an engine is asked as soon as it is there",
+    "incremental_streaming_output": "nothing, what is streamed is put together again",
     "tool_call_parser": "rollout.tool_call_parser",
     "tokenizer_path": "model.path",
     "use_ray": "nothing, torchrun or Slurm start all processes",

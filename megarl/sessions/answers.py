@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,16 +69,27 @@ def completion(answered: Answered) -> bytes:
     return orjson.dumps({**_head(answered.id, answered.model, ""), "choices": choices, "usage": answered.usage()})
 
 
-def events(answered: Answered, usage: bool) -> Iterator[bytes]:
-    """The same as a stream."""
-    own, model = answered.id, answered.model
-    for index, choice in enumerate(answered.choices):
-        message = _outward(choice.message)
+def heads(own: str, model: str, choices: int) -> Iterator[bytes]:
+    """What a stream of so many answers begins with."""
+    for index in range(choices):
         yield _chunk(own, model, index, {"role": "assistant", "content": ""})
-        if thoughts := message.get("reasoning_content"):
+
+
+def piece(own: str, model: str, index: int, field: str, text: str) -> bytes:
+    """More of an answer that is being written."""
+    return _chunk(own, model, index, {field: text})
+
+
+def rest(answered: Answered, usage: bool, sent: Sequence[Mapping[Any, str]]) -> Iterator[bytes]:
+    """What a stream ends with. sent: what has gone out of each answer, by field."""
+    own, model = answered.id, answered.model
+    for index, (choice, gone) in enumerate(zip(answered.choices, sent, strict=True)):
+        message = _outward(choice.message)
+        if thoughts := str(message.get("reasoning_content") or "")[len(gone["reasoning_content"]) :]:
             yield _chunk(own, model, index, {"reasoning_content": thoughts})
-        if message["content"] or choice.spelled is not None:
-            yield _chunk(own, model, index, {"content": message["content"] or ""}, logprobs=_logprobs(choice))
+        content = str(message["content"] or "")[len(gone["content"]) :]
+        if content or choice.spelled is not None:
+            yield _chunk(own, model, index, {"content": content}, logprobs=_logprobs(choice))
         for number, call in enumerate(message.get("tool_calls", ())):
             yield _chunk(own, model, index, {"tool_calls": [{"index": number, **call}]})
         yield _chunk(own, model, index, {}, choice.finish)
@@ -95,6 +107,11 @@ def error(message: str, status: int, param: str | None = None, code: str | None 
 def error_event(message: str) -> bytes:
     """An error in a stream that has begun."""
     return b"data: " + error(message, 500) + b"\n\n"
+
+
+def new_id() -> str:
+    """Of an answer."""
+    return f"chatcmpl-{secrets.token_hex(12)}"
 
 
 def model(name: str) -> bytes:

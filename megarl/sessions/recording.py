@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,14 +14,15 @@ import numpy as np
 
 from megarl.config import ConfigError, RolloutConfig
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Generation, Policy, RequestFailed
+from megarl.rollout.client import Generation, Policy, RequestFailed, Streams
 from megarl.rollout.multi_turn import Halted, sample_seed
 from megarl.rollout.partial import Partial
 from megarl.rollout.room import joined
-from megarl.sessions.answers import NOTHING, Answered
+from megarl.sessions.answers import NOTHING, Answered, new_id
 from megarl.sessions.asked import Asked
 from megarl.sessions.messages import Digest, Refused, extended, histories, normal
 from megarl.sessions.rendering import Rendering, Shown, TooMuch, last_of
+from megarl.sessions.telling import Field, Telling
 from megarl.sessions.tree import Node, Schemas, Tree
 from megarl.types import Ids, Message, Prompt
 
@@ -193,16 +194,23 @@ class Recording:
         self.figures.forks = tree.forks
         return Place(node, known[-1], node.tokens, node.known)
 
-    async def answer(self, asked: Asked, place: Place) -> Answered:
-        """What the policy says to it. Raises Refused."""
+    def telling(self, asked: Asked, place: Place, say: Callable[[Field, str], None]) -> Telling:
+        """What is told of an answer while it is written; see `answer`."""
+        return Telling(self._around.rendering.chat, asked, str(place.node.messages[-1]["role"]), say)
+
+    async def answer(self, asked: Asked, place: Place, own: str = "", told: Sequence[Telling] = ()) -> Answered:
+        """What the policy says to it. own: the answer's id. told: one for each choice, where they are to be told while
+        they are written, by a policy that can. Raises Refused."""
         node = place.node
-        own = f"chatcmpl-{secrets.token_hex(12)}"
+        own = own or new_id()
         if place.over:
             return Answered(own, self.model, len(place.ids), (NOTHING,) * asked.choices)
         try:
-            said = await self._sample(asked, place)
+            said = await self._sample(asked, place, told)
             async with asyncio.timeout_at(self._deadline):
                 choices = [await self._around.rendering.read(one, asked, node) for one in said]
+            if not all(one.fits(choice.message) for one, choice in zip(told, choices, strict=False)):
+                raise RequestFailed("the answer has become another than the client was told of while it was written")
         except TimeoutError:
             self.fail(_LATE)
             raise self._failed(node, self.failure, 503) from None
@@ -263,7 +271,7 @@ class Recording:
             raise Refused(f"the policy has had its {most} turns (rollout.max_turns)", "messages", "max_turns_exceeded")
         return Place(found, history, found.tokens, 0, over=True)
 
-    async def _sample(self, asked: Asked, place: Place) -> list[Generation]:
+    async def _sample(self, asked: Asked, place: Place, told: Sequence[Telling]) -> list[Generation]:
         config, ids = self._around.config, place.ids
         budget = min(config.max_new_tokens, config.max_context - len(ids))
         budget = budget if asked.limit is None else min(budget, asked.limit)
@@ -273,15 +281,19 @@ class Recording:
         seeds = self._seeds(ids, asked.choices)
 
         if asked.choices == 1:
-            return [await self._write(place, {**params, **seeds[0]})]
-        tasks = [asyncio.ensure_future(self._write(place, {**params, **seed})) for seed in seeds]
+            return [await self._write(place, {**params, **seeds[0]}, *told)]
+        tellings: Sequence[Telling | None] = told or [None] * asked.choices
+        tasks = [
+            asyncio.ensure_future(self._write(place, {**params, **seed}, one))
+            for seed, one in zip(seeds, tellings, strict=True)
+        ]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _write(self, place: Place, params: dict[str, Any]) -> Generation:
+    async def _write(self, place: Place, params: dict[str, Any], told: Telling | None = None) -> Generation:
         """One answer; where the policy is halted in the middle, what the next one makes of it."""
         ids, routed, budget = place.ids, place.routed, params["max_new_tokens"]
         said: Generation | None = None
@@ -293,7 +305,11 @@ class Recording:
             known = routed if said is None or said.routing is None else routed + len(said.routing)
             try:
                 async with asyncio.timeout_at(self._deadline):
-                    more = await policy.generate(context, {**params, "max_new_tokens": budget - written}, known)
+                    own = {**params, "max_new_tokens": budget - written}
+                    if told is not None and isinstance(policy, Streams):
+                        more = await policy.stream(context, own, known, told.hear)
+                    else:
+                        more = await policy.generate(context, own, known)
                 said = more if said is None else joined(said, more)
             except Halted:
                 pass

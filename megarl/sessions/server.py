@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -16,8 +16,9 @@ from megarl.rollout.tool_calls import Parse
 from megarl.sessions import answers
 from megarl.sessions.asked import Asked, read
 from megarl.sessions.messages import Refused
-from megarl.sessions.recording import Around, Figures, Recording
+from megarl.sessions.recording import Around, Figures, Place, Recording
 from megarl.sessions.rendering import Rendering
+from megarl.sessions.telling import Field, Telling
 from megarl.types import Prompt
 
 MOST_BODY = 16 * 2**20
@@ -137,7 +138,7 @@ class SessionServer:
         body = await request.read()
         try:
             asked = read(body, recording.model, recording.params)
-            answer = recording.answer(asked, recording.place(asked))
+            place = recording.place(asked)
         except Refused:
             recording.figures.refused += 1
             raise
@@ -145,23 +146,44 @@ class SessionServer:
             recording.fail(f"a request cannot be read: {type(error).__name__}: {error}")
             raise Refused(recording.failure, status=503) from error
         if asked.stream:
-            return await _stream(request, recording, asked, answer)
-        return _json(answers.completion(await recording.run(answer)))
+            return await _stream(request, recording, asked, place)
+        return _json(answers.completion(await recording.run(recording.answer(asked, place))))
 
 
-async def _stream(
-    request: web.Request, recording: Recording, asked: Asked, answer: Coroutine[Any, Any, answers.Answered]
-) -> web.StreamResponse:
-    """The head goes out at once, and something now and then, so that the client keeps waiting; what the policy says
-    when it has said it."""
+async def _stream(request: web.Request, recording: Recording, asked: Asked, place: Place) -> web.StreamResponse:
+    """The head goes out at once, then what the policy says while it says it, and something now and then, so that the
+    client keeps waiting. Where the client has gone, the policy is asked no longer."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    working = asyncio.ensure_future(recording.run(answer))
+    pieces, news, own = list[bytes](), asyncio.Event(), answers.new_id()
+
+    def telling(index: int) -> Telling:
+        def say(field: Field, text: str) -> None:
+            pieces.append(answers.piece(own, recording.model, index, field, text))
+            news.set()
+
+        return recording.telling(asked, place, say)
+
+    told = [telling(index) for index in range(asked.choices)]
+    working = asyncio.ensure_future(recording.run(recording.answer(asked, place, own, told)))
+    working.add_done_callback(lambda _: news.set())
     try:
         await response.prepare(request)
-        while not (await asyncio.wait([working], timeout=_ALIVE_S))[0]:
-            await response.write(answers.WAITING)
+        pieces[:0] = answers.heads(own, recording.model, asked.choices)
+        while True:
+            over = working.done()
+            if pieces:
+                going, pieces[:] = b"".join(pieces), []
+                await response.write(going)
+            if over:
+                break
+            try:
+                async with asyncio.timeout(_ALIVE_S):
+                    await news.wait()
+                news.clear()
+            except TimeoutError:
+                await response.write(answers.WAITING)
         try:
-            events = answers.events(working.result(), asked.usage)
+            events = answers.rest(working.result(), asked.usage, [one.sent for one in told])
         except Refused as error:
             events = iter([answers.error_event(str(error))])
         for event in events:

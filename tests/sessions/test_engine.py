@@ -198,3 +198,21 @@ def test_a_client_that_goes_away_frees_the_engine(running: Running) -> None:
         assert branch.status == "aborted" and branch.failure == "the session asked the policy for nothing"
 
     everything(running, test)
+
+
+def test_a_stream_records_what_the_engine_says_without_one(running: Running) -> None:
+    config = replace(running.config.rollout, max_new_tokens=40)
+
+    async def test(server: SessionServer, client: Client, chat: Watched) -> None:
+        server._around = replace(server._around, config=config)
+        params = {**sampling_params(config, chat, True, SEED), "ignore_eos": True}
+        recording = server.open(PROMPT, client, params)
+        async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as outside:
+            stream = await outside.chat.completions.create(model="policy", messages=[ASK], stream=True)  # type: ignore[list-item]
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        (branch,) = recording.branches()
+        direct = await client.generate(chat.render(PROMPT), {**params, "max_new_tokens": 40})
+        same(branch, 1, direct)
+        assert "".join(pieces) == branch.messages[-1]["content"] and sum(map(bool, pieces)) > 3
+
+    everything(running, test)

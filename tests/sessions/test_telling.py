@@ -1,0 +1,153 @@
+"""Answers that are told while they are written: what has gone out is the beginning of what is recorded in the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+import tiny_models
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import CHAT, call, ids
+from serving import ASK, Numbered, Served, run
+
+from megarl.rollout.chat import Chat
+from megarl.rollout.client import Generation
+from megarl.sessions.asked import Asked
+from megarl.sessions.telling import Telling
+from megarl.types import Ids, ids_of
+
+TOOLS = [CHAT.tools["calculator"].schema]
+
+
+class Spoken(Numbered):
+    """Says its lines token by token, as often as `go` is released."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*lines)
+        self.go, self.cancelled = asyncio.Semaphore(0), 0
+
+    async def stream(
+        self, context: Any, params: dict[str, Any], routed: int, heard: Callable[[Ids], None]
+    ) -> Generation:
+        said = await self.generate(context, params, routed)
+        for token in said.token_ids.tolist():
+            try:
+                await self.go.acquire()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+            heard(ids_of([token]))
+        return said
+
+
+def released(policy: Spoken, times: int) -> None:
+    for _ in range(times):
+        policy.go.release()
+
+
+def test_words_go_out_while_the_policy_writes() -> None:
+    policy = Spoken("It is 3, I say")
+
+    async def test(served: Served) -> None:
+        stream = await served.create(ASK, stream=True, stream_options={"include_usage": True})
+        heard = ""
+        while len(heard) < 4:  # nothing but one token after the other is there
+            released(policy, 1)
+            async for chunk in stream:
+                heard += chunk.choices[0].delta.content or ""
+                if chunk.choices[0].delta.content:
+                    break
+                released(policy, 1)
+        assert heard and "It is 3, I say".startswith(heard) and not served.recording.tree.leaves()
+        released(policy, 100)
+        chunks = [chunk async for chunk in stream]
+        heard += "".join(one.delta.content or "" for chunk in chunks for one in chunk.choices)
+        assert heard == "It is 3, I say"
+        assert chunks[-1].usage.completion_tokens == len(ids(heard)) + 1 and chunks[-1].choices == []
+        assert served.texts()[0][1] == "*It is 3, I say<|im_end|>"
+        await served.create([*ASK, {"role": "assistant", "content": heard}, *ASK])
+        assert served.recording.figures.forks == 0
+
+    run(test, policy)
+
+
+def test_a_client_that_hangs_up_in_the_middle_ends_what_it_asked_for() -> None:
+    policy = Spoken("It is 3", "It is 4")
+
+    async def test(served: Served) -> None:
+        stream = await served.create(ASK, stream=True)
+        released(policy, 4)
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
+        await stream.close()
+        while not policy.cancelled:
+            await asyncio.sleep(0.01)
+        assert not served.recording.tree.leaves()  # what it has heard is not trained
+        assert (await served.create(ASK)).choices[0].message.content == "It is 4"
+        assert [one.status for one in served.recording.branches()] == ["stop"]
+
+    run(test, policy)
+
+
+def test_what_turns_out_otherwise_is_an_error_and_not_recorded() -> None:
+    class Odd(Spoken):
+        async def stream(self, context: Any, params: Any, routed: int, heard: Callable[[Ids], None]) -> Generation:
+            heard(ids_of(ids("Something else")))
+            return await self.generate(context, params, routed)
+
+    async def test(served: Served) -> None:
+        with pytest.raises(openai.APIError, match="become another"):
+            async for _ in await served.create(ASK, stream=True):
+                pass
+        assert served.recording.branches()[0].status == "aborted"
+
+    run(test, Odd("It is 3"))
+
+
+def told(chat: Chat, asked: Asked, text: str, tail: int | None = None) -> tuple[str, str]:
+    """What has gone out of reasoning and content when all but the last tokens have come, one by one."""
+    telling = Telling(chat, asked, "user", lambda name, more: pieces.append(more))
+    pieces: list[str] = []
+    for token in chat.ids(text)[:tail]:
+        telling.hear(ids_of([token]))
+    assert "".join(pieces) == telling.sent["reasoning_content"] + telling.sent["content"]
+    return telling.sent["reasoning_content"], telling.sent["content"]
+
+
+def test_what_may_become_something_else_is_kept_back() -> None:
+    plain, tools = Asked(tuple(ASK)), Asked(tuple(ASK), tuple(TOOLS))
+    assert told(CHAT, plain, "ä 😀 ü, 1 <tool_call>x") == ("", "ä 😀 ü, 1 <tool_call>x")
+    assert told(CHAT, plain, "😀 😀", -1)[1] in ("😀", "")  # no half of it
+    assert told(CHAT, tools, f"I add: {call('1+2')}") == ("", "I add:")
+    assert told(CHAT, tools, "  first") == ("", "")
+    assert told(CHAT, Asked(tuple(ASK), stops=("\nObs",)), "so\nO") == ("", "so")
+    assert told(CHAT, Asked(tuple(ASK), stops=("\nObs",)), "so\nOb is 1\nObs: 3") == ("", "so\nOb is 1")
+    assert told(CHAT, Asked(tuple(ASK), logprobs=True), "It is 3") == ("", "")
+    assert told(CHAT, plain, "It is 3<|im_end|>") == ("", "It is 3")
+
+
+def test_reasoning_and_what_follows_it() -> None:
+    tokenizer = tiny_models.tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    chat = Chat(tokenizer)
+    asked = Asked(tuple(ASK))
+    assert told(chat, asked, "<think>\nI add") == ("I add", "")
+    assert told(chat, asked, "<think>\nI add\n</think>\n\nIt is 3") == ("I add", "It is 3")
+    assert told(chat, asked, "I add") == ("", "")  # its end says what it was
+
+
+@given(st.text(), st.sampled_from([(), ("ab",), (" ", "c")]), st.booleans())
+def test_it_is_always_a_beginning(text: str, stops: tuple[str, ...], tools: bool) -> None:
+    asked = Asked(tuple(ASK), tuple(TOOLS) if tools else (), stops=stops)
+    whole = CHAT.text(CHAT.ids(text))
+    ends = [whole.find(stop) for stop in stops if stop in whole]
+    final = whole[: min(ends)] if ends else whole
+    sent = told(CHAT, asked, text)[1]
+    assert final.startswith(sent)
+    if not tools and "\ufffd" not in text and not CHAT.controls.among(CHAT.ids(text)) and not stops:
+        assert sent == final.rstrip()
