@@ -27,6 +27,7 @@ from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.observe.rollout_log import check_replay
 from megarl.parallel.placement import about_role, check_engine_ranks, role_config, role_parallel
+from megarl.rewards.truths import look_at_truths
 from megarl.rollout import server_args, tool_calls
 from megarl.types.declared import Declared
 
@@ -386,6 +387,8 @@ def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list
             warnings.append(f"{key}={path} is not here; it must be when the run starts")
         else:
             check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
+            if declared.item == "prompts" and "reward" in declared.roles:
+                warnings += look_at_truths(config, path)
     if run.eval_every and not data.eval:
         raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
     if run.goes_on and not run.save_every:

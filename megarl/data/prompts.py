@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -50,8 +50,7 @@ def read_prompts(
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     keys = Keys(order)
-    for where, row in islice(read_rows(file), most):
-        prompt = _prompt(row, where, f"{name or file.stem}-{len(prompts)}", prompt_key, label_key, name)
+    for where, prompt in islice(each_prompt(file, prompt_key, label_key, name), most):
         if prompt.id in seen:
             raise ConfigError(f"{where}: the id {prompt.id!r} is taken by {seen[prompt.id]}; ids must be unique")
         seen[prompt.id] = where
@@ -60,6 +59,14 @@ def read_prompts(
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")
     return prompts
+
+
+def each_prompt(
+    file: Path, prompt_key: str = "prompt", label_key: str = "ground_truth", name: str = ""
+) -> Iterator[tuple[str, Prompt]]:
+    """(where it stands, prompt) of each row; as of `read_prompts`, but for what concerns several rows."""
+    for number, (where, row) in enumerate(read_rows(file)):
+        yield where, _prompt(row, where, f"{name or file.stem}-{number}", prompt_key, label_key, name)
 
 
 def render_prompts(

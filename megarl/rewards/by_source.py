@@ -15,7 +15,7 @@ from megarl.rewards.functions import RewardFunction
 from megarl.rewards.gsm8k import gsm8k
 from megarl.rewards.math_verify import math_verify
 from megarl.rewards.squad import exact_match, f1
-from megarl.types import Rollout
+from megarl.types import Prompt, Rollout
 
 SOURCES: Mapping[str, RewardFunction] = {
     "openai/gsm8k": gsm8k,
@@ -70,6 +70,12 @@ class BySource:
         in a process. Raises ValueError for a data source that has no function."""
         found = self.of(rollout.prompt.data_source)(rollout)
         return self._loop.run(found) if inspect.iscoroutine(found) else found
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ValueError for a data source that has no function, and what that function's own `check` does."""
+        check = getattr(self.of(prompt.data_source), "check", None)
+        if check is not None:
+            check(prompt)
 
     @cached_property
     def _loop(self) -> asyncio.Runner:

@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from megarl.rewards.stated import boxed
-from megarl.types import Rollout
+from megarl.rewards.truths import checking
+from megarl.types import Prompt, Rollout
 
 _MARK = re.compile(r"\b(?:answer|choice|option)\b", re.IGNORECASE)
 _WINDOW = 60  # characters behind a mark in which its letter has to be, so that many marks cost little each
@@ -21,6 +22,14 @@ _FIRST = re.compile(r"\s{0,8}[(\[]?([A-E])[.):\]]\s")
 _CLEAN = re.compile(r"\\(?:textbf|text|mathrm|mathbf)|[\s(){}\[\].:*$]")
 
 
+def _truth(prompt: Prompt) -> str:
+    truth = _plain(prompt.ground_truth)
+    if truth is None:
+        raise ValueError(f"the ground truth {str(prompt.ground_truth)[:80]!r} is not a letter from A to E")
+    return truth
+
+
+@checking(_truth)
 def choice(rollout: Rollout) -> float:
     r"""1.0 where the letter that the answer states, A to E, is that of `prompt.ground_truth`, else 0.0.
 
@@ -29,10 +38,7 @@ def choice(rollout: Rollout) -> float:
     one with which the text ends, or an only line begins ("B) Paris"). A letter in the midst of prose, such as the
     article, is none. Raises ValueError for a ground truth that is no letter from A to E.
     """
-    truth = _plain(rollout.prompt.ground_truth)
-    if truth is None:
-        raise ValueError(f"the ground truth {str(rollout.prompt.ground_truth)[:80]!r} is not a letter from A to E")
-    return float(letter_of(rollout.answer) == truth)
+    return float(letter_of(rollout.answer) == _truth(rollout.prompt))
 
 
 def letter_of(answer: str) -> str | None:

@@ -10,7 +10,8 @@ import re
 
 from megarl.rewards.numbers import as_number
 from megarl.rewards.stated import boxed, braced
-from megarl.types import Rollout
+from megarl.rewards.truths import checking
+from megarl.types import Prompt, Rollout
 
 LONGEST = 300
 """Characters at the end that are looked at, as in DAPO's own code (verl)."""
@@ -22,6 +23,14 @@ _FRACTION = re.compile(r"\\[dt]frac(?![a-zA-Z])")
 _UNIT = re.compile(r"(?<=[0-9])(?:[a-zA-Z]+(?:\^?\{?[23]\}?)?|\^\{?\\circ\}?|\\?%)$")
 
 
+def _truth(prompt: Prompt) -> str:
+    truth = plain(str(prompt.ground_truth if prompt.ground_truth is not None else ""))
+    if not truth:
+        raise ValueError("the ground truth is empty")
+    return truth
+
+
+@checking(_truth)
 def math_dapo(rollout: Rollout) -> float:
     """1.0 where the last `Answer: ..` gives `prompt.ground_truth`, else -1.0.
 
@@ -30,9 +39,7 @@ def math_dapo(rollout: Rollout) -> float:
     word in `\\text{}`, `x =` before it, thousands separators, a full stop, and behind a number its unit. Raises
     ValueError for an empty ground truth.
     """
-    truth = plain(str(rollout.prompt.ground_truth if rollout.prompt.ground_truth is not None else ""))
-    if not truth:
-        raise ValueError("the ground truth is empty")
+    truth = _truth(rollout.prompt)
     tail = rollout.answer[-LONGEST:]
     marks = list(_MARK.finditer(tail))
     if not marks:

@@ -7,11 +7,20 @@ from decimal import Decimal
 
 from megarl.rewards.numbers import as_number, numbers_in
 from megarl.rewards.stated import braced
-from megarl.types import Rollout
+from megarl.rewards.truths import checking
+from megarl.types import Prompt, Rollout
 
 _NOT_THE_NUMBER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\^\s*(?:\{[^{}]*\}|\w)")  # units and their exponents
 
 
+def _truth(prompt: Prompt) -> Decimal:
+    truth = as_number(prompt.ground_truth)
+    if truth is None:
+        raise ValueError(f"the ground truth {prompt.ground_truth!r} is not a number")
+    return truth
+
+
+@checking(_truth)
 def gsm8k(rollout: Rollout) -> float:
     """1.0 where the answer's number equals `prompt.ground_truth`, else 0.0.
 
@@ -21,6 +30,7 @@ def gsm8k(rollout: Rollout) -> float:
     return _compare(rollout, final_number(rollout.answer, strict=False))
 
 
+@checking(_truth)
 def gsm8k_strict(rollout: Rollout) -> float:
     """As `gsm8k`, but an answer without `####` or `\\boxed{}` is wrong."""
     return _compare(rollout, final_number(rollout.answer, strict=True))
@@ -42,10 +52,7 @@ def final_number(answer: str, strict: bool) -> Decimal | None:
 
 
 def _compare(rollout: Rollout, found: Decimal | None) -> float:
-    truth = as_number(rollout.prompt.ground_truth)
-    if truth is None:
-        raise ValueError(f"the ground truth {rollout.prompt.ground_truth!r} is not a number")
-    return float(found == truth)
+    return float(found == _truth(rollout.prompt))
 
 
 def _plain(text: str) -> str:

@@ -17,7 +17,8 @@ import math_verify as library
 
 from megarl.rewards.evaluated import LONGEST, differ, small, tame
 from megarl.rewards.stated import boxed
-from megarl.types import Rollout
+from megarl.rewards.truths import checking
+from megarl.types import Prompt, Rollout
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of time limits that are off
 
@@ -26,6 +27,17 @@ _NO_LIMIT = 0
 _ANY = (_LATEX, library.ExprExtractionConfig())
 
 
+def _check(prompt: Prompt) -> None:
+    """What would take long is left to the process that compares, which can be stopped."""
+    given = prompt.ground_truth
+    truth = str("" if given is None else given).strip()
+    inside = boxed(truth)
+    truth = truth if inside is None else inside
+    if not truth or small(truth):
+        _truth(truth)
+
+
+@checking(_check)
 def math_verify(rollout: Rollout) -> float:
     r"""1.0 where the answer's result equals `prompt.ground_truth`, else 0.0.
 
@@ -40,6 +52,7 @@ def math_verify(rollout: Rollout) -> float:
     return _compared(rollout, strict=False)
 
 
+@checking(_check)
 def math_verify_strict(rollout: Rollout) -> float:
     r"""As `math_verify`, but an answer without `\boxed{}` is wrong."""
     return _compared(rollout, strict=True)

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from megarl.rewards.stated import stated
+from megarl.rewards.truths import checking
 from megarl.types import Rollout
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+@checking(lambda prompt: truths(prompt.ground_truth))
 def exact_match(rollout: Rollout) -> float:
     """1.0 where the answer is one of those of `prompt.ground_truth`, word for word, else 0.0.
 
@@ -32,6 +34,7 @@ def exact_match(rollout: Rollout) -> float:
     return float(said in [normalised(truth) for truth in truths(rollout.prompt.ground_truth)])
 
 
+@checking(lambda prompt: truths(prompt.ground_truth))
 def f1(rollout: Rollout) -> float:
     """Harmonic mean of precision and recall of the answer's words, the best over the ground truths, from 0.0 to 1.0.
 

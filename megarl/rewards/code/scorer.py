@@ -8,7 +8,7 @@ from megarl.rewards.code.answers import code_of
 from megarl.rewards.code.formats import problem_of
 from megarl.rewards.code.grading import Grading, grade
 from megarl.sandbox.box import Sandbox
-from megarl.types import Rollout
+from megarl.types import Prompt, Rollout
 from megarl.types.verdicts import Reward
 
 
@@ -32,6 +32,11 @@ class HiddenTests:
         found = await grade(code_of(rollout.answer), problem, self._box, self.how)
         reward = found.share if self.share else float(found.passed == found.tests)
         return Reward(reward, parts={"passed": found.share})
+
+    @staticmethod
+    def check(prompt: Prompt) -> None:
+        """Raises ValueError where the prompt's ground truth holds no tests."""
+        problem_of(prompt.ground_truth)
 
     @cached_property
     def _box(self) -> Sandbox:
