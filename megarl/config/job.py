@@ -31,6 +31,11 @@ class RunConfig:
     save_every: CountOrNone = 0
     """Write a checkpoint every so many steps, and at the end; 0 writes none. Where the disk does not take one, training
     goes on, but not beyond the last."""
+    save_async: bool = True
+    """Write checkpoints while training goes on: a step waits only until its ranks have copied what they hold, and the
+    next save for the one before. The copy takes host memory, on each rank as much as its part of a checkpoint, from the
+    first save on; turn it off where the host has no room for that. The last checkpoint, and that of a run which was
+    asked to stop, are always waited for."""
     keep_checkpoints: Count = 2
     """How many checkpoints stay on disk."""
     eval_every: CountOrNone = 0
