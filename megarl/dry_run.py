@@ -22,7 +22,7 @@ from megarl.controllers.registry import declare, make_controller
 from megarl.expected import expectations
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
-from megarl.models.host_memory import Batch, step_bytes
+from megarl.models.host_memory import CHECKPOINT, Batch, step_bytes
 from megarl.models.memory import StageMemory, kinds, plan_memory
 from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.routing import routing_shape
@@ -43,7 +43,7 @@ from megarl.workers.registry import Registered, check_roles, options_of, ours
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
-ESTIMATES |= dict.fromkeys(("micro-batches", "reshard staging"), "at most ")
+ESTIMATES |= dict.fromkeys(("micro-batches", "reshard staging", CHECKPOINT), "at most ")
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
 
 

@@ -16,7 +16,6 @@ import torch
 
 from megarl import ending
 from megarl.checkpoint import room
-from megarl.checkpoint.store import StorageError
 from megarl.config import Config, ConfigError, load_config
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import declare, make_controller
@@ -74,6 +73,7 @@ class HybridFlow(Items, Keeping):
         self.registered: dict[str, Registered] = {}
         self.lookout: Lookout | None = None
         self.step = 0
+        self.stagings, self.lost = {}, None
 
     def register_worker(
         self,
@@ -154,6 +154,7 @@ class HybridFlow(Items, Keeping):
             self.log.ended(error, isinstance(error, ending.ORDERLY), cause)
             raise
         finally:
+            self._leave_save()
             for worker in reversed(self.workers):
                 worker.close()
             if self.lookout is not None:
@@ -171,7 +172,6 @@ class HybridFlow(Items, Keeping):
     def _loop(self) -> dict[str, float]:
         run = self.config.run
         metrics: dict[str, float] = {}
-        lost: StorageError | None = None
         if run.save_every:
             ending.answer_by_saving()
         while self.step < run.num_rollout:
@@ -186,17 +186,13 @@ class HybridFlow(Items, Keeping):
             metrics = self._finish_step(self.controller.step(self, items))
             if self.log.guards.in_vain:
                 self._go_back()
-            last = self.step == run.num_rollout
-            stop = self._is_asked_to_stop() and not last
-            if stop or (run.save_every and (last or self.step % run.save_every == 0)):
-                lost = self._save(must=stop)
-            if stop:
+            if self._keep():
                 raise ending.Stopped(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
         metrics |= self._evaluate() if self._eval_due(first=1) else {}
         if run.export:
             self._export()
-        if lost is not None:
-            raise lost  # of the last step: nothing can be written later, but the export was tried first
+        if self.lost is not None:
+            raise self.lost  # of the last step: nothing can be written later, but the export was tried first
         return metrics
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
@@ -291,6 +287,7 @@ class HybridFlow(Items, Keeping):
         self.control = Control(self.log.run_dir, self.workers, self.log.say)
         for line in sum(ranks.all_gather_objects(self._models_here()), []):
             self.log.say(line)
+        self._check_copies()
         if newest is not None:
             self._resume(newest)
             self._begin_step()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from megarl import ending
 from megarl.checkpoint import room
 from megarl.checkpoint.manifest import Entry, host_state
 from megarl.checkpoint.origin import origin
-from megarl.checkpoint.sharded import restore_model, save_model
-from megarl.checkpoint.store import CheckpointStore, StorageError
+from megarl.checkpoint.sharded import WRITERS, Staged, copied_bytes, restore_model
+from megarl.checkpoint.staging import Staging
+from megarl.checkpoint.store import CheckpointStore, Part, StorageError
 from megarl.config import Config, ConfigError
 from megarl.controllers.base import Controller
 from megarl.data.prompts import PromptLoader
@@ -48,37 +51,97 @@ class Keeping:
     step: int
     rollout: RolloutWorker
     actor: ActorWorker
+    stagings: dict[str, Staging]
+    """By role, where a model is copied to be written while training goes on."""
+    lost: StorageError | None
+    """Why the newest checkpoint that was due is not there, if that is known."""
 
     def _trained(self) -> dict[str, Any]:
         """The models that a checkpoint holds, by role, as far as they are on this rank."""
         found = {role: getattr(self, role).model for role in self.declared.trains}
         return {role: model for role, model in found.items() if model is not None}
 
-    def _save(self, must: bool) -> StorageError | None:
-        """Write a checkpoint. One that cannot be written is an error if it must be, else an alarm, and returned."""
+    def _check_copies(self) -> None:
+        """Say which machines have no memory for what asynchronous saves copy, now that the models are there."""
+        if not (self.config.run.save_every and self.config.run.save_async):
+            return
+        own = sum(copied_bytes(model) for model in self._trained().values())
+        for line in room.without_copies(ranks.all_gather_objects((socket.gethostname(), own, room.free_memory()))):
+            self.log.say(f"warning: {line}")
+
+    def _keep(self) -> bool:
+        """After a step: make a checkpoint of what all ranks have written by now, and begin another where one is due.
+        Returns whether the run is to stop, for which it has been saved."""
+        run = self.config.run
+        said = ranks.all_gather_objects((ending.asked_to_stop(), self.store.is_written()))
+        last = self.step == run.num_rollout
+        stop = any(asked for asked, _ in said) and not last
+        due = stop or bool(run.save_every and (last or self.step % run.save_every == 0))
+        if self.store.under_way is not None and (due or all(written for _, written in said)):
+            self._finish_save(must=False)  # not two at a time: memory is for one
+        if due:
+            self.lost = self._save(beside=run.save_async and not (stop or last), must=stop)
+        return stop
+
+    def _save(self, beside: bool, must: bool) -> StorageError | None:
+        """Write a checkpoint, `beside` what comes next or at once. One that cannot be written is an error if it must
+        be, else an alarm, and returned."""
         host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
         host |= {"guards": self.log.guards.state_dict(), "control": self.control.state_dict()}
 
-        def write_models(folder: Path) -> dict[Path, Entry]:
-            written: dict[Path, Entry] = {}
+        def stage(folder: Path) -> Part:
+            models = []
             for role, model in self._trained().items():
-                written |= save_model(model, folder / role)
-            for worker in self.workers:
-                written |= worker.save(folder)
-            written |= self.controller.save(folder)
-            self.log.settle()  # a run that goes on from here does not take these steps again
-            return written
+                staging = self.stagings.setdefault(role, Staging()) if beside else None
+                models.append(Staged(model, folder / role, staging))
+            others = [*(worker.save() for worker in self.workers), self.controller.save()]
+            settled = self.log.settling()
+
+            def write(ended: Callable[[], bool]) -> dict[Path, Entry]:
+                written: dict[Path, Entry] = {}
+                with self.clock.span("save"):
+                    for model in models:
+                        written |= model.write(1 if beside else WRITERS, ended)
+                    for other in others:
+                        written |= other(folder)
+                    settled()  # a run that goes on from here does not take these steps again
+                return written
+
+            def finish() -> None:
+                for model in models:
+                    model.finish()
+
+            return Part(write, finish)
 
         with self.clock.phase("save"), ending.writing():
             try:
-                self.store.save(self.step, host, write_models, self.needs.checkpoint)
+                self.store.begin(self.step, host, stage, self.needs.checkpoint)
             except StorageError as error:
-                if must:
-                    raise
-                goes_on = self.step < self.config.run.num_rollout
-                self.log.alarm(f"{error}. {'Training goes on; make room' if goes_on else 'It was the last'}")
-                return error
+                return self._not_saved(error, self.step, must)
+        return None if beside else self._finish_save(must)
+
+    def _finish_save(self, must: bool) -> StorageError | None:
+        """Wait for what is being written, and make a checkpoint of it; as `_save`."""
+        step = self.store.under_way
+        assert step is not None
+        with self.clock.phase("save"), ending.writing():
+            try:
+                self.store.finish()
+            except StorageError as error:
+                return self._not_saved(error, step, must)
         return None
+
+    def _leave_save(self) -> None:
+        """Of a run that ends, for whatever reason: no thread of it may write on."""
+        if hasattr(self, "store"):
+            self.store.leave()
+
+    def _not_saved(self, error: StorageError, step: int, must: bool) -> StorageError:
+        if must:
+            raise error
+        goes_on = step < self.config.run.num_rollout
+        self.log.alarm(f"{error}. {'Training goes on; make room' if goes_on else 'It was the last'}")
+        return error
 
     def _export(self) -> None:
         """Write the trained model. Where the disk does not take it, wait for room: it is all that the run was for."""
@@ -120,6 +183,7 @@ class Keeping:
             self.log.say,
             origin(self.config) if self.job.rank == 0 else None,
         )
+        self.store.clear()
         if not run.goes_on:
             return None
         folder = self.store.newest()
@@ -181,6 +245,8 @@ class Keeping:
                 f"{why}. The models had gone back to step {guards.returned_to} for that already, and no step since was "
                 "taken whole"
             )
+        if self.store.under_way is not None:
+            self._finish_save(must=False)  # it may be the one
         folder = self.store.newest(before=first) or self.store.newest()
         if folder is None:
             raise ConfigError(f"{why}. There is no checkpoint to go back to; run.save_every writes them")

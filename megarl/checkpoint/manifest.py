@@ -22,6 +22,15 @@ class Entry(NamedTuple):
     sha256: str
 
 
+Write = Callable[[Path], Mapping[Path, Entry]]
+"""Writes what it knows into a checkpoint's folder, in whatever thread, and returns the files, which are on the disk by
+then. Raises OSError."""
+
+
+def write_nothing(folder: Path) -> dict[Path, Entry]:
+    return {}
+
+
 class HashingFile:
     """A new file that is hashed as it is written, front to back. `failure`: what the file system said no with, since
     torch makes a RuntimeError of it."""
@@ -66,6 +75,15 @@ def write_hashed(path: Path, write: Callable[[HashingFile], T]) -> tuple[T, Entr
         raise stream.failure or error from None
     finally:
         stream.close()
+
+
+def sync(path: Path) -> None:
+    """What is in a file or folder is on the disk from here on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def hash_file(path: Path) -> Entry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,6 +78,33 @@ def demand(folder: Path, needed: int) -> None:
     """Raise OSError, with both numbers, where `folder` has no room for so many bytes."""
     if needed and (there := free(folder)) < needed:
         raise OSError(errno.ENOSPC, f"about {gigabytes(needed)} are needed, and {gigabytes(there)} are free")
+
+
+def free_memory() -> int:
+    """Bytes of this machine's memory that can be taken at the moment, by its control group too."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    found = int(lines["MemAvailable"].split()[0]) << 10
+    group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+    try:
+        most = (group / "memory.max").read_text().strip()
+        taken = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["anon"]
+    except (OSError, KeyError, ValueError):  # not of version 2
+        return found
+    return found if most == "max" else min(found, int(most) - int(taken))
+
+
+def without_copies(needed: Sequence[tuple[str, int, int]]) -> list[str]:
+    """A line for each machine whose memory does not hold the copies that asynchronous saves make; of each rank its
+    machine's name, the bytes of its copy, and those that are free there."""
+    lines = []
+    for machine in dict.fromkeys(name for name, _, _ in needed):
+        total = sum(own for name, own, _ in needed if name == machine)
+        if total > (there := min(left for name, _, left in needed if name == machine)):
+            lines.append(
+                f"an asynchronous save copies up to {gigabytes(total)} on {machine}, where {gigabytes(there)} of "
+                "memory are free: set run.save_async=false"
+            )
+    return lines
 
 
 def gigabytes(number: int) -> str:

@@ -14,6 +14,7 @@ alone: a file is hashed by the rank that writes it, as it does, and on the way b
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -21,13 +22,14 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from megarl.checkpoint import manifest, room
-from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.background import Work, Writing
+from megarl.checkpoint.manifest import Entry, sync
 from megarl.checkpoint.origin import differs
 from megarl.config import ConfigError
 from megarl.parallel import ranks
@@ -39,9 +41,25 @@ class StorageError(ConfigError):
     """A checkpoint could not be written. The earlier ones are as they were, and training could go on."""
 
 
+class Part(NamedTuple):
+    """What a rank has for a checkpoint, as it was when this was made. write: its files, in a thread, talking to nobody;
+    it asks whether to leave it. finish: by all ranks, after all have written. Both raise OSError."""
+
+    write: Work
+    finish: Callable[[], None] = lambda: None
+
+
+class _UnderWay(NamedTuple):
+    final: Path
+    partial: Path
+    step: int
+    finish: Callable[[], None]
+    written: Writing
+
+
 class CheckpointStore:
     """Checkpoints of one run folder. Every method is called by all ranks, which wait `storage_timeout_s` for the
-    slowest.
+    slowest, but for those that say otherwise.
 
     layout: numbers that say who has which part of the models; the random states of another layout mean nothing in
     this one. say: where lines for people go. origin: on the lead, what else goes into manifests, see `origin.py`.
@@ -61,36 +79,85 @@ class CheckpointStore:
         self.storage_timeout_s = storage_timeout_s
         self.layout = list(layout)
         self.origin = dict(origin or {})
+        self._under_way: _UnderWay | None = None
         self._say = say or (lambda text: print(text, flush=True) if ranks.is_lead() else None)
 
-    def save(
-        self,
-        step: int,
-        host: dict[str, Any],
-        write_parts: Callable[[Path], Mapping[Path, Entry] | None],
-        needed: int = 0,
-    ) -> Path:
-        """Write step `step`; `write_parts(folder)` writes the models, on all ranks. Returns the final folder.
+    def save(self, step: int, host: dict[str, Any], stage: Callable[[Path], Part], needed: int = 0) -> Path:
+        """Write step `step` and wait for it: `begin` and `finish`."""
+        self.begin(step, host, stage, needed)
+        return self.finish()
 
-        What it returns, files that this rank wrote and synced, with their hashes, is not read again; others are hashed
-        by all ranks together. needed: bytes, for which there must be room. Raises StorageError on all ranks when any
-        rank could not write; the earlier checkpoints are untouched then, and nothing of this one is left.
+    def begin(self, step: int, host: dict[str, Any], stage: Callable[[Path], Part], needed: int = 0) -> None:
+        """Begin to write step `step`, after `finish` of the one before. From here on everything may change.
+
+        stage: called by all ranks; the models and what else there is, as it is now. What its `write` returns, files
+        that this rank wrote and synced, with their hashes, is not read again; others are hashed by all ranks together.
+        needed: bytes, for which there must be room. Raises StorageError on all ranks when it cannot be begun.
         """
+        if self._under_way is not None:
+            raise RuntimeError(f"{self._under_way.final} is still being written")
         final = self.folder / f"step_{step:06d}"
         partial = final.with_suffix(".tmp")
+        text, random_states = json.dumps(host), io.BytesIO()
+        torch.save(_rng_state(), random_states)
+
+        def small_files() -> dict[Path, Entry]:
+            found = partial / _rng_name()
+            if ranks.is_lead():
+                (partial / "host.json").write_text(text)
+            return {found: manifest.write_hashed(found, lambda stream: stream.write(random_states.getbuffer()))[1]}
+
+        def staged() -> None:
+            part = stage(partial)
+
+            def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
+                return {**part.write(ended), **small_files()}
+
+            self._under_way = _UnderWay(final, partial, step, part.finish, Writing(work))
+
         with ranks.patient(self.storage_timeout_s):
             try:
                 ranks.together(lambda: self._make_room(partial, needed), lead=True)
-                self._write(partial, host, write_parts)
+                ranks.together(staged)
+            except OSError as error:
+                raise self._lost(final, partial, error) from None
+
+    @property
+    def under_way(self) -> int | None:
+        """The step of the checkpoint that is being written, or is written and not finished; None where there is none.
+        The same on all ranks."""
+        return None if self._under_way is None else self._under_way.step
+
+    def is_written(self) -> bool:
+        """Whether this rank has nothing to write any more, or could not; not collective."""
+        return self._under_way is None or self._under_way.written.over()
+
+    def finish(self) -> Path:
+        """Wait until all ranks have written what was begun, and make a checkpoint of it, the newest one; returns its
+        folder. Raises StorageError on all ranks when any rank could not write; the earlier checkpoints are untouched
+        then, and nothing of this one is left."""
+        assert self._under_way is not None, "begin comes first"
+        final, partial, step, finish, written = self._under_way
+        with ranks.patient(self.storage_timeout_s):
+            try:
+                self._seal(partial, step, finish, written)
                 ranks.together(lambda: self._commit(partial, final), lead=True)
             except OSError as error:
-                if ranks.is_lead():
-                    shutil.rmtree(partial, ignore_errors=True)
-                ranks.barrier()
-                raise StorageError(
-                    f"could not write checkpoint {final}: {error}; earlier checkpoints are intact"
-                ) from None
+                raise self._lost(final, partial, error) from None
+        self._under_way = None
         return final
+
+    def leave(self) -> None:
+        """Stop writing; what is there of it stays behind as `.tmp`. Not collective: for a run that ends."""
+        if self._under_way is not None:
+            self._under_way.written.leave()
+
+    def clear(self) -> None:
+        """Remove what runs that were killed have left."""
+        try:
+            ranks.together(self._remove_partial, lead=True)
+        except OSError as error:
+            raise ConfigError(f"cannot remove half a checkpoint from {self.folder}: {error}") from None
 
     def newest(self, before: int | None = None) -> Path | None:
         """The newest checkpoint whose files are all there and whole; names and skips those that are not. before: only
@@ -148,32 +215,25 @@ class CheckpointStore:
             self._say(f"{folder.name} was written in another layout: random states are drawn anew, from its step")
         return host
 
-    def _write(
-        self, partial: Path, host: dict[str, Any], write_parts: Callable[[Path], Mapping[Path, Entry] | None]
-    ) -> None:
+    def _seal(self, partial: Path, step: int, finish: Callable[[], None], written: Writing) -> None:
+        """After all ranks have written: what says where everything is, and that it is all there."""
+
         def own_files() -> dict[str, Entry]:
-            written = {str(file.relative_to(partial)): entry for file, entry in (write_parts(partial) or {}).items()}
-            random_states = partial / _rng_name()
-            _, written[random_states.name] = manifest.write_hashed(
-                random_states,
-                lambda stream: torch.save(_rng_state(), stream),  # type: ignore[arg-type]
-            )
-            if ranks.is_lead():
-                (partial / "host.json").write_text(json.dumps(host))
-            return written
+            return {str(file.relative_to(partial)): entry for file, entry in written.result().items()}
 
         reported = _union(ranks.together(own_files))
+        ranks.together(finish)
         rest = ranks.together(lambda: _unreported(partial, reported), lead=True)[0]
         assert rest is not None
         mine = manifest.shares(rest, torch.distributed.get_world_size())[torch.distributed.get_rank()]
         hashed = ranks.together(lambda: {name: manifest.hash_file(partial / name) for name in mine})
         files = reported | _union(hashed)
 
-        def finish() -> None:
+        def describe() -> None:
             for name in rest:
-                _sync(partial / name)
+                sync(partial / name)
             content = {
-                "step": host.get("step"),
+                "step": step,
                 "world_size": torch.distributed.get_world_size(),
                 "layout": self.layout,
                 **self.origin,
@@ -181,21 +241,35 @@ class CheckpointStore:
             }
             (partial / manifest.NAME).write_text(json.dumps(content, indent=1))
             for path in (partial / manifest.NAME, *(item for item in partial.rglob("*") if item.is_dir()), partial):
-                _sync(path)
+                sync(path)
 
-        ranks.together(finish, lead=True)
+        ranks.together(describe, lead=True)
+
+    def _lost(self, final: Path, partial: Path, error: OSError) -> StorageError:
+        """Leave nothing of it. Collective, as nobody may still be writing."""
+        if self._under_way is not None:
+            self._under_way.written.leave()
+        self._under_way = None
+        ranks.barrier()
+        if ranks.is_lead():
+            shutil.rmtree(partial, ignore_errors=True)
+        ranks.barrier()
+        return StorageError(f"could not write checkpoint {final}: {error}; earlier checkpoints are intact")
 
     def _make_room(self, partial: Path, needed: int) -> None:
-        for left in self.folder.glob("step_*.tmp"):  # by a run that was killed
-            shutil.rmtree(left)
+        self._remove_partial()
         room.demand(self.folder, needed)
         partial.mkdir(parents=True)
+
+    def _remove_partial(self) -> None:
+        for left in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(left)
 
     def _commit(self, partial: Path, final: Path) -> None:
         if final.exists():
             shutil.rmtree(final)
         os.rename(partial, final)
-        _sync(self.folder)
+        sync(self.folder)
         # The checkpoint is there: what fails from here on must not make it one that could not be written.
         for tidy in (self._name_latest, self._remove_old):
             try:
@@ -265,14 +339,6 @@ def _unreported(folder: Path, reported: Mapping[str, Entry]) -> dict[str, int]:
         if sizes[name] != entry.bytes:
             raise OSError(f"{name} has {sizes[name]} bytes on rank 0's disk, and {entry.bytes} were written")
     return {name: size for name, size in sizes.items() if name not in reported}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _rng_name() -> str:

@@ -35,6 +35,11 @@ class RunConfig:
     max_restarts: CountOrNone = 3
     """How often in a row the run starts again, from its newest checkpoint, when a rank dies or hangs, before it has
     written another one; 0 never does, nor does a run without `save_every`. Mistakes and requests to stop end it."""
+    save_async: bool = True
+    """Write checkpoints while training goes on: a step waits only until its ranks have copied what they hold, and the
+    next save for the one before. The copy takes host memory, on each rank as much as its part of a checkpoint, from the
+    first save on; turn it off where the host has no room for that. The last checkpoint, and that of a run which was
+    asked to stop, are always waited for."""
     keep_checkpoints: Count = 2
     """How many checkpoints stay on disk."""
     eval_every: CountOrNone = 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megarl import strict
 from megarl.algorithms.rewards import sequence_sums
-from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config
 from megarl.controllers.losses import marked, weighted
 from megarl.types import Everyone, Rollouts, TrainBatch
@@ -120,13 +120,13 @@ class Controller(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         return None
 
-    def save(self, folder: Path) -> dict[Path, Entry]:
-        """Write what is too large for `state_dict` into a checkpoint's folder: on each rank its own files, which are
-        returned. Raises OSError."""
-        return {}
+    def save(self) -> Write:
+        """What is too large for `state_dict`, as it is now: on each rank its own files. They may be written while the
+        controller already goes on, by each rank on its own."""
+        return write_nothing
 
     def restore(self, folder: Path, everyone: Everyone) -> None:
-        """What `save` has written, by as many ranks or others. Collective."""
+        """What `save` had written, by as many ranks or others. Collective."""
         return None
 
 

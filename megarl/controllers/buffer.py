@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoint.manifest import Entry, hash_file
+from megarl.checkpoint.manifest import Entry, Write, hash_file, sync, write_nothing
 from megarl.config import ConfigError
 from megarl.observe.rollout_log import part_file, read_records, step_folder, write_part
 from megarl.types import Everyone, Rollouts
@@ -46,19 +46,23 @@ class Buffer:
         chosen[torch.randperm(len(episodes), generator=draw)[:count]] = True
         return self._kept.select(episodes.each(chosen))
 
-    def save(self, folder: Path) -> dict[Path, Entry]:
-        """Raises OSError."""
+    def save(self) -> Write:
         if self._kept is None or not self._kept.here:
-            return {}
-        kept, everyone = self._kept, self._kept.everyone
-        file = part_file(folder / FOLDER, 0, everyone.rank)
-        numbers = kept.episode[kept.own].tolist()  # other ones in each step, which those of the generations are not
-        here = [
-            one if one.episode < 0 else dataclasses.replace(one, episode=number)
-            for one, number in zip(kept.here, numbers, strict=True)
-        ]
-        write_part(file, 0, len(kept), kept.own.tolist(), here)
-        return {file: hash_file(file)}
+            return write_nothing
+        kept = self._kept  # which nobody changes: another takes its place
+
+        def write(folder: Path) -> dict[Path, Entry]:
+            file = part_file(folder / FOLDER, 0, kept.everyone.rank)
+            numbers = kept.episode[kept.own].tolist()  # other ones in each step, which those of the generations are not
+            here = [
+                one if one.episode < 0 else dataclasses.replace(one, episode=number)
+                for one, number in zip(kept.here, numbers, strict=True)
+            ]
+            write_part(file, 0, len(kept), kept.own.tolist(), here)
+            sync(file)
+            return {file: hash_file(file)}
+
+        return write
 
     def restore(self, folder: Path, everyone: Everyone) -> None:
         """Collective. Raises ConfigError on all ranks where a file is not of this program."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.manifest import Write
 from megarl.config import Config, ConfigError
 from megarl.controllers.buffer import Buffer
 from megarl.controllers.ppo import PPOController, PPOOptions
@@ -60,8 +60,8 @@ class PFPPOController(PPOController):
             return fresh, metrics
         return Rollouts.joined([older, fresh]), metrics
 
-    def save(self, folder: Path) -> dict[Path, Entry]:
-        return self.buffer.save(folder)
+    def save(self) -> Write:
+        return self.buffer.save()
 
     def restore(self, folder: Path, everyone: Everyone) -> None:
         self.buffer.restore(folder, everyone)

@@ -8,6 +8,7 @@ the allocator of a process keeps of what was given back.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -26,6 +27,7 @@ RECTANGLE = 1 << 24
 """Of the numbers that `algorithms.advantages.gae` goes through together, see `STEPS` there."""
 VIEW = 512
 """Of a row of that rectangle, the tensor that stands for it."""
+CHECKPOINT = "checkpoint under way"
 PART = 1 << 20
 """Tokens of the part of a record that a rank writes at a time, see `observe.rollout_log`."""
 RECORDED = 3 * (TOKEN + 2 * NUMBER)
@@ -64,6 +66,17 @@ def step_bytes(config: Config, declared: Declared, batch: Batch, routing: Routin
         kept = own * (TOKEN + 2 * NUMBER + _record_bytes(routing))
         found = found | {"recording the step before": kept + recording(config, batch)}
     return {name: ceil(amount) for name, amount in found.items()}
+
+
+def checkpoint_copy(config: Config, states: Mapping[str, int], trained: Iterable[str]) -> dict[str, int]:
+    """What a rank has of its models a second time for `run.save_async`, at most: of weights that ranks have in common
+    one of them has the copy. states: bytes of the trained roles' weights and optimizers."""
+    names = [role.replace("_", " ") for role in trained]
+    if not (config.run.save_every and config.run.save_async and names):
+        return {}
+    weights, optimizer = (sum(states.get(f"{name} {what}", 0) for name in names) for what in ("weights", "optimizer"))
+    # In fp32 the weights are their own masters, and are written as both.
+    return {CHECKPOINT: weights + (optimizer * 3 // 2 if config.model.dtype == "float32" else optimizer)}
 
 
 def recording(config: Config, batch: Batch) -> float:

@@ -27,6 +27,7 @@ from megarl.models.blocks import embedding, final
 from megarl.models.cuts import HFTensor, Param, Qkv, Replicated, local_shape
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
+from megarl.models.host_memory import checkpoint_copy
 from megarl.models.registry import family_of, trained_mtp
 from megarl.models.stages import stage_layers
 from megarl.parallel.placement import placement_of, role_config
@@ -114,8 +115,7 @@ def plan_memory(
     """
     lead = whose or declared.main
     placement = placement_of(config)
-    ranks = set(placement.of(lead))
-    given = served or {}
+    ranks, given = set(placement.of(lead)), served or {}
     here = {role for role in ("actor", "critic", *given, "rollout") if ranks & set(placement.of(role))} | {lead}
     if lead == "rollout":
         here = {lead}
@@ -156,7 +156,7 @@ def plan_memory(
             words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             at_once = config.train.logits_at_once
             training["logits"] = logits_bytes(words, hidden, tp, tokens, at_once, size)
-        generation, push, host = dict(engine), {}, {}
+        generation, push, host = dict(engine), {}, checkpoint_copy(config, states, trained)
         for role in (role for role in given if role in here):
             fullest = max(_beside(given[role], stage, len(layers)), key=lambda one: one.weights)
             if role == "reward":  # while the engine is awake

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,15 @@ class RolloutLog:
             self._warned = True
             what = " ".join(str(error).split()) or type(error).__name__
             self._warn(f"could not record rollouts: {what}; training goes on without them")
+
+    def settling(self) -> Callable[[], None]:
+        """What waits for that in another thread, and not for what is handed over later."""
+        under_way = [] if self._under_way is None else [self._under_way]
+
+        def settle() -> None:
+            wait(under_way)  # whether it could be written is said by `write`
+
+        return settle
 
     def close(self) -> None:
         self.settle()

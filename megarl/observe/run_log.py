@@ -197,10 +197,9 @@ class RunLog:
         if self._timeline is not None:
             self._timeline.write(spans)
 
-    def settle(self) -> None:
-        """Wait until what this rank recorded is on disk."""
-        if self._rollouts is not None:
-            self._rollouts.settle()
+    def settling(self) -> Callable[[], None]:
+        """What waits, in whatever thread, until that is on disk which this rank has recorded up to now."""
+        return (lambda: None) if self._rollouts is None else self._rollouts.settling()
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Figures of the state after `step` steps that are not a step's own: an evaluation."""

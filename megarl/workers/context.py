@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Job, Ranks
@@ -111,12 +111,13 @@ class Worker:
         """Metrics of the step that only the worker can know."""
         return {}
 
-    def save(self, folder: Path) -> dict[Path, Entry]:
-        """Write what a checkpoint must keep of it, besides its model; on all ranks. The files that this rank wrote."""
-        return {}
+    def save(self) -> Write:
+        """What a checkpoint must keep of it as it is now, besides its model; asked of all ranks. It may be written
+        while the worker already goes on, by each rank on its own."""
+        return write_nothing
 
     def restore(self, folder: Path) -> None:
-        """Go on with what was saved, by as many ranks or others."""
+        """Go on with what was written, by as many ranks or others."""
         return None
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.checkpoint import manifest
-from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import ConfigError, RolloutConfig
 from megarl.rollout.gathering import Gathered, Group
 from megarl.rollout.kept import dealt, write_groups
@@ -92,12 +92,11 @@ class Oversampling:
         self.figures |= {"rollout/carried": float(plan.held), "rollout/begun_anew": float(anew.sum())}
         self.figures |= lag_figures(rollouts)
 
-    def save(self, folder: Path) -> dict[Path, Entry]:
-        """Raises OSError."""
+    def save(self) -> Write:
         if self._engine is None or not (self._held or self._config.oversample > 1):
-            return {}
-        file = folder / FOLDER / f"engine_{self._engine:05d}.bin"
-        return {file: write_groups(file, self._groups)}
+            return write_nothing
+        name, groups = f"{FOLDER}/engine_{self._engine:05d}.bin", list(self._groups)
+        return lambda folder: {folder / name: write_groups(folder / name, groups)}
 
     def restore(self, folder: Path) -> None:
         """Raises ConfigError on all ranks where a file is not of this program. Collective."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.clock import ELSEWHERE, WAIT
@@ -290,9 +290,9 @@ class RolloutWorker(Worker):
             return {}
         return self._surplus.figures | self._stream.figures | self._agents.figures
 
-    def save(self, folder: Path) -> dict[Path, Entry]:
+    def save(self) -> Write:
         """Conversations that a later step goes on with."""
-        return {} if self.config.rollout.replay else self._surplus.save(folder)
+        return write_nothing if self.config.rollout.replay else self._surplus.save()
 
     def restore(self, folder: Path) -> None:
         if not self.config.rollout.replay:

@@ -20,16 +20,22 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
 
 from megarl.checkpoint import manifest
-from megarl.checkpoint.store import CheckpointStore
+from megarl.checkpoint.manifest import Entry, Write
+from megarl.checkpoint.store import CheckpointStore, Part
 from megarl.config import ConfigError, ParallelConfig
 from megarl.parallel import ranks
 
 
-def parts(content: str) -> Callable[[Path], None]:
-    def write(target: Path) -> None:
+def parts(content: str) -> Callable[[Path], Part]:
+    def write(target: Path) -> dict[Path, Entry]:
         (target / f"part_{torch.distributed.get_rank()}.bin").write_text(content)
+        return {}  # hashed by all
 
-    return write
+    return written_by(write)
+
+
+def written_by(write: Write) -> Callable[[Path], Part]:
+    return lambda target: Part(lambda ended: write(target))
 
 
 def error_of(work: Callable[[], Any]) -> str:
@@ -77,12 +83,13 @@ def whole(folder: Path) -> dict[str, object]:
     facts["said_anew"] = said.pop()
 
     # A failure on one rank is an error on both, nothing is left of it, and the earlier checkpoints stay.
-    def failing(target: Path) -> None:
+    def failing(target: Path) -> dict[Path, Entry]:
         (target / "half.bin").write_text("half")
         if rank == 1:
             raise OSError(28, "No space left on device")
+        return {}
 
-    facts["error"] = error_of(lambda: ours.save(5, {"step": 5}, failing))
+    facts["error"] = error_of(lambda: ours.save(5, {"step": 5}, written_by(failing)))
     facts["no_room"] = error_of(lambda: ours.save(5, {"step": 5}, parts("step 5"), needed=1 << 60))
     facts["left"] = sorted(path.name for path in place_of.iterdir())
 
@@ -164,7 +171,7 @@ def slow(folder: Path) -> dict[str, object]:
     """Collectives wait half a second, and every part of a checkpoint takes one on one of the ranks."""
     import tiny
 
-    from megarl.checkpoint.sharded import restore_model, save_model
+    from megarl.checkpoint.sharded import Staged, restore_model
     from megarl.megatron import optimizer
     from megarl.megatron.model import MegatronModel
 
@@ -197,7 +204,8 @@ def slow(folder: Path) -> dict[str, object]:
     def write(target: Path) -> Any:
         if place.job.rank == 0:
             (target / "common.bin").write_text("which nobody has hashed")
-        return save_model(model, target / "actor")
+        staged = Staged(model, target / "actor")
+        return Part(lambda ended: staged.write(2, ended), staged.finish)
 
     saved = ours.save(1, {"step": 1}, write)
     hashed_later = list(verified)
@@ -226,13 +234,14 @@ def killed(folder: Path) -> dict[str, object]:
     place = ranks.initialize(ParallelConfig(world_size=2), timeout_s=3600)
     ours = CheckpointStore(folder, keep=2, storage_timeout_s=3600)
 
-    def write(target: Path) -> None:
+    def write(target: Path) -> dict[Path, Entry]:
         if place.job.rank == 1:
             print("RESULT {}", flush=True)
             os._exit(0)
+        return {}
 
     try:
-        ours.save(1, {"step": 1}, write)
+        ours.save(1, {"step": 1}, written_by(write))
     except RuntimeError as error:
         return {"error": str(error)}
     return {"error": ""}

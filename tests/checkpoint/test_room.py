@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint.room import kept_conversations
+from megarl.checkpoint.room import free_memory, kept_conversations, without_copies
 from megarl.config import Config, from_dict
 from megarl.rollout.kept import write_groups
 from megarl.rollout.partial import Partial
@@ -33,6 +33,14 @@ HF: dict[str, Any] = {
     "tie_word_embeddings": False,
     "norm_topk_prob": True,
 }
+
+
+def test_copies_are_for_all_ranks_of_a_machine() -> None:
+    ranks = [("a", 3 * 10**9, 7 * 10**9), ("b", 3 * 10**9, 5 * 10**9)] * 2
+    assert without_copies(ranks[:2]) == []
+    (line,) = without_copies(ranks)
+    assert "copies up to 6.0 GB on b, where 5.0 GB of memory are free: set run.save_async=false" in line
+    assert 0 < free_memory() < 1 << 50
 
 
 def config(oversample: float = 1.5, replays: bool = False, **rollout: Any) -> Config:

@@ -35,7 +35,7 @@ def test_all_ranks_keep_and_draw_the_same(tmp_path: Path) -> None:
         whole = buffer.drawn(100, torch.Generator().manual_seed(5))
         assert whole is not None
         folder = tmp_path / str(world)
-        buffer.save(folder)
+        buffer.save()(folder)
         everyone.objects(None)
         return buffer._kept.reward.tolist(), drawn.reward.tolist(), {r.prompt.id == "2-0" for r in whole.here}
 
@@ -58,7 +58,7 @@ def test_damage_is_said_on_all_ranks(tmp_path: Path) -> None:
     def save(everyone: Everyone) -> None:
         buffer = Buffer(8)
         buffer.add(share(everyone, 1, 2))
-        buffer.save(tmp_path)
+        buffer.save()(tmp_path)
 
     as_ranks(2, save)
     part_file(tmp_path / "buffer", 0, 1).write_bytes(b"no parquet")

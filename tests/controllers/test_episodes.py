@@ -301,7 +301,7 @@ def test_a_buffer_counts_episodes_and_knows_those_of_each_step(tmp_path: Path) -
     drawn = buffer.drawn(2, torch.Generator().manual_seed(3))
     assert drawn is not None and len(drawn.episodes) == 2
     assert drawn.reward.tolist() in ([1, 1, 2, 2], [1, 1, 7], [2, 2, 7])
-    buffer.save(tmp_path)
+    buffer.save()(tmp_path)
     restored = Buffer(3)
     restored.restore(tmp_path, ALONE)
     assert restored._kept is not None and len(restored) == 3

@@ -53,7 +53,7 @@ def test_a_batch_is_filled_up_from_the_buffer(tmp_path: Path) -> None:
     assert len(set(older) & {0.0, 1.0, 2.0, 3.0}) == 2 and fresh == [0.0, 1.0, 3.0, 2.0]
     assert second.metrics["rollout/buffer"] == 6  # the oldest two are gone
 
-    written = controller.save(tmp_path)
+    written = controller.save()(tmp_path)
     assert [path.relative_to(tmp_path).parts[0] for path in written] == ["buffer"]
     restored: Any = make_controller(config)
     restored.restore(tmp_path, ALONE)
@@ -71,5 +71,5 @@ def test_sampling_that_is_cut_off_is_refused() -> None:
 
 def test_an_empty_buffer_writes_nothing(tmp_path: Path) -> None:
     controller = make_controller(from_dict({"algorithm": "pf_ppo"}))
-    assert controller.save(tmp_path) == {}
+    assert controller.save()(tmp_path) == {}
     controller.restore(tmp_path, ALONE)

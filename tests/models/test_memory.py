@@ -357,6 +357,20 @@ def test_a_policy_to_go_back_to_is_on_the_host() -> None:
     assert "last good policy" not in planned(QWEN2, config_of(), QWEN2)[0].host
 
 
+def test_a_checkpoint_that_is_written_beside_training_is_on_the_host() -> None:
+    """Weights, and of each element three numbers in fp32; of an fp32 model its weights are one of them."""
+    count = sum(param_count(QWEN2).values())
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        tree = {"algorithm": "sft", "model": {"dtype": dtype}}
+        (stage,) = planned(QWEN2, config_of(**tree, run={"save_every": 5}))
+        assert stage.host == {"checkpoint under way": (size + 12) * count}
+        (stage,) = planned(QWEN2, config_of(**tree, run={"save_every": 5, "save_async": False}))
+        assert stage.host == {}
+    (cut, _) = planned(QWEN2, config_of(parallel={"world_size": 4, "pp": 2}, run={"save_every": 5}), QWEN2)
+    expected = sum(cut.states[f"{role} {what}"] for role in ("actor", "critic") for what in ("weights", "optimizer"))
+    assert cut.host["checkpoint under way"] == expected
+
+
 def test_a_critic_in_a_layout_of_its_own() -> None:
     def plan(**critic: int) -> Any:
         parallel = {"world_size": 4, "pp": 2}

@@ -97,7 +97,7 @@ class Run:
         return found
 
     def save(self, folder: Path) -> str:
-        entries = self.rank.objects({path.name: entry for path, entry in self.ahead.save(folder).items()})
+        entries = self.rank.objects({path.name: entry for path, entry in self.ahead.save()(folder).items()})
         if self.rank.rank == 0:
             files = {f"carried/{name}": entry._asdict() for part in entries for name, entry in part.items()}
             host = {"host.json": {"bytes": 0, "sha256": ""}}
@@ -211,7 +211,7 @@ def test_without_it_nothing_is_kept_written_or_asked_for(tmp_path: Path) -> None
     rollouts = run.generate(given, 1)
     assert [one.prompt.id for one in rollouts.here] == [prompt.id for prompt in given for _ in range(SAMPLES)]
     assert run.loader.state_dict() == state and run.figures[-1].keys() == {"rollout/idle_frac"}
-    assert run.ahead.save(tmp_path) == {} and not list(tmp_path.iterdir())
+    assert run.ahead.save()(tmp_path) == {} and not list(tmp_path.iterdir())
 
 
 def test_what_was_kept_is_gone_on_with_where_over_sampling_is_turned_off(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_what_was_kept_is_gone_on_with_where_over_sampling_is_turned_off(tmp_pat
     after.resume(tmp_path, state)
     held = after.ahead._held
     found += after.steps(3, 5)
-    assert held > 0 == after.ahead._held and after.ahead.save(tmp_path / "none") == {}
+    assert held > 0 == after.ahead._held and after.ahead.save()(tmp_path / "none") == {}
     assert prompts_of([found]) == Counter({name: SAMPLES for name in in_order(4 * NEEDED)})
 
 

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.checkpoint.background import Writing
+from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.staging import Staging
+
+ENTRY = {Path("a"): Entry(1, "x")}
+
+
+def test_work_goes_on_beside() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
+        begun.set()
+        may_end.wait()
+        return ENTRY
+
+    writing = Writing(work)
+    begun.wait()
+    assert not writing.over()
+    may_end.set()
+    assert writing.result() == ENTRY and writing.over()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("no"), SystemExit(3)])
+def test_whatever_ends_it_is_an_error_of_storage(error: BaseException) -> None:
+    def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
+        raise error
+
+    writing = Writing(work)
+    with pytest.raises(OSError) as caught:
+        writing.result()
+    assert writing.over() and str(error) in str(caught.value)
+
+
+def test_it_is_left_at_the_next_occasion() -> None:
+    def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
+        while not ended():
+            pass
+        raise InterruptedError("the run has ended")
+
+    writing = Writing(work)
+    writing.leave()
+    assert writing.over()
+
+
+def test_copies_stay_as_they_are_and_take_memory_once() -> None:
+    buffer = torch.arange(20, dtype=torch.float32)
+    tensors = [buffer[3:9].view(2, 3), torch.tensor(5.0), torch.ones(3, dtype=torch.bfloat16), torch.empty(0, 4)]
+    expected = [tensor.clone() for tensor in tensors]
+    staging = Staging()
+    first = staging.copies(tensors)
+    buffer.zero_()
+    for tensor in tensors[1:]:
+        tensor.zero_()
+    for copy, value in zip(first, expected, strict=True):
+        assert torch.equal(copy, value) and copy.dtype == value.dtype and copy.shape == value.shape
+        assert copy.untyped_storage().nbytes() == copy.nbytes  # torch.save writes all of it
+    assert staging.nbytes == 3 * 64
+    second = staging.copies(tensors)
+    assert [copy.data_ptr() for copy in second] == [copy.data_ptr() for copy in first]
+    assert not any(bool(copy.any()) for copy in second)
+    staging.copies(tensors[:1])
+    assert staging.nbytes == 64  # of another size, it is taken anew

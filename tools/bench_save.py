@@ -1,0 +1,170 @@
+"""What a save costs training: a step with an asynchronous save and with one that is waited for, in turn in one run.
+
+    .venv/bin/python tools/bench_save.py [--width 512] [--layers 6] [--tokens 4096] [--rounds 5] [--folder DIR]
+
+Two data parallel ranks of this machine train a small MoE. Each round has a stretch of steps without a save, one with a
+save after its first step that is written while the others go on, and one with a save that is waited for; which comes
+first changes from round to round. `held up` is how long ranks wait at the end of steps, for copying, planning and
+sealing. `longer` is how much longer the whole stretch takes than that without a save: also what the thread takes of
+the cores while steps go on, which is much where ranks have no other cores than those that they train on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from local_ranks import run
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.command_line import Parser, count, ends_in_a_line
+
+WAYS = ("no save", "asynchronous", "waited for")
+STEPS = 4
+"""Of a stretch."""
+
+
+def model_config(width: int, layers: int) -> dict[str, Any]:
+    return dict(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=4096,
+        hidden_size=width,
+        head_dim=64,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 128),
+        intermediate_size=2 * width,
+        moe_intermediate_size=width,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=layers,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+    )
+
+
+def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> None:
+    """As a rank."""
+    import torch
+
+    from megarl.checkpoint.sharded import WRITERS, Staged
+    from megarl.checkpoint.staging import Staging
+    from megarl.checkpoint.store import CheckpointStore, Part
+    from megarl.config import from_dict
+    from megarl.megatron.model import MegatronModel
+    from megarl.parallel import ranks
+    from megarl.types import TokenLoss, TrainBatch
+
+    config = from_dict({"model": {"dtype": "bfloat16"}, "parallel": {"world_size": 2}})
+    place = ranks.initialize(config.parallel, timeout_s=600)
+    torch.manual_seed(1)
+    model = MegatronModel(model_config(width, layers), config, place, "actor", total_updates=10_000)
+    starts = torch.arange(0, tokens + 1, 512)
+    ids = torch.randint(0, 4096, (tokens,), generator=torch.Generator().manual_seed(2))
+    mask = torch.arange(tokens) % 512 > 0
+    groups = torch.arange(len(starts) - 1)
+    batch = TrainBatch(ids, starts, mask, groups, torch.zeros(len(groups)), torch.zeros(tokens))
+    batch = batch.with_(loss_weights=mask / mask.sum())
+    store, staging = CheckpointStore(folder, keep=1), Staging()
+
+    def step() -> None:
+        model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))  # type: ignore[operator]
+
+    def begin(number: int, way: str) -> None:
+        def stage(target: Path) -> Part:
+            staged = Staged(model, target / "actor", staging if way == "asynchronous" else None)
+            threads = 1 if way == "asynchronous" else WRITERS
+            return Part(lambda ended: staged.write(threads, ended), staged.finish)
+
+        store.begin(number, {"step": number}, stage)
+        if way == "waited for":
+            store.finish()
+
+    def stretch(number: int, way: str) -> tuple[float, float]:
+        """Seconds of the whole, and of what is between steps."""
+        ranks.barrier()
+        began, between = time.perf_counter(), 0.0
+        for turn in range(STEPS):
+            step()
+            ended = time.perf_counter()
+            written = all(ranks.all_gather_objects(store.is_written()))
+            if store.under_way is not None and (written or turn == STEPS - 1):
+                store.finish()
+            if turn == 0 and way != WAYS[0]:
+                begin(number, way)
+            between += time.perf_counter() - ended
+        return time.perf_counter() - began, between
+
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    step()
+    for turn in range(rounds + 1):
+        for number, way in enumerate(WAYS[turn % 3 :] + WAYS[: turn % 3]):
+            found = stretch(turn * len(WAYS) + number + 1, way)
+            if turn:  # the first round takes memory, and makes plans
+                seconds[way].append(found)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    copied = ranks.all_gather_objects(staging.nbytes)
+    print("RESULT " + json.dumps({"seconds": seconds, "bytes": size, "copied": copied}), flush=True)
+    ranks.shutdown()
+
+
+def figures(seconds: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
+    """By way: median seconds of a step, how long a save holds it up, and how much longer the stretch is for it, with
+    both as shares of a step."""
+    whole = {way: statistics.median(one for one, _ in found) for way, found in seconds.items()}
+    between = {way: statistics.median(one for _, one in found) for way, found in seconds.items()}
+    step = (whole[WAYS[0]] - between[WAYS[0]]) / STEPS
+    return {
+        way: {
+            "held up, s": (held := between[way] - between[WAYS[0]]),
+            "of a step": held / step,
+            "longer, s": (longer := whole[way] - whole[WAYS[0]]),
+            "of the stretch": longer / whole[WAYS[0]],
+        }
+        for way in WAYS[1:]
+    } | {WAYS[0]: {"step, s": step}}
+
+
+def parse() -> argparse.Namespace:
+    parser = Parser(__doc__)
+    parser.add_argument("--width", type=count(128, 1 << 16), default=512, help="hidden size, a multiple of 128")
+    parser.add_argument("--layers", type=count(most=1 << 10), default=6, help="of the model")
+    parser.add_argument("--tokens", type=count(1024, 1 << 24), default=4096, help="of a step, a multiple of 1024")
+    parser.add_argument("--rounds", type=count(most=1000), default=5, help="of three stretches each")
+    parser.add_argument("--folder", type=Path, help="where to write; by default where the system says")
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    chosen = parse()
+    sizes = [chosen.width, chosen.layers, chosen.tokens, chosen.rounds]
+    if chosen.as_rank:
+        measure(chosen.folder, *json.loads(chosen.as_rank))
+        return 0
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+        found = run([__file__, "--as-rank", json.dumps(sizes), "--folder", folder], world=2)
+    rows = figures(found["seconds"])
+    step = rows.pop(WAYS[0])["step, s"]
+    copied = " and ".join(f"{size / 1e6:.0f}" for size in found["copied"])
+    print(f"a checkpoint of {found['bytes'] / 1e6:.0f} MB, of which ranks copy {copied} MB; a step takes {step:.2f} s")
+    table = Table("a save that is", *(next(iter(rows.values()))), box=box.SIMPLE_HEAD)
+    for way, row in rows.items():
+        cells = [f"{value:.1%}" if name.startswith("of ") else f"{value:.3f}" for name, value in row.items()]
+        table.add_row(way, *cells)
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(main))
