@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import launcher
-from megarl.ending import Verdict
+from megarl.ending import REQUEUE_EXIT_CODE, Verdict
 from megarl.processes import node
 from megarl.restarts import Next, Restarts, Rules
 
@@ -45,6 +45,11 @@ class Report:
     problem: str = ""
     ranks: tuple[int, ...] = ()
     """Of this node, as far as that is known."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether ranks of other nodes are to end, too; they do by themselves where all were asked to stop."""
+        return bool(self.problem) or any(code not in (0, REQUEUE_EXIT_CODE) for code in self.codes.values())
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -134,7 +139,7 @@ class Several(Alone):
             self._ours.set(f"{attempt}/next", json.dumps(after))
             self._wait([f"{attempt}/{number}/heard" for number in range(1, self.count) if found[number]], _HEARD_S)
             return after
-        self._wait([f"{attempt}/next"], HEAR_S + _HEARD_S)
+        self._wait([f"{attempt}/next"], 2 * HEAR_S + _HEARD_S)  # it may have ended later, and waited for a third
         if not self._ours.check([f"{attempt}/next"]):
             return Next(False, 1, "error: the launcher of node number 0 does not say what comes next")
         after = Next(*json.loads(self._ours.get(f"{attempt}/next")))

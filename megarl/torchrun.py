@@ -166,7 +166,7 @@ def _until_it_ends(options: argparse.Namespace, watch: _Watch) -> int:
             options, nodes.meeting_port(attempt, options.master_port), watch, own_name(number, nodes.count)
         )
         watch.rest()
-        if not report.well:
+        if report.failed:
             nodes.failed(attempt)
         end_orphans((), launcher.ORPHANS_S)
         # Nodes that have met otherwise do not hear of each other.

@@ -99,7 +99,11 @@ class Lookout(threading.Thread):
 
     def look(self, step: int) -> tuple[dict[str, float], str]:
         """A step is done: its figures of how ranks compare, and a line where there is something to say. Collective."""
-        return self._stragglers.look(step, ranks.all_gather_objects(self.lap()))
+        worked = ranks.all_gather_objects(self.lap())
+        if self._told:  # and yet all have come here
+            self._told = False
+            self._tell(self._job.rank, "")
+        return self._stragglers.look(step, worked)
 
     def settle(self) -> None:
         """This rank ends: wait until all is collected that is being collected."""
@@ -134,9 +138,6 @@ class Lookout(threading.Thread):
             looked = now
             if (self._clock.at, ranks.patience()) != (at, patience):
                 at, patience, since = self._clock.at, ranks.patience(), now
-                if self._told:  # it was only slow
-                    self._told = False
-                    self._tell(self._job.rank, "")
             with contextlib.suppress(RuntimeError):  # the store is gone, and with it the job
                 if now - since > patience - margin(patience) and raised != since:
                     raised = since

@@ -11,6 +11,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "run.num_update": ("-3", "[1]"),
     "run.epochs": ("0", ".inf"),
     "run.save_every": ("-1",),
+    "run.max_restarts": ("-1", "1.5"),
     "run.keep_checkpoints": ("0",),
     "run.eval_every": ("-5",),
     "run.timeout_s": (".nan", "-1", "1e30", "0"),

@@ -63,6 +63,12 @@ def test_a_report_travels_whole() -> None:
     assert Report.of(report.text()) == report
 
 
+def test_ranks_that_were_asked_to_stop_have_not_failed() -> None:
+    """Those of other nodes may take their time to save."""
+    assert not Report("n1", codes={0: 85, 1: 85}).failed and not Report("n1", well=True).failed
+    assert Report("n1", codes={0: 85, 1: 1}).failed and Report("n1", problem="they did not come together").failed
+
+
 class TwoNodes:
     """Two launchers with a rank each, in a folder of their own."""
 

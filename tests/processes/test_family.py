@@ -1,0 +1,34 @@
+"""What a process has left behind is found and ended, in a process of its own: it reaps all children."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import os, subprocess, sys, time
+from megarl.processes.family import children, end_orphans
+from megarl.processes.parent import inherit_orphans
+inherit_orphans()
+assert children() == [] and end_orphans((), 0.0) == []
+spared = subprocess.Popen(["sleep", "600"])
+middle = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600 & wait"], start_new_session=True)
+quick = subprocess.Popen(["sleep", "0.1"])
+while len(open(f"/proc/{middle.pid}/task/{middle.pid}/children").read().split()) < 2:
+    time.sleep(0.01)
+inner = [int(pid) for pid in open(f"/proc/{middle.pid}/task/{middle.pid}/children").read().split()]
+os.kill(middle.pid, 9)  # its own children come here
+killed = end_orphans([spared.pid], 0.5)
+assert sorted(killed) == sorted(inner), (killed, inner)
+assert children() == [spared.pid]
+spared.kill()
+print("well")
+"""
+
+
+def test_orphans_are_killed_when_patience_is_over_and_others_are_spared() -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
