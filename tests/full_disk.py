@@ -43,7 +43,7 @@ def main() -> None:
         if (run / "metrics.jsonl").exists() and "\n" in (run / "metrics.jsonl").read_text():
             fill(ballast)
             full += shutil.disk_usage(disk).free < 4096
-        time.sleep(0.01)
+        time.sleep(0.05)
     ballast.unlink(missing_ok=True)
     said, _ = process.communicate()
     found = {

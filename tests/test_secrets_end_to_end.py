@@ -89,7 +89,7 @@ class Watch(threading.Thread):
                     elif "-KEY-OF-" in environ:
                         self.leaks.add(f"key in the environment of {said}")
                 self.open |= {f"{beyond[one]} of {pid}: {said}" for one in sockets(pid) & beyond.keys()}
-            time.sleep(0.1)
+            time.sleep(0.3)
 
 
 def words_of(run_dir: Path) -> str:
@@ -123,10 +123,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     watch = Watch(process.pid)
     watch.start()
-    said, _ = process.communicate(timeout=500)
-    watch.done = True
-    watch.join()
-    judge.close()
+    try:
+        said, _ = process.communicate(timeout=500)
+    finally:
+        process.kill()  # and with it its ranks and engines, where it is late
+        watch.done = True
+        watch.join()
+        judge.close()
     assert process.returncode == 0, said[-4000:]
     return {"place": place, "run": run_dir, "said": said, "watch": watch, "judge": judge}
 

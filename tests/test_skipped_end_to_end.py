@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import whole_run
 from whole_run import make_folder, metrics_of, start, train
 
 GRPO = ["algorithm=grpo", "loss.policy=odd_losses:spoilt", "run.export=false", "run.max_skipped=1", "parallel.tp=1"]
@@ -18,10 +19,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, run_dir: Path, steps: str) -> None:
-    monkeypatch.setattr(
-        "whole_run.ENVIRONMENT",
-        __import__("whole_run").ENVIRONMENT | {"SPOILT_RUN": str(run_dir), "SPOILT_STEPS": steps},
-    )
+    told = {"SPOILT_RUN": str(run_dir), "SPOILT_STEPS": steps}
+    monkeypatch.setattr(whole_run, "ENVIRONMENT", whole_run.ENVIRONMENT | told)
 
 
 def lines_of(run_dir: Path, text: str) -> list[str]:
@@ -37,20 +36,21 @@ def prompts_of(run_dir: Path, step: int) -> set[str]:
 def test_too_many_in_a_row_go_back_to_the_checkpoint_before_them_and_the_run_goes_on(
     folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient of the second rank is spoilt in steps 3 and 4, by an update each; checkpoints are of all steps."""
+    """The gradient of the second rank is spoilt in steps 3 and 4, by two updates each; checkpoints are of all steps."""
     run_dir = tmp_path / "run"
     spoilt(monkeypatch, run_dir, "3:5")
-    updates = ["run.num_update=1", "run.epochs=1", "run.num_rollout=6", "run.keep_checkpoints=4"]
+    updates = ["run.num_update=2", "run.epochs=1", "run.max_skipped=3", "run.num_rollout=6", "run.keep_checkpoints=4"]
     train(folder, run_dir, *GRPO, *updates, host=host)
     steps: list[dict[str, Any]] = metrics_of(run_dir)
     assert [step["actor/skipped"] for step in steps] == [0, 0, 1, 1, 0, 0]
-    assert [step.get("guards/actor_in_vain") for step in steps] == [None, None, None, 2, None, None]
+    assert [step.get("guards/actor_in_vain") for step in steps] == [None, None, None, 4, None, None]
     assert [step.get("guards/returns") for step in steps] == [None] * 4 + [1, 1]
     (alarm,) = lines_of(run_dir, "ALARM")
-    assert "step 4: 2 updates of the actor in a row were skipped, from step 3 on" in alarm
+    assert "step 4: 4 updates of the actor in a row were skipped, from step 3 on" in alarm
     assert f"those of {run_dir}/checkpoints/step_000002 again" in alarm
     # The schedule is that of the checkpoint; the engine has its weights; the data are the next ones.
-    assert steps[4]["actor/lr"] == steps[2]["actor/lr"] or steps[4]["actor/lr"] > steps[3]["actor/lr"]
+    rates = [step["actor/lr"] for step in steps]
+    assert rates[2] == rates[3] and len({rates[0], rates[1], rates[2], rates[4], rates[5]}) == 5
     assert steps[4]["rollout/logprob_diff_p95"] < 1e-4
     seen = [prompts_of(run_dir, step) for step in range(1, 7)]
     assert sum(map(len, seen)) == len(set.union(*seen)) == 24
