@@ -39,7 +39,8 @@ IDENTITY = (
 WITHOUT_EFFECT = ("run.resume", "run.dir", "track.")
 """Those whose change is not worth a line."""
 
-RESULTS = ("metrics.jsonl", "rollouts", "checkpoints", "export")
+CHECKPOINTS = "checkpoints"
+RESULTS = ("metrics.jsonl", "rollouts", CHECKPOINTS, "export")
 
 README = """\
 This folder is one run of MegaRL. What is in it:
@@ -138,9 +139,9 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
             made.insert(0, lock_file)
         lock = _lock(lock_file)
         earlier_run(path, config, resume)  # another job may just have ended
-        probe = path / ".probe"
-        probe.write_text("")
-        probe.unlink()
+        _probe(path)
+        if config.run.save_every and (path / CHECKPOINTS).is_dir():
+            _probe(path / CHECKPOINTS)  # else the first checkpoint is what says it, hours later
         return RunFolder(path, config, resume and _has_results(path), lock, made)
     except (OSError, ConfigError) as error:
         if lock is not None:
@@ -243,6 +244,16 @@ def _make(path: Path, made: list[Path]) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         made.insert(0, folder)
+
+
+def _probe(folder: Path) -> None:
+    """Raise ConfigError where no file can be written there."""
+    probe = folder / ".probe"
+    try:
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise _unusable(folder, error) from None
 
 
 def _remove(made: list[Path]) -> None:

@@ -109,3 +109,12 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No space left"):
         prepare(full, CONFIG, resume=False)
     assert not (full / "config.yaml").exists()
+
+
+def test_checkpoints_that_could_not_be_written_are_no_surprise_at_the_first(tmp_path: Path) -> None:
+    saves = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, save_every=1))
+    prepare(tmp_path, saves, resume=False).release()
+    (tmp_path / "checkpoints" / ".probe").mkdir(parents=True)  # what is in the way of everybody, root too
+    with pytest.raises(ConfigError, match=r"cannot write to run folder \S+/checkpoints: Is a directory; make room"):
+        claim(tmp_path, saves, resume=True)
+    claim(tmp_path, CONFIG, resume=True).release()  # which writes none
