@@ -43,7 +43,8 @@ PRIVATE = 0o700
 WITHOUT_EFFECT = ("run.resume", "run.dir", "track.")
 """Those whose change is not worth a line."""
 
-RESULTS = ("metrics.jsonl", "rollouts", "checkpoints", "export")
+CHECKPOINTS = "checkpoints"
+RESULTS = ("metrics.jsonl", "rollouts", CHECKPOINTS, "export")
 
 README = """\
 This folder is one run of MegaRL. What is in it:
@@ -149,9 +150,9 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
             made.insert(0, lock_file)
         lock = _lock(lock_file)
         earlier_run(path, config, resume)  # another job may just have ended
-        probe = path / ".probe"
-        probe.write_text("")
-        probe.unlink()
+        _probe(path)
+        if config.run.save_every and (path / CHECKPOINTS).is_dir():
+            _probe(path / CHECKPOINTS)  # else the first checkpoint is what says it, hours later
         return RunFolder(path, config, resume and _has_results(path), lock, made)
     except (OSError, ConfigError) as error:
         if lock is not None:
@@ -277,6 +278,16 @@ def _close_to_others(path: Path) -> None:
         path.chmod(PRIVATE)
     except OSError as error:
         warnings.warn(f"others may be able to read {path}, whose mode cannot be set: {error.strerror}", stacklevel=4)
+
+
+def _probe(folder: Path) -> None:
+    """Raise ConfigError where no file can be written there."""
+    probe = folder / ".probe"
+    try:
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise _unusable(folder, error) from None
 
 
 def _remove(made: list[Path]) -> None:

@@ -148,3 +148,12 @@ def test_a_folder_that_was_there_is_closed_and_one_that_was_opened_stays_open(tm
     tmp_path.chmod(0o750)  # by its owner, for the group
     prepare(tmp_path, CONFIG, resume=True).release()
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o750
+
+
+def test_checkpoints_that_could_not_be_written_are_no_surprise_at_the_first(tmp_path: Path) -> None:
+    saves = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, save_every=1))
+    prepare(tmp_path, saves, resume=False).release()
+    (tmp_path / "checkpoints" / ".probe").mkdir(parents=True)  # what is in the way of everybody, root too
+    with pytest.raises(ConfigError, match=r"cannot write to run folder \S+/checkpoints: Is a directory; make room"):
+        claim(tmp_path, saves, resume=True)
+    claim(tmp_path, CONFIG, resume=True).release()  # which writes none

@@ -97,10 +97,11 @@ class Step:
         """See that those that asked for these words have no reward and were not trained on; returns how many."""
         found = self.asking(*words)
         good = [one for one in found if one.rollout.unscored and one.advantages is None]
-        why = sorted({shortened(text, 60) for one in found for text in one.rollout.unscored.values()})
+        said = {text for one in found for text in one.rollout.unscored.values()}
+        why = sorted({shortened(text.rpartition("/score: ")[2], 70) for text in said})
         findings.add(
             bool(found) and len(good) == len(found),
-            f"{len(good)} masked, not 0 ({'; '.join(why[:3])})",
+            f"{len(good)} masked, not 0 ({'; '.join(why[:4])})",
             f"{len(good)} of {len(found)} masked",
         )
         return len(found)
