@@ -251,7 +251,8 @@ class Engine:
     def check_runs(self, start: int = 0) -> None:
         """Raise EngineLost if the engine is gone. start: `starts` of when it was known to run: one that was started
         again since is another."""
-        if (start and start != self.starts) or self._server is None or self._server.poll() is not None:
+        server = self._server  # it may be started again meanwhile
+        if (start and start != self.starts) or server is None or server.poll() is not None:
             raise EngineLost("died", f"engine {self.index} is not running; {self._last_lines()}")
 
     def hangs(self, seconds: float) -> EngineLost:

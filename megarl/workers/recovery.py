@@ -109,6 +109,9 @@ class Recovery:
         self.bare = set() if whole else set(range(self._engines)) - self.away
 
     def figures(self) -> dict[str, float]:
+        """Of a step in which an engine was lost."""
+        if not self.restarts:
+            return {}
         return {
             "rollout/engine_restarts": float(self.restarts),
             "time/engine_unnoticed": self.unnoticed,

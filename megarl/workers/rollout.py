@@ -297,7 +297,9 @@ class RolloutWorker(Worker):
     def figures(self) -> dict[str, float]:
         if self.config.rollout.replay:
             return {}
-        recovered = self.engines.recovery.figures() | {name: float(count) for name, count in self._lost.items()}
+        recovered = self.engines.recovery.figures()
+        if recovered or any(self._lost.values()):
+            recovered |= {name: float(count) for name, count in self._lost.items()}
         return self._surplus.figures | self._stream.figures | self._agents.figures | recovered
 
     def save(self, folder: Path) -> dict[Path, Entry]:
