@@ -275,6 +275,7 @@ class HybridFlow(Items, Keeping):
             run_dir=self.log.run_dir,
             updates={role: self.controller.updates(role) for role in self.declared.roles},
             source=self.loader,
+            say=self.log.say,
         )
         for role, make in self.makers.items():
             given = {"actor": self.actor} if role == "reference" else {}

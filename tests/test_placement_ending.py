@@ -26,7 +26,6 @@ from whole_run import ROOT, command_of, make_folder, train, with_host
 
 from megarl.observe.rollout_log import read_rollouts
 
-AHEAD = "rollout.asynchronous=true"
 LONGEST_S = 500.0
 """That a run may take to where it is waited for, and to its end."""
 REWARD = """
@@ -78,14 +77,6 @@ class Running:
     def rank(self, number: int) -> int:
         (found,) = [one for one in psutil.Process(self.process.pid).children() if is_rank(one, number)]
         return int(found.pid)
-
-    def scheduler(self) -> int:
-        """Of the engine that a host has started for the run: the first child of the only one of it that has several."""
-        hosts = {one.pid for one in self.before}
-        parents = [one for one in self.family() if one.ppid() in hosts]
-        inside = [one for parent in parents for one in (parent, *parent.children(recursive=True))]
-        (server,) = [one for one in inside if len(one.children()) > 1]
-        return int(min(server.children(), key=psutil.Process.create_time).pid)
 
     def ended(self) -> tuple[int, list[str]]:
         """Exit status and the lines on stderr, when all of the run's processes are gone."""
@@ -199,18 +190,6 @@ def test_values_that_are_no_numbers_are_named(whole: Path, folder: Path, tmp_pat
     assert told and 0 < int(told[2]) <= int(told[3]) == actions
     assert line.removeprefix("error: ") in (run.run_dir / "log.txt").read_text()
     assert run.saved() == []
-
-
-def test_an_engine_that_is_killed_beside_training_is_named(folder: Path, host: str, tmp_path: Path) -> None:
-    """It is at the answers of the second step when the rollouts of the first are rewarded."""
-    run = Running(folder, tmp_path, *SPLIT, AHEAD, host=host)
-    run.wait_for(run.seen.exists)
-    os.kill(run.scheduler(), signal.SIGKILL)
-    code, (line,) = run.ended()
-    log = run.run_dir / "logs" / "engine_0.log"
-    assert code == 2 and "exit code -9" in line, line
-    found = rf"error: (the push of version 1: )?engine 0 (is not running|does not answer .*); the last lines of {log}: "
-    assert re.match(found, line), line
 
 
 # --- a reward model ---------------------------------------------------------------------------------------------------

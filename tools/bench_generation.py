@@ -132,7 +132,7 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
             chat: Any = Chat()
             engine.version = step
             first, last = (edges[number], edges[number + 1]) if kind == "even slices" else (0, count)
-            tickets = Tickets(count, len(engines), counts.add, "step", held)
+            tickets = Tickets(count, len(engines), counts, "step", held)
             call = gather_rollouts(
                 prompts[first:last],
                 Tickets(last - first) if kind == "even slices" else tickets,
@@ -154,7 +154,7 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
         groups += len({rollout.group for result in results for rollout in result.rollouts})
         tokens += sum(rollout.num_actions for result in results for rollout in result.rollouts)
         anew += sum(result.anew for result in results)
-        handed += Tickets(count, 1, counts.add, "step").taken()
+        handed += Tickets(count, 1, counts, "step").taken()
     idle = 1 - sum(engine.busy for engine in engines) / (seconds * options.engines * options.concurrency)
     return seconds, idle, groups, tokens, anew
 

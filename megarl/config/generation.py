@@ -85,6 +85,9 @@ class RolloutConfig:
     then."""
     step_timeout: Seconds = 7200.0
     """Seconds that the rollouts of a step may take in all; what is not done by then is aborted."""
+    hang_timeout: Seconds = 120.0
+    """Seconds that an engine may go without a sign of life while it is asked for something, or take to write a bucket
+    of weights, before it is ended and started again. Kernels that are compiled at the first request count."""
     max_aborted: Share = 0.1
     """Share of a step's rollouts that may be aborted, by a failure or a time-out; beyond it the run stops. They are
     recorded, and neither a loss nor a statistic contains them."""

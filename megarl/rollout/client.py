@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ _TRIES = 3
 _PAUSE_S = 0.5
 _OF_TOKENS = {"output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs"}
 """What each event of a stream has of its own tokens only (incremental_streaming_output)."""
+"""Between two tries, and as often as it is asked then whether the engine is there at all."""
+_GONE_S = 5.0
+"""After the last try: for so long, since an engine that dies is not told at once from one that refuses."""
+_FAULTS = (500, 502, 504)
+"""Statuses by which a server says that the fault is its own."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -94,6 +100,7 @@ class Client:
     requests at once, so that one to stop the others does not wait for them. routing: ask for the engine's record of it,
     which has this shape. version: of the weights that every answer must come from; None for any. It may be raised: what
     was asked before may then come from both. What the engine has cached by one version is nothing to the next.
+    check_runs: raises EngineLost where the engine is gone.
     """
 
     def __init__(
@@ -103,12 +110,15 @@ class Client:
         timeout: float,
         routing: RoutingShape | None = None,
         version: int | None = None,
+        check_runs: Callable[[], None] = lambda: None,
     ) -> None:
-        self._url = url
+        self._url, self._check_runs = url, check_runs
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._routing = routing
         self.version = version
+        self.asking, self.heard = 0, time.monotonic()
+        """Answers that it waits for, and when the last one came."""
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
@@ -125,8 +135,9 @@ class Client:
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         """Continue `ids` by at most `params["max_new_tokens"]` tokens.
 
-        Raises RequestFailed where this request has no good answer. Any other RuntimeError is of the engine: it cannot
-        be reached, for a lost connection is tried again, or it has other weights than it should have.
+        Raises RequestFailed where this request has no good answer, for one that is refused by a fault of the engine, or
+        whose connection is lost, is tried again a few times. Any other RuntimeError is of the engine: it is lost, see
+        `faults.EngineLost`, or it has other weights than it should have.
         """
         return await self.stream(ids, params, routed)
 
@@ -143,7 +154,12 @@ class Client:
             body["extra_key"] = str(oldest)
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
-        status, data = await self._post("/generate", body, heard)
+        self.asking += 1
+        try:
+            status, data = await self._post("/generate", body, heard)
+        finally:
+            self.asking -= 1
+        self.heard = time.monotonic()
         with _uncollected():
             return self._generation(status, data, len(ids), routed, oldest, cut_off)
 
@@ -228,7 +244,10 @@ class Client:
                 )
 
     async def stop(self) -> None:
-        status, answer = await self._post("/abort_request", {"abort_all": True})
+        try:
+            status, answer = await self._post("/abort_request", {"abort_all": True})
+        except RequestFailed:
+            return  # whoever wants it asks again, for what was on its way
         if status != 200:
             raise RuntimeError(f"the engine does not stop: {str(answer)[:300]}")
 
@@ -252,30 +271,55 @@ class Client:
         except (LookupError, TypeError, ValueError) as error:
             raise RequestFailed(f"the engine's answer to /parse_function_call cannot be one: {error!r}") from None
 
+    async def sign(self, seconds: float) -> bool:
+        """Whether the engine says within so many seconds that it is at work. It looks by itself for some 20."""
+        assert self._session is not None, "the client is used outside `async with`"
+        try:
+            timeout = aiohttp.ClientTimeout(total=seconds)
+            async with self._session.get(f"{self._url}/health", timeout=timeout) as answer:
+                return answer.status == 200
+        except (TimeoutError, aiohttp.ClientError):
+            return False
+
     async def _post(
         self, path: str, body: dict[str, Any], heard: Heard | None = None
     ) -> tuple[int, bytes | str | dict[str, Any]]:
         """Status and answer, bytes where they say that they are JSON; of a stream its parts, put together."""
         body = body if heard is None else {**body, "stream": True}
-        assert self._session is not None, "the client is used outside `async with`"
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(1, _TRIES + 1):
+            error: aiohttp.ClientError | None = None
             try:
-                async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
-                    if answer.content_type == "application/json":
-                        return answer.status, await answer.read()
-                    if heard is not None and answer.status == 200:
-                        return 200, await _together(answer, heard)
-                    return answer.status, await answer.text()
+                status, found = await self._asked(path, data, heard)
+                if status not in _FAULTS or path != "/generate" or attempt == _TRIES:
+                    return status, found
             except TimeoutError:
                 raise RequestFailed(f"the engine did not answer {path} within {self._timeout.total:g} s") from None
-            except aiohttp.ClientConnectionError as error:
-                if attempt == _TRIES:
-                    raise RuntimeError(f"the engine cannot be reached: {error}") from None
-                await asyncio.sleep(_PAUSE_S * attempt)
-            except (aiohttp.ClientError, UnicodeError) as error:
-                raise RequestFailed(f"the engine's answer to {path} cannot be read: {error!r}") from None
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as failed:
+                error = failed
+            except (aiohttp.ClientError, UnicodeError) as failed:
+                raise RequestFailed(f"the engine's answer to {path} cannot be read: {failed!r}") from None
+            if attempt == _TRIES:
+                await self._unless_it_is_gone()
+                raise RequestFailed(f"the engine cannot be reached: {error}") from None
+            await asyncio.sleep(_PAUSE_S * attempt)
         raise AssertionError("unreachable")
+
+    async def _asked(self, path: str, data: bytes, heard: Heard | None) -> tuple[int, bytes | str | dict[str, Any]]:
+        assert self._session is not None, "the client is used outside `async with`"
+        async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
+            if answer.content_type == "application/json":
+                return answer.status, await answer.read()
+            if heard is not None and answer.status == 200:
+                return 200, await _together(answer, heard)
+            return answer.status, await answer.text()
+
+    async def _unless_it_is_gone(self) -> None:
+        """Raise EngineLost where the engine's process ends within a few seconds."""
+        until = time.monotonic() + _GONE_S
+        while time.monotonic() < until:
+            self._check_runs()
+            await asyncio.sleep(_PAUSE_S)
 
 
 def cuts(params: Mapping[str, Any]) -> bool:
@@ -300,11 +344,20 @@ def _odd_support(support: Support, token_ids: Ids, values: int) -> str:
 
 
 async def _together(answer: aiohttp.ClientResponse, heard: Heard) -> dict[str, Any]:
-    """A stream's events as the one answer that they are parts of. Raises RequestFailed."""
+    """A stream's events as the one answer that they are parts of. Raises RequestFailed, also where the connection is lost
+    after the first of them: what was heard cannot be said again."""
     whole: dict[str, Any] = {"output_ids": [], "meta_info": {}}
     lists: dict[str, list[Any]] = {}
     rest = b""
-    async for data in answer.content.iter_any():
+    while True:
+        try:
+            data = await answer.content.readany()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            if not whole["output_ids"]:
+                raise
+            raise RequestFailed(f"the engine broke off in the middle of its answer: {error}") from None
+        if not data:
+            break
         *events, rest = (rest + data).split(b"\n\n")
         for event in events:
             told = event.removeprefix(b"data: ")

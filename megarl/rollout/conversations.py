@@ -1,4 +1,4 @@
-"""Rollouts by an engine: its client, the processes of tools and environments, and a look at whether it lives."""
+"""Rollouts by an engine: its client, the processes of tools and environments, and what looks after it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from megarl.config import OnPush, RolloutConfig
@@ -15,6 +16,7 @@ from megarl.processes.limits import Limits
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
 from megarl.rollout.engine import Engine
+from megarl.rollout.faults import EngineLost, watch
 from megarl.rollout.gathering import Gathered, Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings
 from megarl.rollout.queue import Tickets
@@ -47,7 +49,8 @@ class Conversations:
     """Rollouts by one engine, in a thread of their own; those of its tools and environments are kept from one call
     to the next, until `close`.
 
-    routing: of the engine's record of it, where the rollouts are to carry one. ended: as of `Surroundings`.
+    routing: of the engine's record of it, where the rollouts are to carry one. ended: as of `Surroundings`. lost: is
+    told at once where the engine is lost, in the thread of generation, once or more.
     """
 
     def __init__(
@@ -57,9 +60,10 @@ class Conversations:
         config: RolloutConfig,
         routing: RoutingShape | None = None,
         ended: Callable[[Rollout], None] = lambda rollout: None,
+        lost: Callable[[EngineLost], None] = lambda lost: None,
     ) -> None:
         self._engine, self._chat, self._config, self._routing = engine, chat, config, routing
-        self._ended = ended
+        self._ended, self._lost = ended, lost
         self._loop = asyncio.new_event_loop()  # the processes belong to one
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
         self._sessions: Sessions | None = None
@@ -69,6 +73,8 @@ class Conversations:
         self._stream: Stream | None = None
         self._client: Client | None = None
         self._goes_on: asyncio.Task[None] | None = None
+        self._start = 0
+        """Of the engine, which the stream is of."""
 
     def generate(self, prompts: Sequence[Prompt], **settings: Any) -> Gathered:
         """What comes of `begin`."""
@@ -95,14 +101,9 @@ class Conversations:
         look: called every second, in a thread; what it raises ends this.
 
         Done within `config.step_timeout`; what fails or is late by itself is an aborted rollout, of which the engine
-        has then let go, too. Ends with RuntimeError where the engine fails, with its last log lines if it died.
+        has then let go, too. Where the engine is lost, this ends at once, see `Gathered.lost`.
         """
         engine, config = self._engine, self._config
-        engine.check_alive()
-
-        def watch() -> None:
-            engine.check_alive()
-            look()
 
         async def run() -> Gathered:
             deadline = asyncio.get_running_loop().time() + config.step_timeout
@@ -120,55 +121,98 @@ class Conversations:
                     needed=needed,
                     carried=carried,
                     version=engine.version,
+                    watch=partial(self._watch, client, engine.starts),
                 )
-                return await self._let_go(await _watched(talks, watch))
+                gathered = await _watched(talks, look)
+                if gathered.lost is not None:
+                    self._lost(gathered.lost)  # where a request was the first to see it
+                return await self._let_go(gathered)
 
         return self._submit(run())
+
+    async def _watch(self, client: Client, start: int) -> None:
+        try:
+            await watch(self._engine, client, self._config.hang_timeout, start)
+        except EngineLost as lost:
+            self._lost(lost)
+            raise
 
     # --- generation that goes on
 
     def start_stream(self, tickets: Tickets, *, samples: int, groups: int, at_work: AtWork) -> None:
         """Begin one, see `Stream`; until `close`. The engine must be ready."""
-        self._engine.check_alive()
 
         async def start() -> None:
-            self._client = await self._new_client().__aenter__()
-            around, seconds = self._around(self._client), self._config.step_timeout
+            client = await self._stream_client()
+            around, seconds = self._around(client), self._config.step_timeout
             self._stream = Stream(
-                tickets, self._client, around, samples=samples, groups=groups, seconds=seconds, at_work=at_work
+                tickets,
+                client,
+                around,
+                samples=samples,
+                groups=groups,
+                seconds=seconds,
+                at_work=at_work,
+                lost=self._lost,
             )
-            self._goes_on = asyncio.create_task(_watched(self._stream.run(), self._engine.check_runs))
+            self._goes_on = self._run(self._stream, client)
 
         self._submit(start()).result()
+
+    def _run(self, stream: Stream, client: Client) -> asyncio.Task[None]:
+        self._start = self._engine.starts
+        return asyncio.create_task(stream.run(partial(self._watch, client, self._start)))
+
+    async def _stream_client(self) -> Client:
+        before, self._client = self._client, None
+        if before is not None:
+            await before.__aexit__(None, None, None)
+        self._client = await self._new_client().__aenter__()
+        return self._client
 
     def admit(self, prompts: Sequence[Prompt], seed: int) -> None:
         """The groups of a further step may be begun."""
         self._submit(self._streamed.admit(prompts, seed)).result()
 
-    def take(self, count: int, look: Callable[[], None] = lambda: None) -> Future[Gathered]:
-        """Of the next `count` groups those that are this engine's, when they are complete; errors as of `begin`."""
+    def take(self, count: int, look: Callable[[], None] = lambda: None) -> Future[Gathered | None]:
+        """Of the next `count` groups those that are this engine's, when they are complete; None where no engine is left
+        that could complete them. look: as of `begin`."""
 
-        async def run() -> Gathered:
-            return await self._let_go(await _watched(self._unless_it_fails(self._streamed.take(count)), look))
+        async def run() -> Gathered | None:
+            taken = await _watched(self._unless_it_fails(self._streamed.take(count)), look)
+            return None if taken is None else await self._let_go(taken)
 
         return self._submit(run())
 
     def pause(self, how: OnPush) -> None:
         """Have the engine free for other weights, if a stream goes on: what is under way is cut off, held in the engine
-        or waited for. Raises as `begin` ends."""
+        or waited for. One that is lost is free, and its stream waits for `resume`."""
         if self._stream is None:
             return
         self._submit(self._unless_it_fails(self._stream.pause(how))).result()
-        if how == "in_place":
-            self._engine.hold()
+        if how == "in_place" and not self._stream.is_lost:
+            try:
+                self._engine.hold()
+            except EngineLost as lost:
+                self._lost(lost)
 
     def resume(self) -> None:
-        """Go on, by the weights that the engine was given."""
+        """Go on, by the weights that the engine was given; of one that was lost with a new client."""
         if self._stream is None or self._client is None:
             return
-        self._engine.go_on()
-        self._client.version = self._engine.version
-        self._submit(self._stream.resume()).result()
+        if self._stream.is_lost or self._start != self._engine.starts:
+            self._submit(self._renew(self._stream)).result()
+        else:
+            self._engine.go_on()
+            self._client.version = self._engine.version
+            self._submit(self._stream.resume()).result()
+
+    async def _renew(self, stream: Stream) -> None:
+        if self._goes_on is not None:
+            await asyncio.wait([self._goes_on])
+        client = await self._stream_client()
+        await stream.renew(client, self._around(client))
+        self._goes_on = self._run(stream, client)
 
     @property
     def _streamed(self) -> Stream:
@@ -182,9 +226,8 @@ class Conversations:
         try:
             await asyncio.wait([task, goes_on], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                goes_on.result()
-                raise RuntimeError("generation has ended")
-            return task.result()
+                goes_on.result()  # returns where the engine is lost, which the work knows of
+            return await task
         finally:
             task.cancel()
 
@@ -192,7 +235,8 @@ class Conversations:
 
     def _new_client(self) -> Client:
         engine, limit = self._engine, self._config.step_timeout + _LATER_S
-        return Client(engine.url, engine.api_key, limit, self._routing, engine.version)
+        check_runs = partial(engine.check_runs, engine.starts)
+        return Client(engine.url, engine.api_key, limit, self._routing, engine.version, check_runs)
 
     def _around(self, client: Client) -> Surroundings:
         engine, chat, config = self._engine, self._chat, self._config
@@ -237,11 +281,16 @@ class Conversations:
     async def _let_go(self, gathered: Gathered) -> Gathered:
         """See to it that the engine does not work on what was aborted. It lets go of everything: a stream goes on
         with what is its own."""
+        if gathered.lost is not None or (self._stream is not None and self._stream.is_lost):
+            return gathered
         ended = [one.status for group in gathered.partials for one in group]
         if "aborted" in [*ended, *(rollout.status for rollout in gathered.rollouts)]:
             if self._stream is not None:
                 await self._unless_it_fails(self._stream.pause("retract"))
-            await asyncio.to_thread(self._engine.drop_requests)
+            try:
+                await asyncio.to_thread(self._engine.drop_requests)
+            except EngineLost as lost:
+                self._lost(lost)
             if self._stream is not None:
                 await self._stream.resume()
         return gathered
@@ -250,14 +299,7 @@ class Conversations:
         if not self._thread.is_alive():
             self._thread.start()
 
-        async def named() -> T:
-            try:
-                return await work
-            except RuntimeError:
-                await asyncio.to_thread(self._engine.check_runs)  # by its own words, if it died
-                raise
-
-        return asyncio.run_coroutine_threadsafe(named(), self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """End what is under way, and the processes; safe to call twice."""

@@ -29,6 +29,8 @@ from megarl.parallel.placement import engine_ranks
 from megarl.reshard import engine_settings
 from megarl.rollout import engine_cpu, engine_cuda, loader, server_args
 from megarl.rollout.engine_cpu import NamedTensors
+from megarl.rollout.faults import EngineError as EngineError
+from megarl.rollout.faults import EngineLost
 from megarl.rollout.hosting import SHARED, Host, Hosted, secret_variables
 from megarl.rollout.tool_calls import parser_name
 
@@ -81,10 +83,6 @@ def packed(tensors: NamedTensors) -> str:
     return base64.b64encode(_platform().pack(tensors)).decode()
 
 
-class EngineError(RuntimeError):
-    """The engine did not start, died, or refused a push. The message ends with its last log lines."""
-
-
 class Engine:
     """Life cycle of one engine. Not thread-safe; one object per engine, on its lead rank.
 
@@ -127,7 +125,11 @@ class Engine:
         self._host: Host | None = None
         self._server: Hosted | None = None
         self._asleep: set[str] = set()  # of _PARTS
-        self._holds = False
+        self.holds = False
+        """Whether it was told to stop at the next token."""
+        self.starts = 1
+        """Which start of it this is."""
+        self._ended = False
         # Loopback must not go through a proxy that the environment names.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -146,6 +148,25 @@ class Engine:
         self._tries = 1
         self._launch()
         atexit.register(self.shutdown)
+
+    def restart(self) -> None:
+        """End what there is of its processes, which frees their memory, and start them anew; `wait_ready` follows. It
+        has the weights that it loads itself then, and may not generate before a push."""
+        server, self._server = self._server, None
+        self.usable = self.holds = False
+        self.starts, self.version = self.starts + 1, 0
+        self._asleep.clear()
+        if server is not None:
+            server.close()
+        if self._host is not None and self._host.process.poll() is not None:
+            self._host.close()
+            self._host = None
+        with self.log.open("ab") as log:
+            log.write(b"--- started again\n")
+        self._tries = 1
+        if not self._ended:
+            self._launch()
+            atexit.register(self.shutdown)
 
     def _launch(self) -> None:
         rollout = self.config.rollout
@@ -203,17 +224,18 @@ class Engine:
         """
         limit = self.config.rollout.start_timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        assert self._server is not None, "start() comes first"
         while not self._answers():
+            if self._ended or self._server is None:
+                raise EngineError(f"engine {self.index} was ended before it was ready")
             if self._server.poll() is not None:
                 if self._port_taken() and self._tries < _PORT_TRIES:
                     self._tries += 1
                     self._launch()
                 else:
-                    self.shutdown()
+                    self._end()
                     raise EngineError(f"engine {self.index} did not start; {self._last_lines()}")
             elif time.monotonic() > deadline:
-                self.shutdown()
+                self._end()
                 raise EngineError(f"engine {self.index} was not ready after {limit:g} s; {self._last_lines()}")
             time.sleep(0.2)
         facts = json.loads(self._facts.read_text())
@@ -228,13 +250,23 @@ class Engine:
         except (EngineError, OSError):
             return False
 
-    def check_runs(self) -> None:
-        """Raise EngineError if the engine is gone."""
-        if self._server is None or self._server.poll() is not None:
-            raise EngineError(f"engine {self.index} is not running; {self._last_lines()}")
+    def check_runs(self, start: int = 0) -> None:
+        """Raise EngineLost if the engine is gone. start: `starts` of when it was known to run: one that was started
+        again since is another."""
+        server = self._server  # it may be started again meanwhile
+        if (start and start != self.starts) or server is None or server.poll() is not None:
+            raise EngineLost("died", f"engine {self.index} is not running; {self._last_lines()}")
+
+    def hangs(self, seconds: float) -> EngineLost:
+        """What is said of it where it gave no sign of life for so long."""
+        text = (
+            f"engine {self.index} gave no sign of life for {seconds:.0f} s, more than rollout.hang_timeout="
+            f"{self.config.rollout.hang_timeout:g} allows; {self._last_lines()}"
+        )
+        return EngineLost("hangs", text, seconds)
 
     def check_alive(self) -> None:
-        """Raise EngineError if the engine may not generate."""
+        """Raise EngineLost if the engine is gone, EngineError if it may not generate."""
         self.check_runs()
         if not self.usable:
             raise EngineError(f"engine {self.index} has no whole set of weights; push them first")
@@ -250,8 +282,9 @@ class Engine:
         draft: orders for the draft model, which has the layers of multi-token prediction. Returns when all ranks are
         done; what they answer is in the memory that the payloads speak of.
         """
-        body = {"serialized_named_tensors": payloads, "load_format": loader.NAME, "flush_cache": False}
-        self._call("/update_weights_from_tensor", {**body, "selector": "draft" if draft else "target"})
+        body: dict[str, Any] = {"serialized_named_tensors": payloads, "load_format": loader.NAME, "flush_cache": False}
+        body["selector"] = "draft" if draft else "target"
+        self._call("/update_weights_from_tensor", body, timeout=self.config.rollout.hang_timeout)
 
     def end_update(self, version: int | None) -> None:
         """Close the session. version: number of the weights that the engine now has, all of them; it generates with
@@ -261,7 +294,7 @@ class Engine:
         self._call("/end_weight_update")
         if version is None:
             return
-        if not self._holds:
+        if not self.holds:
             self._flush()  # it is of the old weights
         self._call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.version, self.usable = version, True
@@ -269,13 +302,13 @@ class Engine:
     def hold(self) -> None:
         """Stop at the next token of all answers, until `go_on`; they keep what they have in the KV cache."""
         self._call("/pause_generation", {"mode": "in_place"})
-        self._holds = True
+        self.holds = True
 
     def go_on(self) -> None:
         """Undo `hold`, if it was called."""
-        if self._holds:
+        if self.holds:
             self._call("/continue_generation")
-        self._holds = False
+        self.holds = False
 
     def drop_requests(self) -> None:
         """Have it let go of every request, also of those whose client has given up; return when it is idle."""
@@ -315,7 +348,11 @@ class Engine:
         self._asleep.difference_update(asleep)
 
     def shutdown(self) -> None:
-        """End the engine and all of its processes; safe to call twice, and at exit."""
+        """End the engine and all of its processes, for good; safe to call twice, and at exit."""
+        self._ended = True
+        self._end()
+
+    def _end(self) -> None:
         server, self._server = self._server, None
         host, self._host = self._host, None
         self.usable = False
@@ -336,7 +373,9 @@ class Engine:
             text = error.read()[:500].decode(errors="replace")
             raise EngineError(f"engine {self.index} refused {path}: {text or error}") from None
         except OSError as error:
-            raise EngineError(f"engine {self.index} does not answer {path} ({error}); {self._last_lines()}") from None
+            late = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
+            text = f"engine {self.index} does not answer {path} ({error}); {self._last_lines()}"
+            raise EngineLost("hangs" if late else "died", text) from None
         try:
             return json.loads(text)
         except ValueError:

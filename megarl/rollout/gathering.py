@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megarl.rollout.agents import run_agent
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Policy
+from megarl.rollout.faults import EngineLost
 from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed, sampling_params
 from megarl.rollout.partial import Partial
 from megarl.rollout.queue import Tickets
@@ -19,6 +21,8 @@ from megarl.types import Prompt, Rollout, ids_of
 
 _LOOK_S = 0.1
 """How often it is asked whether there are enough groups, and how often the policy is told again to stop."""
+_BACK_S = 0.5
+"""How often an engine that has nothing more to begin looks for what another, which is lost, has given back."""
 
 Group = tuple[Partial, ...]
 """All conversations of one prompt, by sample."""
@@ -31,6 +35,9 @@ class Gathered:
 
     slots: answers that the policy was asked for at once, at most. seconds: that it took. busy: how long it was asked
     for something, in seconds of one slot. ages: of a stream, the seconds since each of the groups was begun.
+
+    lost: where the engine was lost, by what. gone: conversations that were under way there. again: those of lost
+    engines that were begun anew on this one.
     """
 
     rollouts: list[Rollout]
@@ -40,6 +47,38 @@ class Gathered:
     seconds: float = 0.0
     busy: float = 0.0
     ages: tuple[float, ...] = ()
+    lost: EngineLost | None = None
+    gone: int = 0
+    again: int = 0
+
+    def and_then(self, more: Gathered) -> Gathered:
+        """With what the same engine, or the one in its place, has gathered since."""
+        return Gathered(
+            sorted([*self.rollouts, *more.rollouts], key=lambda one: one.group),
+            [*self.partials, *more.partials],
+            anew=self.anew + more.anew,
+            slots=max(self.slots, more.slots),
+            seconds=self.seconds + more.seconds,
+            busy=self.busy + more.busy,
+            ages=self.ages + more.ages,
+            lost=more.lost,
+            gone=self.gone + more.gone,
+            again=self.again + more.again,
+        )
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A group that an engine had begun when it was lost, without sessions. group: None where only its number was taken.
+    gone: its conversations that were under way."""
+
+    number: int
+    group: Group | None
+    gone: int = 0
+
+
+async def nothing_to_watch() -> None:
+    await asyncio.Event().wait()
 
 
 async def gather_rollouts(
@@ -56,6 +95,7 @@ async def gather_rollouts(
     needed: int | None = None,
     carried: Sequence[Group] = (),
     version: int = 0,
+    watch: Callable[[], Coroutine[Any, Any, None]] = nothing_to_watch,
 ) -> Gathered:
     """`samples` conversations of each prompt whose ticket this engine gets; ticket i is of prompt i, whose rollouts are
     of group `first_group + i`. A group is begun where the policy has room: it is asked for `config.concurrency` answers
@@ -68,6 +108,10 @@ async def gather_rollouts(
     weights; a conversation with a token of weights more than `config.max_lag` versions older is begun anew.
 
     What is not done at `deadline`, in the event loop's time, is aborted, also if its turn has not come by then.
+
+    watch: goes on meanwhile, and raises EngineLost where the engine is lost, as the policy may. What is complete then
+    is returned; of all other groups the conversations that are done stay as they are, the rest are at their beginning
+    again, and the tickets have them for whichever engine has room. Where enough are complete, they are partials.
     """
     if carried and needed is None:
         raise ValueError("conversations are gone on with only where it is said how many groups are needed")
@@ -78,26 +122,33 @@ async def gather_rollouts(
     left = deque(sorted(carried, key=lambda group: not _ended(group)))
     complete: dict[int, Group] = {}
     partials: list[Group] = []
-    anew = 0
+    begun: dict[int, tuple[int, list[Partial]]] = {}
+    """Not complete yet, with their numbers, in the order in which they were begun."""
+    anew = again = turn = 0
+    counting = Whole()
 
-    async def next_group() -> tuple[int, Group] | None:
-        nonlocal anew
+    async def next_group() -> None:
+        nonlocal anew, again, turn
+        number: int | None = 0
+        group: Group
         if left:
             group = left.popleft()
             old = [one.oldest is not None and version - one.oldest > around.config.max_lag for one in group]
             anew += sum(old)
             pairs = zip(group, old, strict=True)
-            return 0, tuple(one.anew() if is_old else one for one, is_old in pairs)
-        number = await asyncio.to_thread(tickets.take)
-        if number is None:
-            return None
-        return number, begin_group(prompts[number], around.chat, seed, first_group + number, samples)
-
-    async def work(number: int, begun: Group, seats: dict[int, Seat]) -> None:
-        group = await carry_on(begun, seats, around, greedy, deadline)
-        if not _ended(group):
-            partials.append(group)
+            group = tuple(one.anew() if is_old else one for one, is_old in pairs)
+        elif (back := await asyncio.to_thread(tickets.take_back)) is not None:
+            again += back.gone
+            number, group = back.number, back.group
+        elif (number := await asyncio.to_thread(tickets.take)) is not None:
+            group = begin_group(prompts[number], around.chat, seed, first_group + number, samples)
+        else:
             return
+        assert number is not None
+        turn += 1
+        begun[turn] = number, list(group)
+
+    async def finish(number: int, group: Group) -> None:
         if needed is not None:
             number = await asyncio.to_thread(tickets.finish)
             if number + 1 >= needed:
@@ -107,21 +158,83 @@ async def gather_rollouts(
                 return
         complete[number] = group
 
+    async def work(turn: int, seats: dict[int, Seat]) -> None:
+        number, group = begun[turn]
+        await carry_on(group, seats, around, greedy, deadline)
+        del begun[turn]
+        if _ended(group):
+            await counting.do(finish(number, tuple(group)))
+        else:
+            partials.append(tuple(group))
+
+    lost: EngineLost | None = None
     try:
         async with asyncio.TaskGroup() as together:
-            watching = None if needed is None else together.create_task(_stop_when_enough(tickets, needed, room))
-            tasks = []
-            while await room.is_there() and (found := await next_group()) is not None:
-                number, begun = found
-                tasks.append(together.create_task(work(number, begun, take_seats(begun, room))))
+            others = [together.create_task(watch())]
+            if needed is not None:
+                others.append(together.create_task(_stop_when_enough(tickets, needed, room)))
+            tasks: set[asyncio.Task[None]] = set()
+            while await room.is_there():
+                known = turn
+                await counting.do(next_group())
+                if turn > known:
+                    tasks.add(together.create_task(work(turn, take_seats(begun[turn][1], room))))
+                elif not tasks:
+                    break
+                else:
+                    await asyncio.wait(tasks, timeout=_BACK_S, return_when=asyncio.FIRST_COMPLETED)
+                tasks = {task for task in tasks if not task.done()}
             if tasks:
                 await asyncio.wait(tasks)
-            if watching is not None:
-                watching.cancel()
+            for other in others:
+                other.cancel()
     except BaseExceptionGroup as failed:
-        raise first_of(failed) from None
+        lost = lost_in(failed)
+        if lost is None:
+            raise first_of(failed) from None
+    gone = 0
+    if lost is not None:
+        await counting.end()
+        enough = needed is not None and await asyncio.to_thread(tickets.finished) >= needed
+        unfinished = [(number, at_their_beginning(group)) for number, group in begun.values()]
+        gone = sum(one.status is None for _, group in unfinished for one in group)
+        unfinished += [(0, at_their_beginning(group)) for group in left]
+        left.clear()
+        for number, group in unfinished:
+            if enough:
+                partials.append(group)
+            else:
+                back = Returned(number, group, sum(one.status is None for one in group))
+                await asyncio.to_thread(tickets.give_back, back)
     rollouts = [one for number in sorted(complete) for one in rollouts_of(complete[number], first_group + number)]
-    return Gathered(rollouts, [*partials, *left], anew, room.size, time.monotonic() - start, room.busy())
+    return Gathered(
+        rollouts,
+        [*partials, *left],
+        anew,
+        room.size,
+        time.monotonic() - start,
+        room.busy(),
+        lost=lost,
+        gone=gone,
+        again=again,
+    )
+
+
+class Whole:
+    """Counts on the tickets, each of which is done to its end also where whoever wants it is cancelled meanwhile."""
+
+    def __init__(self) -> None:
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def do(self, counting: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(counting)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        await asyncio.shield(task)
+
+    async def end(self) -> None:
+        """Return when all are done."""
+        await asyncio.gather(*self._under_way)
 
 
 def begin_group(prompt: Prompt, chat: Chat, seed: int, group: int, samples: int) -> Group:
@@ -131,17 +244,23 @@ def begin_group(prompt: Prompt, chat: Chat, seed: int, group: int, samples: int)
     return tuple(Partial.begin(prompt, sample_seed(seed, group, sample)) for sample in range(samples))
 
 
-def take_seats(group: Group, room: Room) -> dict[int, Seat]:
+def at_their_beginning(group: Sequence[Partial]) -> Group:
+    """Those that have ended as they are; whoever gets them has no session of another engine's."""
+    return tuple(one if one.status is not None else one.anew() for one in group)
+
+
+def take_seats(group: Sequence[Partial], room: Room) -> dict[int, Seat]:
     """One for each conversation that has not ended, by its sample."""
     return {sample: room.seat() for sample, one in enumerate(group) if one.status is None}
 
 
 async def carry_on(
-    begun: Group, seats: dict[int, Seat], around: Surroundings, greedy: bool, deadline: float | None
-) -> Group:
-    """The group, when its conversations have come as far as they come, side by side."""
+    group: list[Partial], seats: dict[int, Seat], around: Surroundings, greedy: bool, deadline: float | None
+) -> None:
+    """Have the group's conversations as far as they come, side by side; each is in its place in `group` then."""
 
-    async def converse(one: Partial, seat: Seat) -> Partial:
+    async def converse(sample: int, seat: Seat) -> None:
+        one = group[sample]
         params = sampling_params(around.config, around.chat, greedy, one.seed)
         if one.session is None and around.chat.known.environments:
             seat.rest()  # a reset may take a while
@@ -150,13 +269,13 @@ async def carry_on(
             done = await (run_agent if by_agent else run_conversation)(one, seat, around, params, deadline)
         finally:
             seat.leave()
+        group[sample] = done
         if done.status not in (None, "aborted"):
             around.ended(done.rollout(0))  # an episode is scored by its last branch
-        return done
 
     async with asyncio.TaskGroup() as own:
-        tasks = {sample: own.create_task(converse(begun[sample], seat)) for sample, seat in seats.items()}
-    return tuple(tasks[sample].result() if sample in tasks else one for sample, one in enumerate(begun))
+        for sample, seat in seats.items():
+            own.create_task(converse(sample, seat))
 
 
 def rollouts_of(group: Group, number: int) -> list[Rollout]:
@@ -164,7 +283,7 @@ def rollouts_of(group: Group, number: int) -> list[Rollout]:
     return [rollout for sample, one in enumerate(group) for rollout in one.rollouts(number, sample)]
 
 
-def _ended(group: Group) -> bool:
+def _ended(group: Sequence[Partial]) -> bool:
     return all(one.status is not None for one in group)
 
 
@@ -173,6 +292,13 @@ def first_of(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def lost_in(error: BaseException) -> EngineLost | None:
+    """Of errors at the same time, that of the engine, by which the others may be."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for one in error.exceptions if (found := lost_in(one)) is not None), None)
+    return error if isinstance(error, EngineLost) else None
 
 
 async def _stop_when_enough(tickets: Tickets, needed: int, room: Room) -> None:

@@ -16,12 +16,14 @@ class HandOff:
     `reshard.executor.HandOver`. Collective over an engine's ranks.
 
     engine: on the lead rank, None on the others. Nothing is raised for an engine that fails: its ranks go on taking
-    part, since others wait for what they send, and `errors` says in the end what went wrong here.
+    part, since others wait for what they send, and `errors` says in the end what went wrong here, `failure` what the
+    engine failed by.
     """
 
     def __init__(self, engine: Engine | None, collect: Collect) -> None:
         self.engine, self.collect = engine, collect
         self.errors: list[str] = []
+        self.failure: EngineError | None = None
         self._boxes = [Mailbox(), Mailbox()]
         self._thread = ThreadPoolExecutor(1, "handoff")
         self._running: tuple[Mailbox, Future[None] | None] | None = None
@@ -45,6 +47,7 @@ class HandOff:
             try:
                 future.result()
             except EngineError as error:
+                self.failure = error
                 self.errors.append(str(error))
         self.collect("")  # returns on all ranks when the lead rank has come here
         answer: dict[str, Any] = {}

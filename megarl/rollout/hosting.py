@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ class Hosted:
     def __init__(self, path: str, log: Path, environment: Mapping[str, str], settings: Mapping[str, Any]) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._status: int | None = None
+        self._asking = threading.Lock()  # only one is told
         order = {"log": str(log.resolve()), "environment": dict(environment), "settings": dict(settings)}
         self._socket.connect(path)
         self._socket.sendall(json.dumps(order).encode() + b"\n")
@@ -102,10 +104,11 @@ class Hosted:
         self._socket.close()
 
     def _wait(self, seconds: float) -> int | None:
-        if self._status is None and select.select([self._socket], [], [], seconds)[0]:
-            try:
-                line = self._socket.recv(64)
-            except ConnectionError:
-                line = b""
-            self._status = int(line) if line else -9
-        return self._status
+        with self._asking:
+            if self._status is None and select.select([self._socket], [], [], seconds)[0]:
+                try:
+                    line = self._socket.recv(64)
+                except ConnectionError:
+                    line = b""
+                self._status = int(line) if line else -9
+            return self._status

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
+import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable
 from threading import Lock
+from typing import Any, Protocol
 
-Add = Callable[[str, int], int]
-"""(name, more) -> what the counter of this name is with so many more; one step, whoever else counts meanwhile."""
+
+class Board(Protocol):
+    """What all engines of a job see: counters, and notes by name."""
+
+    def add(self, name: str, more: int) -> int:
+        """What the counter of this name is with so many more; one step, whoever else counts meanwhile."""
+        ...
+
+    def put(self, name: str, note: bytes) -> None: ...
+
+    def get(self, name: str) -> bytes:
+        """A note that was put there; it is gone then."""
+        ...
 
 
 ENDLESS = sys.maxsize
@@ -17,16 +29,23 @@ ENDLESS = sys.maxsize
 
 
 class Counts:
-    """Counters of one process, for engines that it feeds itself."""
+    """The board of one process, for engines that it feeds itself."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._notes: dict[str, bytes] = {}
         self._lock = Lock()
 
     def add(self, name: str, more: int) -> int:
         with self._lock:
             self._counts[name] += more
             return self._counts[name]
+
+    def put(self, name: str, note: bytes) -> None:
+        self._notes[name] = note
+
+    def get(self, name: str) -> bytes:
+        return self._notes.pop(name)
 
 
 def under_way(needed: int, oversample: float) -> int:
@@ -37,34 +56,66 @@ def under_way(needed: int, oversample: float) -> int:
 class Tickets:
     """The groups of one generation: each goes to the engine that asks next, whichever that is.
 
-    So an engine that is slow, or lost, holds what it has begun and nothing else. groups: to be begun, with the numbers
-    from 0 on. engines: that share them. add, name: where the counters are, and what they are called there; every engine
-    of the generation has the same, and no other generation does. carried: groups that engines go on with, besides.
+    So an engine that is slow holds what it has begun and nothing else; and what one that is lost has not completed is
+    given back, for whoever has room. groups: to be begun, with the numbers from 0 on. engines: that share them. board,
+    name: where the counters are, and what they are called there; every engine of the generation has the same, and no
+    other generation does. carried: groups that engines go on with, besides.
     """
 
     def __init__(
-        self, groups: int, engines: int = 1, add: Add | None = None, name: str = "groups", carried: int = 0
+        self, groups: int, engines: int = 1, board: Board | None = None, name: str = "groups", carried: int = 0
     ) -> None:
-        self._groups = groups
-        self._add = add or Counts().add
-        self._taken, self._complete = f"{name}/taken", f"{name}/complete"
+        self._groups, self.engines = groups, engines
+        self._board: Board = board or Counts()
+        self._name, self._taken, self._complete = name, f"{name}/taken", f"{name}/complete"
+        self._gone: set[int] = set()
+        """Of what was given back, what somebody has begun again."""
         self.share = -(-(groups + carried) // engines)
         """Groups that an engine has at once where they are dealt out evenly. Nobody is to begin more, or the first to
         come would take all of a small generation, while the others have nothing to do."""
 
     def take(self) -> int | None:
         """The number of a group that nobody has begun, which the caller does; None where all are."""
-        number = self._add(self._taken, 1) - 1
+        number = self._board.add(self._taken, 1) - 1
         return number if number < self._groups else None
 
     def taken(self) -> int:
         """How many groups were begun: those with the numbers below this one."""
-        return min(self._add(self._taken, 0), self._groups)
+        return min(self._board.add(self._taken, 0), self._groups)
 
-    def finish(self) -> int:
-        """Say that a group is complete. How many were so before, over all engines: no two are told the same."""
-        return self._add(self._complete, 1) - 1
+    def finish(self, of: int = 0) -> int:
+        """Say that a group is complete. How many were so before, over all engines: no two are told the same. of: what
+        is counted by itself, where not all of them are one."""
+        return self._board.add(f"{self._complete}/{of}", 1) - 1
 
-    def finished(self) -> int:
+    def finished(self, of: int = 0) -> int:
         """How many groups are complete."""
-        return self._add(self._complete, 0)
+        return self._board.add(f"{self._complete}/{of}", 0)
+
+    # --- engines that are lost
+
+    def give_back(self, what: Any) -> None:
+        """Leave a group that was begun, which another engine is to complete: what can be pickled."""
+        place = self._board.add(f"{self._name}/back", 1) - 1
+        self._board.put(f"{self._name}/back/{place}", pickle.dumps(what, 5))
+        self._board.add(f"{self._name}/there/{place}", 1)
+
+    def take_back(self) -> Any | None:
+        """A group that was given back, which the caller completes; None where there is none."""
+        for place in range(self._board.add(f"{self._name}/back", 0)):
+            if place in self._gone or not self._board.add(f"{self._name}/there/{place}", 0):
+                continue
+            self._gone.add(place)
+            if self._board.add(f"{self._name}/again/{place}", 1) == 1:
+                self._board.add(f"{self._name}/again", 1)
+                return pickle.loads(self._board.get(f"{self._name}/back/{place}"))
+        return None
+
+    def left(self) -> int:
+        """Groups that nobody has begun, or begun again."""
+        back, again = (self._board.add(f"{self._name}/{which}", 0) for which in ("back", "again"))
+        return self._groups - self.taken() + back - again
+
+    def lost(self, more: int = 0) -> int:
+        """How many of the engines are lost, with so many more."""
+        return self._board.add(f"{self._name}/lost", more)

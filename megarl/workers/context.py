@@ -76,6 +76,8 @@ class Context:
     ended: Ended = field(default_factory=Ended)
     source: PromptLoader[Any] | None = None
     """Of the prompts that steps are given."""
+    say: Callable[[str], None] = lambda line: None
+    """A line for the log, which one rank writes."""
 
 
 class Worker:

@@ -18,6 +18,7 @@ from megarl.reshard.check import digest, digest_problem, engine_problems, layout
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.reshard.executor import Executor, PushError
 from megarl.rollout.engine import Collect, Engine
+from megarl.rollout.faults import EngineError
 from megarl.rollout.handoff import HandOff
 
 
@@ -26,7 +27,7 @@ class WeightPush:
     `compare` and `push` are collective over the ranks of either side and return at once on the others.
 
     engine: this rank's, where it leads one. collect: over the ranks of this rank's engine. train_ranks, engine_ranks:
-    see `push_plan`.
+    see `push_plan`. is_lost: whether this rank's engine, which has failed so, is gone, and is to be started again.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class WeightPush:
         collect: Collect,
         train_ranks: Sequence[int] | None = None,
         engine_ranks: Sequence[int] | None = None,
+        is_lost: Callable[[EngineError], bool] = lambda error: False,
     ) -> None:
+        self.is_lost, self._lost = is_lost, False
         self.hf, self.config, self.job, self.engine = hf, config, job, engine
         self.collect = collect
         family = family_of(hf)
@@ -77,36 +80,52 @@ class WeightPush:
             raise ConfigError(f"{where}: {errors[0]}" + (f" ({len(errors)} such)" if len(errors) > 1 else ""))
         self.compared = True
 
-    def push(self, local: Mapping[str, torch.Tensor], version: int) -> None:
+    def push(self, local: Mapping[str, torch.Tensor], version: int) -> bool:
         """Replace every engine's weights by the shards `local` (canonical name -> tensor) of all ranks that train, of
-        which others have none, under a number.
+        which others have none, under a number. Whether all of them have these then: where an engine was lost meanwhile
+        none generates, and it is to be done again when that one is back.
 
         Raises ConfigError on all ranks that take part, naming tensor and rank, where something does not fit or arrived
         otherwise than it was sent; no engine generates then.
         """
         if not self.takes_part:
-            return
+            return True
         where = f"the push of version {version}"
+        self._lost = False
         problems = shard_problems(local, self.params, self.plan.train, self.job.rank, self.num_experts)
         self._raise_first(problems, where)
-        self._raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
-        hand_over = HandOff(self.engine, self.collect)
-        errors = [] if self.compared else self._describe(hand_over)
-        if not errors:
-            self.compared = True
-            if self.executor is None:
-                self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, _allocate)
-            try:
-                self.executor.push(local, hand_over, version)
-            except PushError as error:
-                raise ConfigError(str(error)) from error  # a rank is lost: there is nobody to agree with
-            hand_over.settle()
-            for draft in self._models if self.engine_rank is not None else ():
-                hand_over.ask({"do": "finish"}, draft)
-            errors = self._gathered(hand_over.errors)
-        errors += self._gathered(self._on_engine(lambda engine: engine.end_update(None if errors else version)))
-        if errors:
-            raise ConfigError(f"{where}: {errors[0]}")
+        problems, lost = self._judged(self._on_engine(lambda engine: engine.begin_update()))
+        if not (problems or lost):
+            hand_over = HandOff(self.engine, self.collect)
+            found = [] if self.compared else self._describe(hand_over)
+            if not found:
+                self._send(local, hand_over, version)
+            if hand_over.failure is not None:
+                self._see(hand_over.failure)
+            problems, lost = self._judged(hand_over.errors)
+            problems = problems if lost else found or problems
+        fine = not (problems or lost)
+        more, gone = self._judged(self._on_engine(lambda engine: engine.end_update(version if fine else None)))
+        if problems := problems + more:
+            raise ConfigError(f"{where}: {problems[0]}")
+        self.compared = self.compared or fine
+        return not (lost or gone)
+
+    def _send(self, local: Mapping[str, torch.Tensor], hand_over: HandOff, version: int) -> None:
+        if self.executor is None:
+            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, _allocate)
+        try:
+            self.executor.push(local, hand_over, version)
+        except PushError as error:
+            raise ConfigError(str(error)) from error  # a rank is lost: there is nobody to agree with
+        hand_over.settle()
+        for draft in self._models if self.engine_rank is not None else ():
+            hand_over.ask({"do": "finish"}, draft)
+
+    def verify_next(self) -> None:
+        """Have the next push verified in full; on all ranks."""
+        if self.executor is not None:
+            self.executor.pushes = 0
 
     @property
     def _models(self) -> tuple[bool, ...]:
@@ -157,16 +176,27 @@ class WeightPush:
         """The problems of all ranks, in the order of ranks, on all of them."""
         return [problem for found in self._gather(mine) for problem in found]
 
+    def _judged(self, mine: list[str]) -> tuple[list[str], bool]:
+        """The problems of all ranks but those of lost engines, and whether there are such; the same on all of them."""
+        number = None if self.engine_rank is None else self.engine_rank // self.plan.engine.tp
+        told = self._gather((number, self._lost, mine))
+        lost = {number for number, is_lost, _ in told if is_lost}
+        return [problem for number, _, found in told if number not in lost for problem in found], bool(lost)
+
+    def _see(self, error: EngineError) -> None:
+        self._lost = self.is_lost(error) or self._lost
+
     def _raise_first(self, mine: list[str], where: str) -> None:
         if found := self._gathered(mine):
             raise ConfigError(f"{where}: {found[0]}" + (f" ({len(found)} such)" if len(found) > 1 else ""))
 
     def _on_engine(self, work: Callable[[Engine], None]) -> list[str]:
-        if self.engine is None:
+        if self.engine is None or self._lost:
             return []
         try:
             work(self.engine)
-        except RuntimeError as error:
+        except EngineError as error:
+            self._see(error)
             return [str(error)]
         return []
 

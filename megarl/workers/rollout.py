@@ -2,124 +2,84 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
 
-import torch.distributed as dist
+import torch
 
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.clock import ELSEWHERE, WAIT
 from megarl.observe.rollout_log import read_records
-from megarl.parallel import device, everyone, ranks
-from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
+from megarl.parallel import everyone, ranks
 from megarl.rollout.aborted import check_aborted
 from megarl.rollout.conversations import Conversations
-from megarl.rollout.engine import Engine
-from megarl.rollout.gathering import Gathered
+from megarl.rollout.faults import EngineLost
+from megarl.rollout.gathering import Gathered, Group, Returned, at_their_beginning
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.agents import Agents
 from megarl.workers.context import Context, Worker
+from megarl.workers.engines import Engines, on_any
 from megarl.workers.oversampling import Oversampling
-from megarl.workers.push import WeightPush
 from megarl.workers.streaming import NAME, Streaming
-
-Party = TypeVar("Party")
-Result = TypeVar("Result")
 
 
 class RolloutWorker(Worker):
-    """Engines of `rollout.tp` ranks each, one behind the other on the role's ranks; the first rank of one leads it.
-
-    An engine across machines has processes on each, started by the first of its ranks there. With `rollout.replay`
-    there are no engines: `generate` reads the rollouts that another run recorded. The step under way names them, and
-    seeds the samples.
+    """What engines generate, see `Engines`. With `rollout.replay` there are none: `generate` reads the rollouts that
+    another run recorded. The step under way names them, and seeds the samples.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        tp, here = self.config.rollout.tp, self.config.parallel.ranks_per_node
-        self.engines = engine_ranks(self.config)
-        self.groups = [ranks.new_host_group(members) for members in self.engines]
-        mine = [index for index, members in enumerate(self.engines) if self.job.rank in members]
-        self.index = mine[0] if mine else None
-        """Which engine this rank belongs to; None for none."""
-        self.position = self.engines[mine[0]].index(self.job.rank) if mine else -1
-        self.engine: Engine | None = None
+        self.engines = Engines(context)
         self.version = 0
         self._generations, self._served = 0, 0
         self._next_group = 0
         self._closing = False
         self._talks: Conversations | None = None
+        self._lost = {"rollout/lost_samples": 0, "rollout/regenerated_samples": 0}
         if self.config.rollout.replay:
             return
-        addresses = ranks.all_gather_objects(f"{ranks.own_address()}:{ranks.free_port()}")
-        if self.index is not None and self.position % min(tp, here) == 0:
-            self.engine = Engine(
-                self.config,
-                self.index,
-                first_device=self.job.local_rank,
-                nnodes=-(-tp // here),
-                node_rank=self.position // here,
-                dist_init_addr=addresses[self.engines[self.index][0]] if tp > here else "",
-            )
-        lead = self.engine if self.leads else None
-        if lead is not None:
+        lead, count = self.engines.lead, len(self.engines.members)
+        if lead is not None and self.engines.revival is not None:
             replays = self.config.train.replay_routing
             routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
-            self._talks = Conversations(lead, context.chat, self.config.rollout, routing, context.ended)
+            self._talks = Conversations(
+                lead, context.chat, self.config.rollout, routing, context.ended, self.engines.revival.lost
+            )
         agents = any(one.kind == "agent" for one in context.chat.known.environments.values())
         self._agents = Agents(agents, everyone.AllRanks(), self._talks)
-        number = None if lead is None else self.index
-        self._surplus = Oversampling(
-            self.config.rollout, context.source, everyone.AllRanks(), number, len(self.engines)
-        )
+        number = None if lead is None else self.engines.index
+        self._surplus = Oversampling(self.config.rollout, context.source, everyone.AllRanks(), number, count)
         self._stream = Streaming(
             self.config,
             context.upcoming,
             everyone.AllRanks(),
             self._talks,
-            len(self.engines),
-            ranks.count,
+            count,
+            ranks.Board(),
             self._seed,
             self._answered,
         )
-        placement = placement_of(self.config)
-        sets = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
-        parallel = dataclasses.replace(role_parallel(self.config, "actor"), world_size=self.job.world)
-        pushed = dataclasses.replace(self.config, parallel=parallel)
-        self._push = WeightPush(context.hf_config, pushed, self.job, lead, self._collect, *sets)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank speaks for its engine."""
-        return self.position == 0 and self.engine is not None
 
     def begin_step(self, step: int) -> None:
+        if step > self.step and not self.config.rollout.replay:
+            self.engines.recovery.next_step()
+            self._lost = dict.fromkeys(self._lost, 0)
         super().begin_step(step)
         self._next_group = 0
 
-    @property
-    def at_work(self) -> str:
-        """Who is in this role's phases on this rank."""
-        return ELSEWHERE if self.index is None else "rollout"
-
     def start(self) -> None:
-        if self.engine is not None:
-            self.engine.start()
+        self.engines.start()
 
     def ready(self) -> None:
-        with self.clock.phase("engine_start"), self._patient(self.config.rollout.start_timeout):
-            _on_any(self.engine, Engine.wait_ready)
+        with self.clock.phase("engine_start"):
+            self.engines.ready()
             if not self.config.rollout.replay:
-                self._push.compare()  # a mistake costs the start then, and no step
                 self._rehearse_calls()
 
     def _rehearse_calls(self) -> None:
@@ -128,7 +88,7 @@ class RolloutWorker(Worker):
         if not chat.tools:
             return
         limit, of_family = config.request_timeout, not config.tool_call_parser
-        complaint = self._on_leads(
+        complaint = self.engines.on_leads(
             lambda engine: rehearse(
                 chat, engine.url, engine.api_key, engine.tool_call_parser, engine.tool_call_marker, limit, of_family
             )
@@ -150,19 +110,22 @@ class RolloutWorker(Worker):
         complete first, in that order: others are under way besides, of an earlier step too, and the rest is kept.
 
         Those that a failure or a time-out cut off are aborted ones. Raises ConfigError on all ranks where they are more
-        than `rollout.max_aborted`, and as soon as an engine is gone.
+        than `rollout.max_aborted`, and where an engine is lost by the same fault twice in a row. What an engine had
+        under way when it was lost is generated again, by those that are there.
         """
         config = self.config
-        self._make_room()
+        self.engines.make_room()
         with self.clock.phase("generate", WAIT):
             if config.rollout.replay:
                 return self._replayed(self._groups(len(prompts)), greedy)
-            self._wake(Engine.wake)
+            self.engines.recovery.exchange(look=True)
+            self.engines.have_one(self._resume)
+            self.engines.wake()
             is_first, source = self.step > self._served and not greedy, self.context.source
             if is_first:
                 self._served = self.step
             # The last part is for an engine to let go of what is aborted.
-            with self._patient(config.rollout.step_timeout + config.rollout.start_timeout):
+            with self.engines.patient(config.rollout.step_timeout + config.rollout.start_timeout):
                 if is_first and config.rollout.asynchronous and source is not None and source.ends_with(prompts):
                     rollouts = self._go_on(prompts, samples)
                 else:
@@ -177,46 +140,117 @@ class RolloutWorker(Worker):
         plan = self._surplus.plan(prompts, self.step, greedy)
         numbers = max(len(plan.prompts), plan.needed or 0)  # fewer are begun where others are gone on with
         first_group = 0 if greedy else self._groups(numbers).start
-        tickets = Tickets(len(plan.prompts), len(self.engines), ranks.count, name, plan.held)
+        tickets = Tickets(len(plan.prompts), len(self.engines.members), ranks.Board(), name, plan.held)
 
-        def work(talks: Conversations) -> Gathered:
-            with self.clock.span(f"generation of step {self.step}", "rollout", self._devices):
-                return talks.generate(
-                    plan.prompts,
-                    tickets=tickets,
-                    samples=samples,
-                    greedy=greedy,
-                    seed=self._seed(self.step),
-                    first_group=first_group,
-                    needed=plan.needed,
-                    carried=plan.carried,
-                    look=lambda: self._look(name),
-                )
+        carried = self._carried(plan.carried, tickets)
+        mine: Gathered | None = None
+        lost, turn = True, 0
+        while lost:
+            turn += 1
+            alarm = f"{name}/alarm/{turn}"
 
-        mine = _on_any(self._talks, work, name)
+            def work(talks: Conversations) -> Gathered:
+                with self.clock.span(f"generation of step {self.step}", "rollout", self.engines.devices):
+                    return talks.generate(
+                        plan.prompts,
+                        tickets=tickets,
+                        samples=samples,
+                        greedy=greedy,
+                        seed=self._seed(self.step),
+                        first_group=first_group,
+                        needed=plan.needed,
+                        carried=carried,  # noqa: B023  it is called at once
+                        look=lambda: self._look(alarm),  # noqa: B023
+                    )
+
+            found, lost = self._gather(work, alarm)
+            mine = found if mine is None else mine if found is None else mine.and_then(found)
+            carried = ()
+            if lost and not self._is_missing(tickets, plan.needed):
+                break
+            if lost:
+                self.engines.have_one(self._resume)
+        if turn > 1 or lost:
+            while mine is not None and (back := tickets.take_back()) is not None:
+                mine.partials.append(back.group)  # nobody needs it now: it goes on in a later step
+            counts = torch.tensor([mine.gone, mine.again] if mine else [0, 0])
+            self._count_lost(everyone.total(counts).tolist())
         rollouts = _gathered(mine.rollouts if mine else [], self.version)
         self._surplus.keep(plan, mine, tickets.taken(), rollouts)
         return rollouts
 
+    def _carried(self, groups: Sequence[Group], tickets: Tickets) -> Sequence[Group]:
+        """What this rank's engine goes on with; where that is away, others do."""
+        recovery = self.engines.recovery
+        if not recovery.is_there(self.engines.index):
+            for group in groups:
+                tickets.give_back(Returned(0, at_their_beginning(group)))
+            groups = ()
+        if recovery.away or recovery.bare:
+            ranks.barrier()  # else others might have looked for it before
+        return groups
+
+    def _gather(
+        self, work: Callable[[Conversations], Gathered | None], alarm: str, lost_too: bool = False
+    ) -> tuple[Gathered | None, bool]:
+        """What comes of it on this rank, where it leads an engine that is there, or with `lost_too` any, and whether
+        some engine was lost meanwhile. Any other failure is raised on all ranks, and the alarm, for those that are
+        still at it."""
+        error, found = "", None
+        if self._talks is not None and (lost_too or self.engines.recovery.is_there(self.engines.index)):
+            try:
+                found = work(self._talks)
+            except _Stopped:
+                pass
+            except EngineLost as lost:
+                assert self.engines.revival is not None
+                self.engines.revival.lost(lost)
+            except RuntimeError as failure:
+                error = str(failure)
+                ranks.raise_alarm(alarm)
+        return found, self.engines.recovery.exchange(error)
+
+    def _is_missing(self, tickets: Tickets, needed: int | None) -> bool:
+        """Whether groups are, after an engine was lost; nobody takes any meanwhile."""
+        return self._lack(tickets.left() > 0 if needed is None else tickets.finished() < needed)
+
+    def _lack(self, something: bool) -> bool:
+        return any(ranks.all_gather_objects(something))
+
+    def _count_lost(self, counts: Sequence[int]) -> None:
+        for name, more in zip(self._lost, counts, strict=True):
+            self._lost[name] += more
+
     def _go_on(self, prompts: Sequence[Prompt], samples: int) -> Rollouts:
         """The step's groups out of what goes on."""
         self._groups(len(prompts))  # whose numbers they have
-        _on_any(self._stream, lambda stream: stream.open(prompts, samples, self.step), NAME)
-        mine = _on_any(self._talks, lambda talks: talks.take(len(prompts), lambda: self._look(NAME)).result(), NAME)
+        on_any(self._stream, lambda stream: stream.open(prompts, samples, self.step))
+        mine: Gathered | None = None
+        while True:
+            found, _ = self._gather(
+                lambda talks: talks.take(len(prompts), lambda: self._look(NAME)).result(), NAME, lost_too=True
+            )
+            if found is not None:
+                mine = found
+            # Of engines that are lost, too, what was complete is taken.
+            if self.engines.recovery.some_are_there or not self._lack(self._talks is not None and found is None):
+                break
+            self.engines.have_one(self._resume)
         rollouts = _gathered(mine.rollouts if mine else [], self.version)
         self._stream.note(mine, rollouts)
+        self._count_lost(self._stream.lost)
         return rollouts
+
+    def _resume(self) -> None:
+        """This rank's engine is there again, and its stream, if there is one, goes on."""
+        if self._talks is not None:
+            self._talks.resume()
 
     def _seed(self, step: int) -> int:
         return self.config.run.seed * 1_000_003 + step
 
-    @property
-    def _devices(self) -> Sequence[int]:
-        """The ranks of this rank's engine, for the timeline."""
-        return () if self.index is None else self.engines[self.index]
-
     def _answered(self, began: float, ended: float) -> None:
-        self.clock.keep("generation", "rollout", began, ended, self._devices, thread="generation")
+        self.clock.keep("generation", "rollout", began, ended, self.engines.devices, thread="generation")
 
     def _look(self, alarm: str) -> None:
         if self._closing or ranks.alarm_raised(alarm):
@@ -225,70 +259,48 @@ class RolloutWorker(Worker):
     def update_weights(self, actor: ActorWorker) -> None:
         """Give every engine the actor's weights under the next version number; all ranks take part.
 
-        The engines' KV caches stay asleep until `generate`, when what the push needed is gone.
+        The engines' KV caches stay asleep until `generate`, when what the push needed is gone. An engine that is lost
+        meanwhile is started again, and no engine has these weights before all have them.
         """
-        self._make_room(actor)
-        takes_part = self.index is not None or actor.model is not None
+        self.engines.make_room(actor)
+        takes_part = self.engines.index is not None or actor.model is not None
         with self.clock.phase("push_weights", "push" if takes_part else ELSEWHERE):
             self.version = self.step
             if self.config.rollout.replay:
                 return
             self._hold_answers()
-            self._wake(Engine.wake_weights)
-            with self._patient(self.config.rollout.start_timeout):
-                self._push.push({} if actor.model is None else actor.model.merged(), self.version)
+            self.engines.push(actor, self.version)
             if self.config.rollout.asynchronous:
-                _on_any(self._stream, lambda stream: stream.go_on(self.step), NAME)
+                on_any(self._stream, lambda stream: stream.go_on(self.step))
 
     def _hold_answers(self) -> None:
         """Have what is under way out of the way of new weights, as `rollout.on_push` says."""
         if not self.config.rollout.asynchronous:
             return
         config = self.config.rollout
-        again = self.engine is not None and self.engine.version == self.version
+        own = self.engines.own
+        again = own is not None and own.version == self.version
         # Weights under a number that the engine has had must find no cache that is salted by it.
         how = "retract" if again and config.on_push == "in_place" else config.on_push
         with self.clock.span("training", WAIT):
             ranks.barrier()  # engines' ranks have nothing to train, and would be here before there are weights
-        with self.clock.phase("generate_rest", WAIT), self._patient(config.step_timeout + config.start_timeout):
-            _on_any(self._talks, lambda talks: talks.pause(how), NAME)
-
-    def _wake(self, how: Callable[[Engine], None]) -> None:
-        """Once every rank has given back what it has freed: an engine's lead wakes it on the devices of others, too."""
-        device.empty_cache()
-        ranks.barrier()
-        with self.clock.span("wake", self.at_work):
-            self._on_leads(how)
-
-    def _make_room(self, pushing: ActorWorker | None = None) -> None:
-        """With `train.offload` models leave the device to the engines, but for weights that are on their way there."""
-        if not self.config.train.offload or self.config.rollout.replay:
-            return
-        with self.clock.phase("offload"):
-            self.context.models.park(None if pushing is None else pushing.model)
-
-    def _collect(self, payload: str) -> list[str]:
-        """Of the ranks of this engine, on its lead rank; see `rollout.engine.Collect`.
-
-        Nobody returns before all have come, for the sizes of the payloads go from all to all first.
-        """
-        payloads: list[str] = [""] * self.config.rollout.tp
-        assert self.index is not None
-        lead, own = self.engines[self.index][0], self.groups[self.index]
-        dist.gather_object(payload, payloads if self.position == 0 else None, dst=lead, group=own)
-        return payloads
+        with self.clock.phase("generate_rest", WAIT), self.engines.patient(config.step_timeout + config.start_timeout):
+            on_any(self._talks, lambda talks: talks.pause(how))
 
     def sleep(self) -> None:
         """Leave the device to training, unless it is the engines' own."""
-        if self.config.rollout.asynchronous:
+        if self.config.rollout.asynchronous or self.config.rollout.replay:
             return
-        with self.clock.phase("sleep", self.at_work):
-            self._on_leads(Engine.sleep)
+        with self.clock.phase("sleep", self.engines.at_work):
+            self.engines.sleep()
 
     def figures(self) -> dict[str, float]:
         if self.config.rollout.replay:
             return {}
-        return self._surplus.figures | self._stream.figures | self._agents.figures
+        recovered = self.engines.recovery.figures()
+        if recovered or any(self._lost.values()):
+            recovered |= {name: float(count) for name, count in self._lost.items()}
+        return self._surplus.figures | self._stream.figures | self._agents.figures | recovered
 
     def save(self) -> Write:
         """Conversations that a later step goes on with."""
@@ -302,16 +314,7 @@ class RolloutWorker(Worker):
         self._closing = True
         if self._talks is not None:
             self._talks.close()
-        if self.engine is not None:
-            self.engine.shutdown()
-
-    def _on_leads(self, work: Callable[[Engine], Result]) -> Result | None:
-        with self._patient(self.config.rollout.start_timeout):
-            return _on_any(self.engine if self.leads else None, work)
-
-    def _patient(self, seconds: float) -> AbstractContextManager[None]:
-        """While some ranks wait for their engine, which may take so long, the others wait for them."""
-        return ranks.patient(seconds + self.config.run.timeout_s)
+        self.engines.close()
 
     def _groups(self, count: int) -> range:
         """Numbers of so many further groups of the step."""
@@ -344,24 +347,3 @@ def _gathered(mine: Sequence[Rollout], version: int) -> Rollouts:
 
 class _Stopped(RuntimeError):
     """This engine is all right, another has failed."""
-
-
-def _on_any(party: Party | None, work: Callable[[Party], Result], alarm: str = "") -> Result | None:
-    """Do it on the ranks that have a party. A failure is raised on every rank, so that none waits for the others.
-
-    alarm: raised where it fails, for those that are still at it.
-    """
-    error, result = "", None
-    if party is not None:
-        try:
-            result = work(party)
-        except _Stopped:
-            pass
-        except RuntimeError as failure:
-            error = str(failure)
-            if alarm:
-                ranks.raise_alarm(alarm)
-    errors = [text for text in ranks.all_gather_objects(error) if text]
-    if errors:
-        raise ConfigError(errors[0])
-    return result

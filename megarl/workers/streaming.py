@@ -12,7 +12,7 @@ import torch
 from megarl.config import Config, ConfigError
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.gathering import Gathered
-from megarl.rollout.queue import ENDLESS, Add, Tickets
+from megarl.rollout.queue import ENDLESS, Board, Tickets
 from megarl.rollout.stream import AtWork
 from megarl.types import Everyone, Prompt, Rollouts
 from megarl.workers.lag import lag_figures
@@ -24,7 +24,7 @@ Upcoming = Callable[[int], Sequence[Sequence[Prompt]]]
 
 
 class Streaming:
-    """talks: of this rank's engine, where it leads one. add: of counters that all leads share. seed_of: a step's."""
+    """talks: of this rank's engine, where it leads one. board: that all leads see. seed_of: a step's."""
 
     def __init__(
         self,
@@ -33,21 +33,23 @@ class Streaming:
         everyone: Everyone,
         talks: Conversations | None,
         engines: int,
-        add: Add,
+        board: Board,
         seed_of: Callable[[int], int],
         at_work: AtWork,
     ) -> None:
         self._config, self._upcoming, self._everyone, self._talks = config, upcoming, everyone, talks
-        self._engines, self._add, self._seed_of, self._at_work = engines, add, seed_of, at_work
+        self._engines, self._board, self._seed_of, self._at_work = engines, board, seed_of, at_work
         self._samples = 0
         self._admitted = 0
         """The last step whose prompts may be begun; 0 before it all begins."""
         self._taken = 0
         """The last step that took its groups."""
         self.figures: dict[str, float] = {}
+        self.lost = 0, 0
+        """Conversations that were lost with their engines, and those begun anew, of the last step."""
 
     def open(self, prompts: Sequence[Prompt], samples: int, step: int) -> None:
-        """A step asks for its groups: the first one begins the stream. Raises RuntimeError where the engine is gone."""
+        """A step asks for its groups: the first one begins the stream."""
         lag = self._config.rollout.max_lag
         if self._samples not in (0, samples):
             raise ConfigError(
@@ -64,13 +66,13 @@ class Streaming:
             self._samples, self._admitted = samples, step - 1
             if self._talks is not None:
                 groups = -(-(1 + lag) * len(prompts) // self._engines)
-                tickets = Tickets(ENDLESS, self._engines, self._add, NAME)
+                tickets = Tickets(ENDLESS, self._engines, self._board, NAME)
                 self._talks.start_stream(tickets, samples=samples, groups=groups, at_work=self._at_work)
             self._admit(step, prompts)
         self._admit_up_to(step, step + lag)
 
     def go_on(self, step: int) -> None:
-        """The engines have the weights that the step has made. Raises RuntimeError where this rank's is gone."""
+        """The engines have the weights that the step has made."""
         if self._samples:
             if self._talks is not None:
                 self._talks.resume()
@@ -92,9 +94,11 @@ class Streaming:
         numbers: list[list[float]] = []
         if mine is not None:
             ages = mine.ages
-            numbers.append([mine.slots * mine.seconds, mine.busy, sum(ages), max(ages, default=0.0), len(ages)])
-        table = self._everyone.rows(torch.tensor(numbers, dtype=torch.float64).reshape(-1, 5))
-        offered, busy, summed, oldest, groups = table.T
+            of_ages = [sum(ages), max(ages, default=0.0), len(ages)]
+            numbers.append([mine.slots * mine.seconds, mine.busy, *of_ages, mine.gone, mine.again])
+        table = self._everyone.rows(torch.tensor(numbers, dtype=torch.float64).reshape(-1, 7))
+        offered, busy, summed, oldest, groups, gone, again = table.T
+        self.lost = int(gone.sum()), int(again.sum())
         self.figures = lag_figures(rollouts) | {
             "rollout/age_mean": float(summed.sum()) / max(1.0, float(groups.sum())),
             "rollout/age_max": max(oldest.tolist(), default=0.0),

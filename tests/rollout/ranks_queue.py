@@ -1,4 +1,5 @@
-"""Tickets of 200 groups, taken by two ranks at the same time; each says which it got, and that it has finished them."""
+"""Tickets of 200 groups, taken by two ranks at the same time; each says which it got, and that it has finished them.
+Each gives one back and takes one."""
 
 from __future__ import annotations
 
@@ -11,13 +12,17 @@ from megarl.rollout.queue import Tickets
 
 def main() -> None:
     job = ranks.initialize(ParallelConfig(world_size=2)).job
-    tickets = Tickets(200, job.world, ranks.count, "step")
+    tickets = Tickets(200, job.world, ranks.Board(), "step")
     got, places = [], []
     while (number := tickets.take()) is not None:
         got.append(number)
         places.append(tickets.finish())
+    tickets.give_back(b"abc" if job.rank else bytes(9 << 20))
     ranks.barrier()
-    print("RESULT", json.dumps({"got": got, "places": places, "finished": tickets.finished()}), flush=True)
+    back = tickets.take_back()
+    ranks.barrier()
+    found = {"got": got, "places": places, "finished": tickets.finished(), "left": tickets.left(), "back": [len(back)]}
+    print("RESULT", json.dumps(found), flush=True)
     ranks.shutdown()
 
 

@@ -17,6 +17,7 @@ import torch
 from megarl.config import RolloutConfig
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Generation
+from megarl.rollout.faults import EngineLost
 from megarl.rollout.partial import Partial
 from megarl.rollout.tool_calls import Call, Reply
 from megarl.rollout.tools import load_tools
@@ -119,7 +120,7 @@ class Writer:
         while len(tokens) < params["max_new_tokens"]:
             await asyncio.sleep(random.random() * self.pause)
             if self.written == self.lasts:
-                raise RuntimeError("the engine is gone")
+                raise EngineLost("died", "the engine is gone")
             tokens.append(follows([*known, *tokens]))
             self.written += 1
             if self.written == self.halts:

@@ -17,6 +17,7 @@ from aiohttp.test_utils import TestServer
 from megarl.models.routing import RoutingShape
 from megarl.rollout import client as module
 from megarl.rollout.client import Client, Generation, RequestFailed, cuts, decode_routing
+from megarl.rollout.faults import EngineLost
 
 SHAPE = RoutingShape(layers=3, moe_layers=(1, 2), topk=2, experts=400)
 
@@ -108,6 +109,13 @@ def ask(
     return asyncio.run(run())
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for again is so at once."""
+    monkeypatch.setattr(module, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "_GONE_S", 0.1)
+
+
 def test_a_good_answer() -> None:
     out = ask(answer())
     assert (out.token_ids.tolist(), out.logprobs.tolist(), out.finish) == ([8], [-0.5], "stop")
@@ -122,7 +130,7 @@ def test_a_good_answer() -> None:
         ({"error": {"message": "too long"}}, 400, "refused to generate: .*too long"),
         ("Internal Server Error", 500, "refused to generate: Internal Server Error"),
         ("{not json", 200, "cannot be read"),
-        ("broken off", 200, "cannot be read"),
+        ("broken off", 200, "cannot be reached"),
         ([1], 200, "cannot be one: TypeError"),
         ({}, 200, "cannot be one: KeyError.'meta_info'"),
         ({"output_ids": [8], "meta_info": None}, 200, "cannot be one"),
@@ -282,13 +290,52 @@ def test_weights_may_change_while_an_answer_is_under_way_and_each_version_has_it
     assert asyncio.run(run()) == [3, 4] and salts == ["3", "4"]
 
 
-def test_an_engine_that_is_gone_is_not_an_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PAUSE_S", 0.01)
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_lost_connection_is_one_requests_fault_unless_the_engine_is_gone(gone: bool) -> None:
+    looks: list[int] = []
+
+    def check_runs() -> None:
+        looks.append(1)
+        if gone and len(looks) > 2:  # it takes a moment to die
+            raise EngineLost("died", "engine 0 is not running")
 
     async def run() -> None:
-        async with Client("http://127.0.0.1:9", "key", 30.0) as client:
-            await client.generate([5], {})
+        async with Client("http://127.0.0.1:9", "key", 30.0, check_runs=check_runs) as client:
+            try:
+                await client.generate([5], {})
+            finally:
+                assert client.asking == 0
 
-    with pytest.raises(RuntimeError, match="cannot be reached") as failure:
+    with pytest.raises(EngineLost if gone else RequestFailed, match="is not running" if gone else "cannot be reached"):
         asyncio.run(run())
-    assert not isinstance(failure.value, RequestFailed)
+
+
+@pytest.mark.parametrize(("faults", "fails"), [(2, False), (3, True)])
+def test_an_answer_that_the_engine_fails_at_is_asked_for_again_a_few_times(faults: int, fails: bool) -> None:
+    asked: list[int] = []
+
+    async def run() -> int:
+        async def respond(request: web.Request) -> web.StreamResponse:
+            asked.append(1)
+            if len(asked) <= faults:
+                if len(asked) == 2 and request.transport is not None:
+                    request.transport.close()  # the connection is lost
+                return web.Response(status=500, text="CUDA error")
+            return web.json_response(answer())
+
+        app = web.Application()
+        app.router.add_post("/generate", respond)
+        server = TestServer(app)
+        await server.start_server()
+        try:
+            async with Client(f"http://127.0.0.1:{server.port}", "key", 30.0, version=3) as client:
+                return len((await client.generate([1], {})).token_ids)
+        finally:
+            await server.close()
+
+    if fails:
+        with pytest.raises(RequestFailed, match="refused to generate: CUDA error"):
+            asyncio.run(run())
+    else:
+        assert asyncio.run(run()) == 1
+    assert len(asked) == 3

@@ -13,18 +13,20 @@ from scripted import CHAT, CONFIG, PROMPT, TOKENIZER
 from megarl.rollout import conversations
 from megarl.rollout.chat import Chat
 from megarl.rollout.conversations import Conversations
+from megarl.rollout.faults import EngineLost
 from megarl.rollout.gathering import Gathered
 from megarl.rollout.multi_turn import Surroundings
+from megarl.rollout.queue import Tickets
 from megarl.rollout.tools import load_tools
 from megarl.types import Rollout, Status
 
 
 def some_engine(folder: Path) -> Any:
-    names = dict(url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, version=0)
-    return SimpleNamespace(**names, log=folder / "logs/engine_0.log", check_alive=lambda: None, check_runs=lambda: None)
+    names = dict(url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, version=0, starts=1)
+    return SimpleNamespace(**names, log=folder / "logs/engine_0.log", holds=False, check_runs=lambda start: None)
 
 
-def test_the_engine_lets_go_of_what_was_aborted_and_is_watched_meanwhile(
+def test_the_engine_lets_go_of_what_was_aborted_and_others_are_looked_at_meanwhile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said_to: list[str] = []
@@ -50,17 +52,22 @@ def test_the_engine_lets_go_of_what_was_aborted_and_is_watched_meanwhile(
 
     with pytest.raises(RuntimeError, match="another engine is gone"):
         talks.generate([], look=look)
-    looks: list[int] = []
-
-    def check_alive() -> None:
-        looks.append(1)
-        if len(looks) > 2:
-            raise RuntimeError("engine 0 is not running")
-
-    engine.check_alive = check_alive
-    with pytest.raises(RuntimeError, match="engine 0 is not running"):
-        talks.generate([])
     talks.close()
+
+
+def test_an_engine_that_is_lost_is_told_of_at_once_and_is_asked_for_nothing_more(tmp_path: Path) -> None:
+    engine, told = some_engine(tmp_path), []
+
+    def check_runs(start: int) -> None:
+        raise EngineLost("died", "engine 0 is not running")
+
+    engine.check_runs, tickets = check_runs, Tickets(2)
+    talks = Conversations(engine, CHAT, CONFIG, lost=told.append)
+    found = talks.generate([PROMPT, PROMPT], tickets=tickets, samples=2)
+    talks.close()
+    assert found.rollouts == [] and found.lost is not None and found.lost.fault == "died"
+    assert told and {str(one) for one in told} == {"engine 0 is not running"}
+    assert tickets.left() == 2
 
 
 def test_the_tools_processes_are_kept_from_one_generation_to_the_next(

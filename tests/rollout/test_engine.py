@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_an_answer_by_other_weights_than_were_pushed_stops_the_run(
     talks.close()
 
 
-def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_is_one_error(
+def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_starts_again(
     tmp_path: Path, host: str
 ) -> None:
     """One at a time: the two long answers are cut off, and the short one, which waits for both, is not. Then the
@@ -206,10 +207,19 @@ def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_is_o
         talks = Conversations(engine, Chat.load(str(running.folder)), running.config.rollout)
         timer = threading.Timer(0.2, kill)
         timer.start()
-        with pytest.raises(EngineError, match=r"engine 0 is not running; the last lines of .*engine_0.log:"):
-            talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=300)
+        tickets = Tickets(1)
+        found = talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=300, tickets=tickets)
         timer.join()
+        assert found.lost is not None and found.lost.fault == "died" and found.rollouts == []
+        assert re.match(r"engine 0 is not running; the last lines of .*engine_0.log:", str(found.lost))
+        assert 0 < found.gone <= 300 and tickets.left() == 1
+        engine.restart()
+        assert not engine.usable
+        engine.wait_ready()
+        more = talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=1)
         talks.close()
+        assert more.lost is None and len(more.rollouts) == 1 and engine.starts == 2
+        assert "--- started again" in engine.log.read_text()
 
 
 def test_routing_of_a_conversation_is_that_of_one_pass_over_it(qwen3_moe: Running) -> None:

@@ -14,6 +14,7 @@ from scripted import CHAT, CONFIG, PROMPT, Fails, Script, Writer, begun, call, p
 from megarl.environments.protocol import ToolResult
 from megarl.environments.sessions import Sessions
 from megarl.rollout.client import Generation, RequestFailed
+from megarl.rollout.faults import EngineLost
 from megarl.rollout.gathering import Gathered, Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed
 from megarl.rollout.partial import Partial
@@ -142,7 +143,7 @@ def together(
 
 def shared(groups: int, engines: int, carried: int = 0) -> list[Tickets]:
     counts = Counts()
-    return [Tickets(groups, engines, counts.add, "step", carried) for _ in range(engines)]
+    return [Tickets(groups, engines, counts, "step", carried) for _ in range(engines)]
 
 
 def alone(prompt: Prompt) -> list[int]:
@@ -171,13 +172,112 @@ def test_engines_share_groups_without_losing_one_or_taking_it_twice(pauses: Sequ
     assert all(writer.most_at_once <= CONFIG.concurrency for writer in writers)
 
 
-def test_an_engine_that_dies_takes_with_it_what_it_has_begun_and_nothing_else() -> None:
+def to_the_end(
+    writers: Sequence[Writer],
+    prompts: Sequence[Prompt],
+    tickets: Sequence[Tickets],
+    needed: int | None = None,
+    carried: Sequence[Sequence[Group]] = (),
+    **config: Any,
+) -> list[Gathered]:
+    """As `together`; what a lost engine has left when all others are done is done by all of them, lost ones with a new
+    writer."""
+    found = no_failure(together(writers, prompts, tickets, needed, carried, **config))
+    while any(out.lost for out in found):
+        if not (tickets[0].left() if needed is None else tickets[0].finished() < needed):
+            break
+        again = [Writer(writer.version) for writer in writers]
+        more = no_failure(together(again, prompts, tickets, needed, [()] * len(writers), **config))
+        found = [one.and_then(other) for one, other in zip(found, more, strict=True)]
+    return found
+
+
+def one_by_one(outcomes: Sequence[Gathered]) -> list[Rollout]:
+    """All rollouts, by group; a group's are one engine's, by sample."""
+    return sorted((one for out in outcomes for one in out.rollouts), key=lambda one: one.group)
+
+
+def assert_nothing_lost(rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> None:
+    """Each sample once, with its own seed and the tokens that nothing has disturbed."""
+    numbers = [(group, sample) for group in range(len(prompts)) for sample in (0, 1)]
+    assert [(one.group, one.seed) for one in rollouts] == [(g, sample_seed(7, g, sample)) for g, sample in numbers]
+    for rollout in rollouts:
+        assert rollout.prompt.id == prompts[rollout.group].id
+        assert rollout.token_ids.tolist() == alone(prompts[rollout.group])
+
+
+def test_what_a_lost_engine_has_begun_is_done_by_the_rest() -> None:
     tickets = shared(40, 3)
-    dead, *others = together([Writer(lasts=60), Writer(), Writer()], PROMPTS, tickets)
-    assert isinstance(dead, RuntimeError) and str(dead) == "the engine is gone"
-    found = {rollout.group for out in no_failure(others) for rollout in out.rollouts}
-    most = CONFIG.concurrency * 2 // 2 + 10  # under way at most, and what 60 tokens may have ended
-    assert tickets[0].taken() == 40 and 40 - most <= len(found) < 40
+    outcomes = no_failure(together([Writer(lasts=60), Writer(), Writer()], PROMPTS, tickets))
+    dead, *others = outcomes
+    assert dead.lost is not None and str(dead.lost) == "the engine is gone" and dead.again == 0
+    assert all(out.lost is None and out.gone == 0 for out in others)
+    assert_nothing_lost(one_by_one(outcomes), PROMPTS)
+    assert 0 < dead.gone == sum(out.again for out in others) <= 2 * CONFIG.concurrency
+    assert tickets[0].left() == 0 and tickets[0].taken() == 40
+
+
+def test_an_engine_that_is_lost_and_starts_again_does_what_was_lost_and_nothing_else() -> None:
+    """Alone, and lost twice: what was done before is not done again."""
+    tickets, told, found = shared(6, 1), [], None
+    for writer in (Writer(lasts=70), Writer(lasts=70), Writer()):
+
+        async def gather_with(writer: Writer) -> Gathered:
+            around = replace(surroundings(), ended=lambda rollout: told.append((rollout.prompt.id, rollout.seed)))
+            options: dict[str, Any] = {"samples": 2, "greedy": False, "seed": 7}
+            return await gather_rollouts(PROMPTS[:6], tickets[0], writer, around, **options)
+
+        out = asyncio.run(gather_with(writer))
+        found = out if found is None else found.and_then(out)
+    assert found is not None and found.lost is None and 0 < found.gone == found.again
+    assert_nothing_lost(found.rollouts, PROMPTS[:6])
+    assert sorted(told) == sorted((one.prompt.id, one.seed) for one in found.rollouts)
+
+
+def test_an_engine_that_is_seen_to_hang_is_lost_whatever_it_is_at() -> None:
+    script, told = Fails("1", None, None, None), []
+
+    async def hangs() -> None:
+        while len(script.asked) < 4 or not told:
+            await asyncio.sleep(0.01)
+        raise EngineLost("hangs", "engine 0 gave no sign of life")
+
+    async def run() -> Gathered:
+        around = replace(surroundings(), ended=told.append)
+        options: dict[str, Any] = {"samples": 2, "greedy": False, "seed": 7, "watch": hangs}
+        return await gather_rollouts(PROMPTS[:2], tickets, script, around, **options)
+
+    tickets = Tickets(2)
+    out = asyncio.run(run())
+    assert out.lost is not None and out.lost.fault == "hangs" and out.rollouts == [] and out.gone == 3
+    back = [tickets.take_back(), tickets.take_back()]
+    assert tickets.take_back() is None and sorted(one.number for one in back) == [0, 1]
+    assert sorted(one.status or "" for group in back for one in group.group) == ["", "", "", "stop"]
+
+
+@pytest.mark.parametrize("lasts", [5, 60, 150, 220])
+def test_where_engines_share_more_than_is_needed_a_lost_ones_groups_go_on_elsewhere(lasts: int) -> None:
+    """With what was carried, also where enough were complete before or after it was lost."""
+    needed, begin = 6, 9
+    left, carried, done = list(PROMPTS[:30]), [[], []], []
+    for step in range(20):
+        held = sum(map(len, carried))
+        fresh = left[: begin - held]
+        wanted = min(needed, held + len(fresh))
+        tickets = shared(len(fresh), 2, held)
+        writers = [Writer(step, 0.001, lasts=lasts if step in (0, 2) else -1), Writer(step, 0.003)]
+        outcomes = to_the_end(writers, fresh, tickets, wanted, carried, max_lag=100)
+        left = left[tickets[0].taken() :]
+        rollouts = one_by_one(outcomes)
+        assert sorted({one.group for one in rollouts}) == list(range(wanted)) and len(rollouts) == 2 * wanted
+        done += rollouts
+        carried = [out.partials for out in outcomes]
+        while (back := tickets[0].take_back()) is not None:
+            carried[0].append(back.group)
+        if not left and not any(carried):
+            break
+    assert sorted(rollout.prompt.id for rollout in done) == sorted(prompt.id for prompt in PROMPTS[:30] for _ in "ab")
+    assert all(rollout.token_ids.tolist() == alone(rollout.prompt) for rollout in done)
 
 
 def test_of_few_groups_each_engine_begins_its_share_however_early_it_comes() -> None:

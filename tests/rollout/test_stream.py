@@ -71,7 +71,7 @@ async def train(
     counts, steps, begun = Counts(), [], []
     streams = [
         Stream(
-            Tickets(ENDLESS, len(writers), counts.add),
+            Tickets(ENDLESS, len(writers), counts),
             writer,
             surroundings(),
             samples=SAMPLES,
@@ -93,7 +93,8 @@ async def train(
     try:
         for step in range(STEPS):
             await admit(step + 1 + lag)
-            gathered = await asyncio.gather(*(stream.take(GROUPS) for stream in streams))
+            taken = await asyncio.gather(*(stream.take(GROUPS) for stream in streams))
+            gathered = [part for part in taken if part is not None]
             steps.append(sorted((one for part in gathered for one in part.rollouts), key=lambda one: one.group))
             assert all(0 <= part.busy <= part.slots * part.seconds + 0.1 for part in gathered)
             assert sum(len(part.ages) for part in gathered) == GROUPS
@@ -146,16 +147,59 @@ def test_answers_that_go_on_through_pushes_are_whole_and_never_too_old(engines: 
     assert begun[0] > GROUPS  # something of the next step's was begun while the first was trained on
 
 
-def test_an_engine_that_fails_ends_the_stream() -> None:
-    async def run() -> None:
-        stream = Stream(
-            Tickets(ENDLESS), Writer(lasts=50), surroundings(), samples=SAMPLES, groups=GROUPS, seconds=60.0
-        )
-        await stream.admit(STEPS_PROMPTS[0], 1)
-        await stream.run()
+async def streamed(writers: list[Writer], steps: int) -> tuple[list[list[Rollout]], list[int]]:
+    """The rollouts of each step, where engines that are lost stay so as long as there are others; and how many
+    conversations were lost, and begun anew."""
+    counts, found, numbers = Counts(), [], [0, 0]
+    names: dict[str, Any] = dict(samples=SAMPLES, groups=GROUPS, seconds=60.0)
+    streams = [Stream(Tickets(ENDLESS, len(writers), counts), writer, surroundings(), **names) for writer in writers]
+    at_work = [asyncio.create_task(stream.run()) for stream in streams]
+    for step in range(steps):
+        for stream in streams:
+            await stream.admit(STEPS_PROMPTS[step], 100 + step)
+    for _ in range(steps):
+        while None in (gathered := await asyncio.gather(*(stream.take(GROUPS) for stream in streams))):
+            assert all(part is None for part in gathered) and all(stream.is_lost for stream in streams)
+            await asyncio.gather(*at_work)
+            for stream in streams:
+                await stream.renew(Writer(), surroundings())
+            at_work = [asyncio.create_task(stream.run()) for stream in streams]
+        parts = [part for part in gathered if part is not None]
+        found.append(sorted((one for part in parts for one in part.rollouts), key=lambda one: one.group))
+        numbers = [numbers[0] + sum(part.gone for part in parts), numbers[1] + sum(part.again for part in parts)]
+    for task in at_work:
+        task.cancel()
+    await asyncio.gather(*at_work, return_exceptions=True)
+    return found, numbers
 
-    with pytest.raises(RuntimeError, match="the engine is gone"):
-        asyncio.run(run())
+
+@pytest.mark.parametrize("lasts", [(5, -1), (60, -1), (-1, 90), (60,), (150,), (40, 70)], ids=str)
+def test_what_a_lost_engine_has_not_completed_is_done_by_others_or_when_it_is_back(lasts: tuple[int, ...]) -> None:
+    steps, (gone, again) = asyncio.run(streamed([Writer(lasts=one) for one in lasts], 2))
+    for step, rollouts in enumerate(steps):
+        mine = by_itself(step)
+        assert [(one.prompt.id, one.group, one.seed) for one in rollouts] == [
+            (one.prompt.id, one.group, one.seed) for one in mine
+        ]
+        assert all(one.token_ids.tolist() == alone(step, one.group) for one in rollouts)
+    assert 0 < gone == again
+
+
+def test_a_pause_does_not_wait_for_an_engine_that_is_lost() -> None:
+    async def run() -> None:
+        stream = Stream(Tickets(ENDLESS), Writer(lasts=5), surroundings(), samples=SAMPLES, groups=GROUPS, seconds=60.0)
+        await stream.admit(STEPS_PROMPTS[0], 100)
+        at_work = asyncio.create_task(stream.run())
+        for how in ("wait", "retract", "in_place"):
+            await stream.pause(how)  # type: ignore[arg-type]
+        await at_work
+        await stream.renew(Writer(), surroundings())
+        at_work = asyncio.create_task(stream.run())
+        taken = await stream.take(GROUPS)
+        at_work.cancel()
+        assert taken is not None and len(taken.rollouts) == GROUPS * SAMPLES
+
+    asyncio.run(run())
 
 
 def test_what_lasts_too_long_is_aborted_by_itself() -> None:
@@ -167,6 +211,7 @@ def test_what_lasts_too_long_is_aborted_by_itself() -> None:
         await stream.admit(STEPS_PROMPTS[0], 1)
         taken = await stream.take(GROUPS)
         at_work.cancel()
+        assert taken is not None
         return [one.failure for one in taken.rollouts if one.status == "aborted"]
 
     assert set(asyncio.run(run())) == {"it was not done within rollout.step_timeout"}

@@ -62,11 +62,12 @@ class Played(RolloutWorker):
     def __init__(self, context: Context, model: Stand, facts: Path) -> None:
         super().__init__(context)
         facts.write_text('{"tool_call_marker": ""}')
-        assert self.engine is not None
+        engine = self.engines.own
+        assert engine is not None
         self.model, self.calls = model, list[str]()
-        self.engine._server = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
-        self.engine._facts = facts
-        self.engine._call = self.call  # type: ignore[assignment, method-assign]
+        engine._server = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
+        engine._facts = facts
+        engine._call = self.call  # type: ignore[assignment, method-assign]
 
     def call(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> None:
         self.calls.append(" ".join([path.partition("?")[0], *((body or {}).get("new_version", ""))]))
@@ -95,8 +96,8 @@ def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
                 problem = str(error)
         usable = True
         try:
-            assert worker.engine is not None
-            worker.engine.check_alive()
+            assert worker.engines.own is not None
+            worker.engines.own.check_alive()
         except EngineError:
             usable = False
         results[spoil.__name__] = {"problem": problem, "usable": usable, "calls": worker.calls}

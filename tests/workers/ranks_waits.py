@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,9 @@ from megarl.config import ConfigError  # noqa: E402
 from megarl.environments.describing import Known  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
-from megarl.rollout.gathering import Gathered  # noqa: E402
+from megarl.rollout.faults import EngineLost  # noqa: E402
+from megarl.rollout.gathering import Gathered, Returned  # noqa: E402
+from megarl.rollout.queue import Tickets  # noqa: E402
 from megarl.types import Prompt, Rollout, Turn  # noqa: E402
 
 PROMPT, TURNS = Prompt("p", ()), (Turn((1,)),)
@@ -41,9 +45,12 @@ def worker(engine_ranks: int, play: Callable[..., Gathered]) -> Any:
     chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=Known())
     made = RolloutWorker(Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {}))
     if made._talks is not None:
-        assert made.engine is not None
-        made._talks.generate = play  # type: ignore[method-assign]
-        made.engine._call = lambda *_, **__: None  # type: ignore[method-assign]
+        engine: Any = made.engines.own
+        made._talks.generate = partial(play, made)  # type: ignore[method-assign]
+        engine._call = lambda *_, **__: None
+        server = SimpleNamespace(poll=lambda: None, close=lambda: None)
+        engine._server, engine.wait_ready, engine.log = server, lambda: None, Path(tempfile.mkdtemp(), "engine.log")
+        engine._launch = lambda: setattr(engine, "_server", server)
     return made
 
 
@@ -55,15 +62,15 @@ def outcome(made: Any) -> Any:
         return str(error)
 
 
-def slow(prompts: Any, **_: Any) -> Gathered:
+def slow(made: Any, prompts: Any, **_: Any) -> Gathered:
     time.sleep(2.5 * TIMEOUT)
     return Gathered([Rollout(PROMPT, TURNS, seed=RANKS.job.rank)], [])
 
 
-def one_fails(prompts: Any, look: Callable[[], None], **_: Any) -> Gathered:
-    """The second engine dies at once; the first would go on for an hour."""
+def one_fails(made: Any, prompts: Any, look: Callable[[], None], **_: Any) -> Gathered:
+    """The tools of the second engine fail at once; the first would go on for an hour."""
     if RANKS.job.rank:
-        raise RuntimeError("engine 1 is not running; the last lines of its log")
+        raise RuntimeError("the processes of the tools are gone")
     for _ in range(36000):
         time.sleep(0.1)
         look()
@@ -72,7 +79,37 @@ def one_fails(prompts: Any, look: Callable[[], None], **_: Any) -> Gathered:
 
 def aborted(share: list[str]) -> Callable[..., Gathered]:
     rollouts = [Rollout(PROMPT, TURNS, "aborted" if why else "stop", failure=why) for why in share]
-    return lambda prompts, **_: Gathered(rollouts, [])
+    return lambda made, prompts, **_: Gathered(rollouts, [])
+
+
+def one_is_lost(made: Any, prompts: Any, tickets: Tickets, **_: Any) -> Gathered:
+    """Of two engines each begins a group. The second is lost in it, or the only one in the second of its two."""
+    calls = made.__dict__.setdefault("calls", [])
+    calls.append(len(calls))
+    back = tickets.take_back()
+    mine = [tickets.take()] if back is None else [back.number]
+    if made.engines.index == len(made.engines.members) - 1 and len(calls) < 2:
+        if len(made.engines.members) == 1:
+            mine.append(tickets.take())
+        lost = EngineLost("died", "engine is not running; the last lines")
+        made.engines.revival.lost(lost)
+        tickets.give_back(Returned(mine.pop(), (), 3))
+        return Gathered(rollouts_of(mine), [], lost=lost, gone=3)
+    return Gathered(rollouts_of(mine), [], again=0 if back is None else back.gone)
+
+
+def rollouts_of(groups: list[Any]) -> list[Rollout]:
+    return [Rollout(PROMPT, TURNS, seed=group, group=group) for group in groups]
+
+
+def lost(engine_ranks: int) -> dict[str, Any]:
+    made = worker(engine_ranks, one_is_lost)
+    made.begin_step(1)
+    found = {"seeds": outcome(made), "there": made.engines.recovery.some_are_there, "figures": made.figures()}
+    found["figures"] = {name: value for name, value in found["figures"].items() if name.startswith("rollout/")}
+    found["away"] = sorted(made.engines.recovery.away)
+    made.close()
+    return found
 
 
 def main() -> None:
@@ -83,9 +120,11 @@ def main() -> None:
         "fails": outcome(worker(1, one_fails)),
         "allowed": outcome(worker(1, aborted(["", "late"]))),
         "too many": outcome(worker(1, aborted(["odd", "late", "late", ""]))),
+        "one of two": lost(1),
+        "the only one": lost(2),
     }
 
-    def gone(prompts: Any, **_: Any) -> Gathered:
+    def gone(made: Any, prompts: Any, **_: Any) -> Gathered:
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)  # as the kernel ends a process that is killed
 

@@ -66,7 +66,7 @@ class Run:
     def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> Rollouts:
         plan = self.ahead.plan(prompts, step, greedy)
         name = f"{step} {greedy}"
-        tickets = Tickets(len(plan.prompts), self.world, self.counts.add, name, plan.held)
+        tickets = Tickets(len(plan.prompts), self.world, self.counts, name, plan.held)
         mine = asyncio.run(
             gather_rollouts(
                 plan.prompts,
@@ -158,6 +158,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(gathering.asyncio, "to_thread", directly)
     monkeypatch.setattr(gathering, "_LOOK_S", 3600.0)
+    monkeypatch.setattr(gathering, "_BACK_S", 3600.0)
     yield
 
 

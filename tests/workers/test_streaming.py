@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
+from megarl.rollout.queue import Counts
 from megarl.types import ALONE, Prompt
 from megarl.workers.streaming import Streaming
 
@@ -45,7 +46,7 @@ def streaming(lag: int) -> tuple[Streaming, Talks, list[int]]:
         return [of(step) for step in range(now[0] + 1, min(LAST, now[0] + steps) + 1)]
 
     made: Any = talks
-    return Streaming(config, upcoming, ALONE, made, 2, lambda name, more: 0, lambda step: 10 * step, print), talks, now
+    return Streaming(config, upcoming, ALONE, made, 2, Counts(), lambda step: 10 * step, print), talks, now
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

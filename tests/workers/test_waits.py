@@ -21,8 +21,18 @@ def test_generation_may_take_longer_than_a_collective(found: dict[str, Any]) -> 
     assert found["slow"] == [0]
 
 
-def test_an_engine_that_is_gone_ends_the_generation_of_all(found: dict[str, Any]) -> None:
-    assert found["fails"] == "engine 1 is not running; the last lines of its log"
+def test_what_fails_beside_an_engine_ends_the_generation_of_all(found: dict[str, Any]) -> None:
+    assert found["fails"] == "the processes of the tools are gone"
+
+
+def test_what_an_engine_had_when_it_was_lost_is_generated_by_the_other(found: dict[str, Any]) -> None:
+    figures = {"rollout/engine_restarts": 1.0, "rollout/lost_samples": 3.0, "rollout/regenerated_samples": 3.0}
+    assert found["one of two"] == {"seeds": [0, 1], "there": True, "figures": figures, "away": [1]}
+
+
+def test_the_only_engine_is_waited_for_and_does_it_itself(found: dict[str, Any]) -> None:
+    figures = {"rollout/engine_restarts": 1.0, "rollout/lost_samples": 3.0, "rollout/regenerated_samples": 3.0}
+    assert found["the only one"] == {"seeds": [0, 1], "there": True, "figures": figures, "away": []}
 
 
 def test_all_ranks_count_the_aborted_of_all_engines(found: dict[str, Any]) -> None:

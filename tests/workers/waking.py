@@ -20,21 +20,25 @@ class Recorded(RolloutWorker):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        assert self.engine is not None and self._talks is not None
+        engine = self.engines.own
+        assert engine is not None and self._talks is not None
         self.calls: list[str] = []
-        self.engine._platform = SimpleNamespace(has_memory_saver=lambda: True)  # type: ignore[assignment]
-        self.engine._call = self.call  # type: ignore[assignment, method-assign]
+        engine._server = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
+        engine._platform = SimpleNamespace(has_memory_saver=lambda: True)  # type: ignore[assignment]
+        engine._call = self.call  # type: ignore[assignment, method-assign]
         self._talks.generate = lambda *args, **options: self.calls.append("generates")  # type: ignore
-        self._push.push = self.push  # type: ignore[assignment, method-assign]
+        self.engines.pushing.push = self.push  # type: ignore[assignment, method-assign]
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> None:
         self.calls.append(" ".join([path.partition("?")[0], *(body or {}).get("tags", [])]))
 
-    def push(self, local: Any, version: int) -> None:
-        assert self.engine is not None
-        self.engine.begin_update()
+    def push(self, local: Any, version: int) -> bool:
+        engine = self.engines.own
+        assert engine is not None
+        engine.begin_update()
         self.calls.append("is pushed to")
-        self.engine.end_update(version)
+        engine.end_update(version)
+        return True
 
 
 def made(config: Any, hf: dict[str, Any], ranks: Ranks) -> Recorded:
@@ -73,6 +77,6 @@ def calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
     worker.generate([], 1)
     worker.sleep()
     worker.update_weights(actor)
-    assert worker.engine is not None and worker.engine.usable
+    assert worker.engines.own is not None and worker.engines.own.usable
     worker.generate([], 1)
     return worker.calls

@@ -1,0 +1,59 @@
+"""A rollout worker whose engines fail, for tests of whole runs: `roles: {rollout: {worker: dying_engines:Dying}}`.
+
+What is to happen is in the environment, DYING: {step: [what, engine]}. `kill` and `stop` send an engine's scheduler
+SIGKILL or SIGSTOP when the first of its conversations in that step has ended, `push` SIGKILL in the middle of the push
+that ends the step. Each appends a line [step, what, engine, time.time()] to the file `died` in the run's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+
+from megarl.types import Rollout
+from megarl.workers.context import Context
+from megarl.workers.rollout import RolloutWorker
+
+
+class Dying(RolloutWorker):
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._plan = {int(step): what for step, what in json.loads(os.environ["DYING"]).items()}
+        context.ended.tell(self._one_has_ended)
+        if (engine := self.engines.lead) is not None:
+            order = engine.order
+
+            def and_die(payloads: list[str], draft: bool = False) -> None:
+                self._die("push")
+                order(payloads, draft)
+
+            engine.order = and_die  # type: ignore[method-assign]
+
+    def _one_has_ended(self, rollout: Rollout) -> None:
+        self._die("kill")
+        self._die("stop")
+
+    def _die(self, how: str) -> None:
+        engine = self.engines.lead
+        if engine is None or self._plan.get(self.step) != [how, engine.index]:
+            return
+        del self._plan[self.step]
+        with open(f"{self.config.run.dir}/died", "a") as file:
+            file.write(json.dumps([self.step, how, engine.index, time.time()]) + "\n")
+        scheduler_of(engine).send_signal(signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+
+
+def scheduler_of(engine: Any) -> psutil.Process:
+    """The first process that the engine's server, which listens at its port, has started."""
+    found = {
+        one.pid
+        for one in psutil.net_connections("tcp4")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == engine.port
+    }
+    (server,) = found
+    return min(psutil.Process(server).children(), key=psutil.Process.create_time)

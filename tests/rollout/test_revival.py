@@ -1,0 +1,94 @@
+"""An engine that is lost is started again at once, once for each loss, and what comes of it is told once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from megarl.rollout.faults import EngineError, EngineLost
+from megarl.rollout.revival import Revival
+
+
+class Played:
+    """An engine. starts: what comes of each start, an error or None."""
+
+    def __init__(self, *starts: str, nnodes: int = 1) -> None:
+        self.outcomes, self.nnodes = list(starts), nnodes
+        self.calls: list[str] = []
+        self.runs, self.may_start = True, threading.Event()
+        self.may_start.set()
+
+    def restart(self) -> None:
+        self.calls.append("restart")
+
+    def wait_ready(self) -> None:
+        self.may_start.wait(30)
+        if error := self.outcomes.pop(0):
+            raise EngineError(error)
+        self.runs = True
+
+    def check_runs(self) -> None:
+        if not self.runs:
+            raise EngineLost("died", "engine 0 is not running")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def revival(engine: Any) -> Revival:
+    return Revival(engine)
+
+
+def test_it_is_started_in_the_background_once_however_often_it_is_said_to_be_lost() -> None:
+    engine = Played("")
+    engine.may_start.clear()
+    own = revival(engine)
+    for fault in ("hangs", "died"):
+        own.lost(EngineLost(fault, fault))  # type: ignore[arg-type]
+    own.begin()  # others have been told
+    assert own.under_way
+    assert [str(own.found()), own.found()] == ["hangs", None]
+    engine.may_start.set()
+    assert own.wait() > 0 and not own.under_way and own.found() is None
+    assert own.wait() == 0.0  # it was not away
+    assert engine.calls == ["restart"]
+    own.close()
+    assert engine.calls[-1] == "shutdown"
+
+
+def test_one_that_does_not_start_is_lost_again() -> None:
+    engine = Played("no memory", "")
+    own = revival(engine)
+    engine.runs = False
+    own.look()
+    assert (found := own.found()) is not None and found.fault == "died"
+    own.wait()
+    assert (found := own.found()) is not None and (found.fault, str(found)) == ("did not start again", "no memory")
+    own.begin()
+    own.wait()
+    assert own.found() is None and engine.calls == ["restart"] * 2
+    own.look()
+    assert own.found() is None
+    own.close()
+
+
+def test_what_fails_is_lost_only_where_it_is_gone() -> None:
+    engine = Played("")
+    own = revival(engine)
+    assert not own.is_lost(EngineError("engine 0 refused /flush_cache"))
+    assert own.found() is None and engine.calls == []
+    engine.runs = False  # its server answered, and is seen dead a moment later
+    assert own.is_lost(EngineError("engine 0 refused /flush_cache"))
+    assert (found := own.found()) is not None and found.fault == "died"
+    own.close()
+
+
+def test_one_on_several_machines_waits_until_all_know() -> None:
+    engine = Played("", nnodes=2)
+    own = revival(engine)
+    own.lost(EngineLost("died", ""))
+    assert engine.calls == [] and not own.under_way
+    own.begin()
+    own.wait()
+    assert engine.calls == ["restart"]
+    own.close()

@@ -1,0 +1,102 @@
+"""Engines that die or hang in whole runs: the real SGLang and the real trainer, real signals. The run goes on, no
+sample is lost or comes twice, and those of a step whose weights are the undisturbed run's are its, token by token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_placement_end_to_end import asked, steps_of, versions
+from whole_run import ENVIRONMENT, make_folder, start
+
+from megarl.observe.rollout_log import read_rollouts
+
+GRPO = ["algorithm=grpo", "run.num_update=1", "run.epochs=1", "run.save_every=0", "run.timeout_s=120"]
+DYING = ["roles={rollout: {worker: dying_engines:Dying}}", "rollout.hang_timeout=30", "rollout.concurrency=6"]
+ONE = ["placement={actor: 0, rollout: 1}", "parallel.world_size=2", "parallel.tp=1", "parallel.ep=1"]
+ONE += ["rollout.concurrency=12"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, run_dir: Path, host: str, plan: dict[int, Any], *overrides: str
+) -> Any:
+    monkeypatch.setitem(ENVIRONMENT, "DYING", json.dumps(plan))
+    return start(folder, run_dir, *GRPO, *DYING, *overrides, host=host)
+
+
+def tokens(run_dir: Path, step: int) -> list[list[int]]:
+    return [one.token_ids.tolist() for one in read_rollouts(run_dir, step)]
+
+
+def check(run_dir: Path, died: dict[int, str], samples: int = 16) -> None:
+    """Every step is there with all of its samples, and says what was lost in it."""
+    rows = steps_of(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    log = (run_dir / "log.txt").read_text()
+    for row in rows:
+        step = int(row["step"])
+        what = died.get(step)
+        assert ("rollout/engine_restarts" in row) == (what is not None), step
+        lost = row.get("rollout/lost_samples", 0)
+        assert row.get("rollout/regenerated_samples", 0) == lost and (lost > 0) == (what in ("kill", "stop")), step
+        assert len(read_rollouts(run_dir, step)) == samples
+        assert [one.status for one in read_rollouts(run_dir, step) if one.status == "aborted"] == []
+        assert versions(run_dir, step) == {step - 1}  # by no other weights
+        assert row["rollout/logprob_diff_p95"] <= 1e-4  # which the engine has had whole
+    assert log.count("is started again") == len(died) == log.count("has started again")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    with pytest.MonkeyPatch.context() as patched:
+        done = run(patched, folder, run_dir, host, {})
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(run_dir, {})
+    return run_dir
+
+
+def test_two_engines_of_which_one_dies_then_one_hangs_then_one_dies_in_a_push(
+    undisturbed: Path, folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = {1: ["kill", 1], 2: ["stop", 0], 3: ["push", 1]}
+    done = run(monkeypatch, folder, tmp_path / "run", host, plan)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(tmp_path / "run", {step: what for step, (what, _) in plan.items()})
+    for step in (1, 2, 3):
+        assert asked(tmp_path / "run", step) == asked(undisturbed, step)
+    assert tokens(tmp_path / "run", 1) == tokens(undisturbed, 1)
+
+
+def test_the_only_engine_dies_in_a_first_step_and_in_a_later_one(
+    folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has loaded the weights of the first by itself, and is given those of the other by the rank that trains."""
+    plan = {1: ["kill", 0], 3: ["kill", 0]}
+    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(tmp_path / "run", {1: "kill", 3: "kill"})
+
+
+def test_one_that_is_killed_beside_training_is_back_in_the_next_step(
+    folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = {1: ["kill", 0], 2: ["push", 0]}
+    beside = ["rollout.asynchronous=true", "rollout.max_lag=1"]
+    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE, *beside)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = steps_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert sum(row.get("rollout/engine_restarts", 0) for row in rows) == 2
+    assert sum(row.get("rollout/lost_samples", 0) for row in rows) > 0
+    for row in rows:
+        found = read_rollouts(tmp_path / "run", int(row["step"]))
+        assert len(found) == 16 and [one for one in found if one.status == "aborted"] == []
+        assert row["rollout/lag_max"] <= 1

@@ -1,0 +1,125 @@
+"""What all ranks make of engines that are lost: who is there, what is said, and when a run ends by it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from thread_ranks import Thread, as_ranks
+
+from megarl.config import Config, ConfigError
+from megarl.rollout.faults import EngineLost
+from megarl.workers import recovery as module
+from megarl.workers.recovery import Recovery
+
+
+class Played:
+    """What starts an engine. fails: whether the next start does."""
+
+    def __init__(self) -> None:
+        self.lost: EngineLost | None = None
+        self.fails, self.begun = False, 0
+
+    def look(self) -> None:
+        return None
+
+    def found(self) -> EngineLost | None:
+        found, self.lost = self.lost, None
+        return found
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def wait(self) -> float:
+        if self.fails:
+            self.lost = EngineLost("did not start again", "no memory; the last lines")
+            self.fails = False
+        return 2.0
+
+
+def ranks_of(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[Any]:
+    """work(rank, its recovery, what starts its engine) on each of three ranks, of which two lead an engine."""
+    said: list[str] = []
+    here: dict[int, Thread] = {}
+
+    def one(rank: Thread) -> Any:
+        here[threading.get_ident()] = rank
+        index = rank.rank if rank.rank < 2 else None
+        played: Any = Played() if index is not None else None
+        say = said.append if rank.rank == 0 else lambda line: None
+        own = Recovery(Config(), 2, index, played, index is not None, say)
+        return work(rank.rank, own, played)
+
+    def gathered(value: Any) -> list[Any]:
+        return here[threading.get_ident()].objects(value)
+
+    monkeypatch.setattr(module.ranks, "all_gather_objects", gathered)
+    return [*as_ranks(3, one), said]
+
+
+def test_all_ranks_know_who_is_away_and_who_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, own: Recovery, played: Played) -> dict[str, float]:
+        assert not own.exchange() and own.some_are_there and own.is_there(1) and not own.is_there(None)
+        if rank == 1:
+            played.lost = EngineLost("died", "engine 1 is not running; the last lines", 1.5)
+        assert own.exchange()
+        assert (own.away, own.bare, own.some_are_there, own.is_there(1)) == ({1}, set(), True, False)
+        if rank == 1:
+            played.fails = True
+        own.wait()
+        assert (own.away, own.bare, own.is_there(1), own.is_there(0)) == (set(), {1}, False, True)
+        assert rank != 1 or played.begun == 2
+        own.pushed(False)  # then nobody has them
+        assert own.bare == {0, 1} and not own.some_are_there
+        own.pushed(True)
+        assert own.is_there(0) and own.is_there(1) and not own.exchange()
+        return own.figures()
+
+    *figures, said = ranks_of(monkeypatch, work)
+    expected = {"rollout/engine_restarts": 2.0, "time/engine_unnoticed": 1.5, "time/engine_restart": 2.0}
+    assert figures == [expected] * 3
+    assert [line.partition("(")[0].strip() for line in said] == [
+        "engine 1 died and is started again",
+        "engine 1 did not start again and is started again",
+        "engine 1 has started again, 2.0 s after it was found lost",
+    ]
+
+
+@pytest.mark.parametrize("again", ["died", "hangs"])
+def test_the_same_fault_twice_without_a_step_between_ends_the_run(monkeypatch: pytest.MonkeyPatch, again: str) -> None:
+    def work(rank: int, own: Recovery, played: Played) -> str:
+        def lose(fault: Any) -> None:
+            if rank == 0:
+                played.lost = EngineLost(fault, "engine 0 is not running; the last lines of its log: short of memory")
+            own.exchange()
+            own.wait()
+            own.pushed(True)
+
+        lose("died")
+        own.next_step()
+        assert own.figures() == {}
+        lose("died")
+        try:
+            lose(again)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    *errors, _ = ranks_of(monkeypatch, work)
+    assert len(set(errors)) == 1
+    if again == "died":
+        assert errors[0].startswith("engine 0 died twice in a row, without a step between: see why in its log; ")
+        assert errors[0].endswith("engine 0 is not running; the last lines of its log: short of memory")
+    else:
+        assert errors[0] == ""
+
+
+def test_another_failure_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, own: Recovery, played: Played) -> str:
+        with pytest.raises(ConfigError) as error:
+            own.exchange("the tools are gone" if rank == 1 else "")
+        return str(error.value)
+
+    *errors, _ = ranks_of(monkeypatch, work)
+    assert errors == ["the tools are gone"] * 3
