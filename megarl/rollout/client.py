@@ -344,8 +344,8 @@ def _odd_support(support: Support, token_ids: Ids, values: int) -> str:
 
 
 async def _together(answer: aiohttp.ClientResponse, heard: Heard) -> dict[str, Any]:
-    """A stream's events as the one answer that they are parts of. Raises RequestFailed, also where the connection is lost
-    after the first of them: what was heard cannot be said again."""
+    """A stream's events as the one answer that they are parts of. Raises RequestFailed, also where the connection is
+    lost after the first of them: what was heard cannot be said again."""
     whole: dict[str, Any] = {"output_ids": [], "meta_info": {}}
     lists: dict[str, list[Any]] = {}
     rest = b""
