@@ -64,7 +64,9 @@ rollouts/        step_000012/ holds every conversation of step 12, a part of the
                  pandas.read_parquet("<this folder>/rollouts/step_000012")
 timeline/        who did what when, a file for each rank, which Perfetto reads. Look, and join them to one:
                  .venv/bin/python tools/timeline.py <this folder> --out timeline.json
-checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest
+checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest. What is in
+                 them, and the model of one as a Hugging Face folder:
+                 .venv/bin/python tools/checkpoints.py list <this folder>
 export/          the trained policy as a Hugging Face folder, written at the end
 adapter/         with LoRA, its adapters alone, as PEFT writes them
 .lock            held by the process that writes here; it may be deleted when none runs
