@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import io
+import pathlib
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ _CLASSES = {
     "torch.distributed.checkpoint.filesystem": (filesystem, {"_StorageInfo", "_StoragePrefix"}),
     "torch.serialization": (torch.serialization, {"_get_layout"}),
     "torch": (torch, {"Size"}),
+    "pathlib": (pathlib, {"PosixPath", "PurePosixPath"}),
     "collections": (collections, {"OrderedDict"}),
 }
 

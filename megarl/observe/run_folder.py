@@ -72,7 +72,9 @@ quarantine.jsonl rollouts of which a log-prob, a value or an advantage was not f
                  trained on them. rollouts/ has them; their prompt and seed are said here
 timeline/        who did what when, a file for each rank, which Perfetto reads. Look, and join them to one:
                  .venv/bin/python tools/timeline.py <this folder> --out timeline.json
-checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest
+checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest. What is in
+                 them, and the model of one as a Hugging Face folder:
+                 .venv/bin/python tools/checkpoints.py list <this folder>
 export/          the trained policy as a Hugging Face folder, written at the end
 adapter/         with LoRA, its adapters alone, as PEFT writes them
 .lock            held by the process that writes here; it may be deleted when none runs

@@ -99,7 +99,8 @@ class Oversampling:
         return lambda folder: {folder / name: write_groups(folder / name, groups)}
 
     def restore(self, folder: Path) -> None:
-        """Raises ConfigError on all ranks where a file is not of this program. Collective."""
+        """Raises ConfigError on all ranks where a file is not of this program, or nothing would go on with what is in
+        it. Collective."""
         error = ""
         try:
             found = manifest.read(folder)
@@ -111,3 +112,9 @@ class Oversampling:
         if errors := [text for text in self._everyone.objects(error) if text]:
             raise ConfigError(errors[0])
         self._held = int(self._everyone.total(torch.tensor([len(self._groups)])))
+        if self._held and self._config.asynchronous:  # which begins the prompts that come next, and these have been
+            raise ConfigError(
+                f"{folder} has {self._held} groups of conversations under way (rollout.oversample), with which "
+                "rollout.asynchronous=true does not go on: set it to false until a checkpoint has none, which "
+                "rollout.oversample=1 brings about"
+            )

@@ -227,6 +227,17 @@ def test_what_was_kept_is_gone_on_with_where_over_sampling_is_turned_off(tmp_pat
     assert prompts_of([found]) == Counter({name: SAMPLES for name in in_order(4 * NEEDED)})
 
 
+def test_what_was_kept_is_not_dropped_where_generation_goes_on_beside_training(tmp_path: Path) -> None:
+    """It would begin the prompts that come next, and those of the groups have been handed out."""
+    before = Run(ALONE, 1, Counts(), oversample=2.0)
+    before.steps(1, 2)
+    state = before.save(tmp_path)
+    after = Run(ALONE, 1, Counts(), oversample=1.0)
+    after.ahead._config = replace(after.ahead._config, asynchronous=True)
+    with pytest.raises(ConfigError, match="groups of conversations under way .* rollout.asynchronous=true does not"):
+        after.resume(tmp_path, state)
+
+
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     run = Run(ALONE, 1, Counts(), oversample=2.0)
     run.steps(1, 2)

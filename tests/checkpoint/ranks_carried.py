@@ -1,0 +1,66 @@
+"""A model in a layout: trained a step and saved, or restored from what another layout has saved, and saved again.
+
+Arguments: family, role, layout (tp=2,pp=2), settings as JSON, folder to restore from ("" for none), folder to save to.
+The number of layers is in the settings, since each layout must have it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
+torch.set_num_threads(1)
+
+import reference  # noqa: E402
+import tiny  # noqa: E402
+
+from megarl.checkpoint.sharded import restore_model, save_model  # noqa: E402
+from megarl.megatron.model import MegatronModel  # noqa: E402
+from megarl.models.cuts import shard  # noqa: E402
+from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
+
+
+def policy_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
+    assert output.logprobs is not None and batch.advantages is not None
+    return TokenLoss(-output.logprobs * batch.advantages)
+
+
+def value_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
+    assert output.values is not None and batch.returns is not None
+    return TokenLoss((output.values - batch.returns) ** 2)
+
+
+def main(family: str, role: str, layout: str, settings: str, source: str, target: str) -> None:
+    given: dict[str, Any] = json.loads(settings)
+    tiny.HF[family]["num_hidden_layers"] = given.pop("layers", tiny.HF[family]["num_hidden_layers"])
+    sizes = dict(part.split("=") for part in layout.split(",") if part)
+    adam = {"lr": 0.01, "schedule": "constant", "warmup_fraction": 0.0}
+    sections = {"actor_optimizer": adam, "critic": {"optimizer": adam}, **given}
+    config = tiny.config(
+        **{name: int(size) for name, size in sizes.items()}, world=int(os.environ["WORLD_SIZE"]), **sections
+    )
+    place = parallel_ranks.initialize(config.parallel, timeout_s=120)
+    model = MegatronModel(tiny.HF[family], config, place, role, total_updates=5)  # type: ignore[arg-type]
+    if source:
+        restore_model(model, Path(source))
+    else:
+        weights = reference.Trainer(family, role, config.train.mtp).tensors()
+        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+        model.load(lambda param, parts, part: shard(param, weights, parts, part))
+        for _ in range(2):
+            model.train_step(tiny.in_shares(tiny.batch()), policy_loss if role == "actor" else value_loss)
+    save_model(model, Path(target))
+    updates = int(model.scheduler.num_steps)
+    print("RESULT", json.dumps({"updates": updates, "lr": float(model.scheduler.get_lr({}))}), flush=True)
+    parallel_ranks.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,81 @@
+"""What a checkpoint has of a model is what a checkpoint has that was written after it was read in another layout: bit
+for bit, weights, masters and moments. Real ranks, all in one test process's host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.checkpoint.pieces import Pieces
+
+Run = Callable[..., list[dict[str, Any]]]
+VOCABULARY = 200  # padded to 256 over one or two tensor parallel ranks, to 512 over four
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All of it by name, without what pads the vocabulary, which is no one's."""
+    found = Pieces(folder)
+    tensors = {name: found.read(name) for name in found}
+    return {
+        name: tensor[:VOCABULARY] if "word_embeddings" in name or "output_layer" in name else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "settings", "first", "others"),
+    [
+        (
+            "qwen3_moe",
+            "actor",
+            {"layers": 4},
+            "",
+            ("tp=2", "pp=2,vpp=2", "tp=2,pp=2", "ep=2", "tp=2,etp=2", "cp=2", ""),
+        ),
+        ("qwen3_moe", "actor", {"layers": 4}, "tp=2,pp=2,ep=2", ("", "ep=2", "tp=4,ep=4", "pp=4")),
+        ("qwen3_moe", "critic", {"layers": 4}, "tp=2,ep=2", ("", "pp=2")),
+        ("qwen3", "actor", {"layers": 4}, "pp=2", ("", "tp=2", "pp=2,vpp=2", "tp=2,pp=2")),
+        ("deepseek_v3_mtp", "actor", {"layers": 4, "train": {"mtp": 0.3}}, "tp=2", ("", "pp=2", "ep=2")),
+        ("qwen3_moe", "actor", {"layers": 4, "lora": {"rank": 4}}, "tp=2,ep=2", ("", "pp=2", "tp=2,etp=2")),
+        ("qwen3_moe", "actor", {"layers": 4, "model": {"dtype": "bfloat16"}}, "pp=2", ("", "tp=2,ep=2")),
+    ],
+    ids=["moe from one rank", "moe from many", "critic", "tied", "mtp", "lora", "bf16"],
+)
+def test_every_bit_is_carried(
+    tmp_path: Path,
+    run_ranks: Run,
+    family: str,
+    role: str,
+    settings: dict[str, Any],
+    first: str,
+    others: tuple[str, ...],
+) -> None:
+    def in_layout(layout: str, source: Path | str, target: Path) -> dict[str, Any]:
+        sizes = dict(part.split("=") for part in layout.split(",") if part)
+        dense = int(sizes.get("tp", 1)) * int(sizes.get("cp", 1))
+        experts = int(sizes.get("ep", 1)) * int(sizes.get("etp", 1))
+        world = int(sizes.get("pp", 1)) * max(dense, experts)
+        arguments = family, role, layout, json.dumps(settings), str(source), str(target)
+        results = run_ranks(world, "tests/checkpoint/ranks_carried.py", *arguments)
+        assert all(result == results[0] for result in results)
+        return results[0]
+
+    said = in_layout(first, "", tmp_path / "first")
+    written = tensors_of(tmp_path / "first")
+    states = [name for name in written if name.startswith("optimizer.state.exp_avg_sq.")]
+    assert said["updates"] == 2 and states and any(bool(written[name].any()) for name in states)
+    for number, layout in enumerate(others):
+        target = tmp_path / f"other_{number}"
+        assert in_layout(layout, tmp_path / "first", target) == said, layout
+        again = tensors_of(target)
+        assert again.keys() == written.keys(), layout
+        different = [name for name in written if not torch.equal(written[name], again[name])]
+        assert different == [], layout
+        assert {name: tensor.dtype for name, tensor in again.items()} == {
+            name: tensor.dtype for name, tensor in written.items()
+        }

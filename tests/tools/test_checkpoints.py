@@ -1,0 +1,324 @@
+"""Lists of checkpoints, what is in one, and models out of them, without ranks.
+
+What real ranks have written is converted in `tests/checkpoint/test_other_layouts.py`, and compared with their export
+byte by byte; here the checkpoints are made of tensors by torch's own writer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import runpy
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from model_folder import write_tokenizer, write_weights
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+from megarl.checkpoint import room
+from megarl.checkpoint.converting import BOUND, convert
+from megarl.checkpoint.manifest import hash_file
+from megarl.command_line import ends_in_a_line
+from megarl.config import load_config
+from megarl.models.cuts import shard
+from megarl.models.registry import family_of, load_hf_config
+
+ROOT = Path(__file__).resolve().parents[2]
+HF: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "torch_dtype": "float32",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "vocab_size": 150,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+LLAMA = HF | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 24}
+LLAMA |= {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
+
+
+def weights_of(hf: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    table = family_of(hf).params(hf, 1)
+    return {tensor.name: torch.randn(tensor.shape, generator=generator) for param in table for tensor in param.hf}
+
+
+def make_run(folder: Path, hf: dict[str, Any], steps: tuple[int, ...] = (3,)) -> dict[str, torch.Tensor]:
+    """A run folder with whole checkpoints of a model, in which layers that are alike are one tensor each, as are the
+    experts of a layer; returns the HF tensors that it stands for."""
+    model = folder / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(hf))
+    write_tokenizer(model, ("a", "b"))
+    tensors, stacked = weights_of(hf), {}
+    experts, layers = hf["num_experts"], hf["num_hidden_layers"]
+    for param in family_of(hf).params(hf, 1):
+        parts = param.megatron.split(".")
+        whole = shard(param, tensors, 1, 0)
+        if parts[:2] != ["decoder", "layers"]:
+            stacked[param.megatron] = whole
+            continue
+        name, at, sizes = ".".join((*parts[:2], *parts[3:])), (int(parts[2]),), (layers,)
+        if param.expert is not None:
+            name = name.replace(f"experts.{param.expert}.", "experts.experts.")
+            at, sizes = (*at, param.expert), (*sizes, experts)
+        stacked.setdefault(name, torch.zeros(*sizes, *whole.shape))[at] = whole
+    run = folder / "run"
+    for step in steps:
+        checkpoint = run / f"checkpoints/step_{step:06d}"
+        save(stacked, storage_writer=FileSystemWriter(checkpoint / "actor"), no_dist=True)
+        (checkpoint / "host.json").write_text(json.dumps({"step": step, "loader": {"samples": 4 * step}}))
+        (checkpoint / "rng_00000.pt").write_bytes(b"random states")
+        seal(checkpoint, step)
+    config = {"algorithm": "grpo", "model": {"path": str(model), "dtype": "float32"}, "data": {"train": ["t.jsonl"]}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    return tensors
+
+
+def seal(checkpoint: Path, step: int) -> None:
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    tree = {
+        "step": step,
+        "world_size": 4,
+        "layout": [4, 2, 1, 1, 1, 4, 1],
+        "config": "c" * 16,
+        "code": "r" * 16,
+        "files": {str(path.relative_to(checkpoint)): hash_file(path)._asdict() for path in files},
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps(tree))
+
+
+class Tool:
+    """The program, in this process: what it prints, or the one line of its error."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.patch, self.capsys = patch, capsys
+        self.program = runpy.run_path(str(ROOT / "tools/checkpoints.py"))
+
+    def __call__(self, *arguments: str | Path, fails: bool = False) -> str:
+        self.capsys.readouterr()
+        self.patch.setattr(sys, "argv", ["checkpoints.py", *map(str, arguments)])
+        status = ends_in_a_line(self.program["main"])
+        said = self.capsys.readouterr()
+        assert status == (2 if fails else 0), said
+        if not fails:
+            return said.out
+        (line,) = [text for text in said.err.splitlines() if text.startswith("error: ")]
+        assert "Traceback" not in said.err and said.out == ""
+        return line
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
+    return Tool(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("material")
+    make_run(folder, HF, steps=(3, 12))
+    return folder
+
+
+@pytest.fixture
+def run(material: Path, tmp_path: Path) -> Path:
+    shutil.copytree(material / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_list_says_of_each_checkpoint_what_it_is_and_what_is_wrong_with_it(tool: Tool, run: Path) -> None:
+    (run / "checkpoints/step_000013.tmp/actor").mkdir(parents=True)
+    (run / "checkpoints/latest").write_text("step_000012")
+    first, second, third = tool("list", run).splitlines()
+    for line, name in ((first, "step_000003"), (second, "step_000012")):
+        assert line.startswith(f"{name}  whole  4 ranks; tp=2 ep=4  ")
+        assert f"config {'c' * 16} code {'r' * 16}" in line and line.endswith("  actor") and " MB in " in line
+    assert third.startswith("step_000013.tmp  DAMAGED: was never finished")
+    flip(run / "checkpoints/step_000012/rng_00000.pt")
+    (run / "checkpoints/step_000003/host.json").unlink()
+    rows = json.loads(tool("list", run, "--json"))
+    assert [(row["step"], row["fault"]) for row in rows[:2]] == [(3, "host.json is missing"), (12, None)]
+    rows = json.loads(tool("list", run, "--json", "--hash"))
+    assert rows[1]["fault"] == "rng_00000.pt differs from its checksum"
+
+
+def test_one_is_shown_with_what_is_in_it(tool: Tool, run: Path) -> None:
+    newest = run / "checkpoints/step_000012"
+    (newest / "carried").mkdir()
+    (newest / "carried/engine_00000.bin").write_text('{"groups": [[{}, {}], [{}]], "arrays": []}\n')
+    seal(newest, 12)
+    text = tool("show", run)
+    padding = 2 * (256 - HF["vocab_size"]) * HF["hidden_size"]  # of the embedding and the output layer
+    elements = sum(tensor.numel() for tensor in weights_of(HF).values()) + padding
+    assert text.startswith(f"{newest}\n  step_000012  whole")
+    assert f"{elements:,} elements in 12 tensors (float32); no optimizer" in text
+    assert "3 conversations under way, in 2 groups, of 1 engines" in text
+    assert "48 prompts handed out" in text and "states of 1 ranks" in text
+    facts = json.loads(tool("show", run / "checkpoints/step_000003", "--json"))
+    assert facts["step"] == 3 and facts["holds"] == ["actor"] and facts["fault"] is None
+
+
+def test_a_model_is_converted_bit_for_bit(tool: Tool, material: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    said = tool("convert", material / "run", out)
+    assert said == f"{out}: the actor of {material}/run/checkpoints/step_000012\n"
+    found, wanted = load_file(out / "model.safetensors"), weights_of(HF)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert (out / "tokenizer.json").read_bytes() == (material / "model/tokenizer.json").read_bytes()
+    assert json.loads((out / "config.json").read_text()) == HF
+    # In another type, by a key; from a copy elsewhere, by its configuration.
+    shutil.copytree(material / "run/checkpoints/step_000003", tmp_path / "copy")
+    assert "config.yaml, which has the configuration" in tool("convert", tmp_path / "copy", tmp_path / "b", fails=True)
+    config = ("--config", material / "run/config.yaml")
+    tool("convert", tmp_path / "copy", tmp_path / "b", "model.dtype=bfloat16", *config)
+    halves = load_file(tmp_path / "b/model.safetensors")
+    assert all(torch.equal(halves[name], wanted[name].bfloat16()) for name in wanted)
+
+
+def forked(work: Callable[[], int]) -> int:
+    """What it returns in a process of its own, which is this one but for what happens in it."""
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        status = 1
+        try:
+            os.write(writer, str(work()).encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return int(text)
+
+
+def memory(kind: str) -> int:
+    """Of this process, in bytes: now (VmRSS), or what it was at most (VmHWM)."""
+    found = re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def test_what_is_held_is_bound_by_the_largest_tensor_and_not_by_the_model(material: Path, tmp_path: Path) -> None:
+    """Of a model that is five times as large as the bound. In processes whose memory no other work has been in."""
+
+    def convert_of(folder: Path) -> None:
+        config = load_config(folder / "run/config.yaml")
+        table = family_of(hf := load_hf_config(config.model.path)).params(hf, 1)
+        role, out = folder / "run/checkpoints/step_000003/actor", tmp_path / f"out_{hf['hidden_size']}"
+        convert(role, out, config, Path(config.model.path), table)
+
+    def measured() -> int:
+        convert_of(material)  # a small one, so that everything is loaded
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmRSS")
+        convert_of(tmp_path)
+        return memory("VmHWM") - before
+
+    def different() -> int:
+        found, wanted = load_file(tmp_path / "out_256/model.safetensors"), weights_of(LLAMA)
+        return sum(not torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+    whole = forked(lambda: sum(tensor.numel() * 4 for tensor in make_run(tmp_path, LLAMA).values()))
+    largest = 2 * LLAMA["intermediate_size"] * LLAMA["hidden_size"] * 4  # gate and up, in fp32
+    bound = BOUND * largest
+    assert whole > 5 * bound
+    held = forked(measured)
+    print(f"held {held:,} bytes of {whole:,}; the bound is {bound:,}, the largest tensor {largest:,}")
+    assert 0 < held < bound
+    assert forked(different) == 0
+
+
+class Bomb:
+    """What a pickle that is not ours could do."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/never",)
+
+
+def test_what_cannot_be_converted_is_one_line_and_nothing_is_left(
+    tool: Tool, run: Path, material: Path, tmp_path: Path
+) -> None:
+    newest, out = run / "checkpoints/step_000012", tmp_path / "out"
+    (tmp_path / "there").mkdir()
+
+    def refused(*arguments: str | Path) -> str:
+        line = tool("convert", *arguments, fails=True)
+        assert not out.exists() and not (tmp_path / "out.tmp").exists()
+        return line
+
+    assert "exists; name a folder that is not there yet" in refused(run, tmp_path / "there")
+    assert "there is no folder" in refused(run, tmp_path / "a/b")
+    assert "there is no folder" in refused(tmp_path / "nothing", out)
+    assert "is no checkpoint (manifest.json is missing) and no run folder" in refused(tmp_path / "there", out)
+    assert "has no critic; it has actor" in refused(run, out, "--role", "critic")
+    assert "no adapters (lora.rank=0)" in refused(run, out, "--adapter")
+    assert "unknown key" in refused(run, out, "model.pth=x") or "model.pth" in refused(run, out, "model.pth=x")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(HF | {"num_hidden_layers": 3}))
+    write_tokenizer(other, ("a", "b"))
+    write_weights(other, HF | {"num_hidden_layers": 3})
+    assert "has no decoder.layers.2." in refused(run, out, f"model.path={other}")
+    (other / "config.json").write_text(json.dumps(HF | {"moe_intermediate_size": 12}))
+    assert "has shape (16, 16), and the configuration's model has (24, 16)" in refused(run, out, f"model.path={other}")
+    # A foreign pickle in the place of Megatron's, and whole by its manifest; a damaged one; half a checkpoint.
+    import pickle
+
+    (newest / "actor/.metadata").write_bytes(pickle.dumps(Bomb()))
+    seal(newest, 12)
+    assert "it names posix.system, which no such file needs" in refused(newest, out)
+    flip(newest / "actor/.metadata")
+    assert "is damaged: actor/.metadata differs from its checksum" in refused(newest, out)
+    (newest / "actor/.metadata").unlink()
+    (newest / "manifest.json").unlink()
+    assert "is no whole checkpoint: manifest.json is missing" in refused(newest, out)
+    assert tool("convert", run, out).startswith(f"{out}: the actor of {run}/checkpoints/step_000003")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tool: Tool, run: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for it: what is asked for is there, and then it is not."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        line = tool("convert", run, tmp_path / "out", fails=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert "File too large" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_without_room_nothing_is_begun(tool: Tool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free", lambda folder: 1000)
+    assert "are needed, and 0.0 MB are free" in tool("convert", run, tmp_path / "out", fails=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
