@@ -317,9 +317,10 @@ class Client:
     async def _unless_it_is_gone(self) -> None:
         """Raise EngineLost where the engine's process ends within a few seconds."""
         until = time.monotonic() + _GONE_S
+        self._check_runs()
         while time.monotonic() < until:
-            self._check_runs()
             await asyncio.sleep(_PAUSE_S)
+            self._check_runs()
 
 
 def cuts(params: Mapping[str, Any]) -> bool:

@@ -73,7 +73,7 @@ async def watch(engine: Watched, asked: Asked, limit: float, start: int = 0) -> 
             try:
                 engine.check_runs(start)
             except EngineLost as lost:
-                lost.unnoticed = now - max(alive, asked.heard)
+                lost.unnoticed = max(0.0, now - max(alive, asked.heard))
                 raise
             alive = now
             if not asked.asking or engine.holds:

@@ -69,8 +69,8 @@ class Stream:
         self._admitted: dict[int, tuple[Prompt, int, int]] = {}
         """By number: the prompt, the seed of its step, and which group of the step it is."""
         self._limit = self._handed = 0
-        self._waiting: dict[int, Group | None] = {}
-        """What this engine is to begin when it is admitted, by number; None of a group that nobody has begun."""
+        self._waiting: dict[int, Returned] = {}
+        """What this engine is to begin when it is admitted, by number."""
         self._begun: dict[int, list[Partial]] = {}
         self._complete: dict[int, Group] = {}
         self._mine: dict[int, float] = {}
@@ -102,9 +102,9 @@ class Stream:
                         continue
                     await self._room.is_there()  # a pause may have begun meanwhile
                     prompt, seed, group = self._admitted[number]
-                    begun = self._waiting.pop(number) or begin_group(
-                        prompt, self._around.chat, seed, group, self._samples
-                    )
+                    waiting = self._waiting.pop(number)
+                    begun = waiting.group or begin_group(prompt, self._around.chat, seed, group, self._samples)
+                    self._again += waiting.gone
                     self._begun[number], self._mine[number] = list(begun), time.monotonic()
                     talks.create_task(self._work(number, take_seats(begun, self._room)))
         except BaseExceptionGroup as failed:
@@ -169,12 +169,11 @@ class Stream:
         """Get a group to begin: one that a lost engine has given back, else one that nobody has begun."""
         back: Returned | None = await asyncio.to_thread(self._tickets.take_back)
         if back is not None:
-            self._again += back.gone
-            self._waiting[back.number] = back.group
+            self._waiting[back.number] = back
         elif not self._waiting:
             number = await asyncio.to_thread(self._tickets.take)
             assert number is not None, "the tickets of a stream have no end"
-            self._waiting[number] = None
+            self._waiting[number] = Returned(number, None)
 
     async def _work(self, number: int, seats: dict[int, Seat]) -> None:
         deadline = asyncio.get_running_loop().time() + self._seconds
@@ -195,9 +194,8 @@ class Stream:
             self._gone += gone
             await asyncio.to_thread(self._tickets.give_back, Returned(number, group, gone))
             del self._mine[number]
-        for number, waiting in self._waiting.items():
-            gone = 0 if waiting is None else sum(one.status is None for one in waiting)
-            await asyncio.to_thread(self._tickets.give_back, Returned(number, waiting, gone))
+        for waiting in self._waiting.values():
+            await asyncio.to_thread(self._tickets.give_back, waiting)
         self._begun, self._waiting = {}, {}
         await asyncio.to_thread(self._tickets.lost, 1)
         self.is_lost = True

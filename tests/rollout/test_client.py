@@ -296,7 +296,7 @@ def test_a_lost_connection_is_one_requests_fault_unless_the_engine_is_gone(gone:
 
     def check_runs() -> None:
         looks.append(1)
-        if gone and len(looks) > 2:  # it takes a moment to die
+        if gone and len(looks) > 1:  # it takes a moment to die
             raise EngineLost("died", "engine 0 is not running")
 
     async def run() -> None:
