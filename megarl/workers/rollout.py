@@ -14,6 +14,7 @@ from megarl.checkpoint.manifest import Entry
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.clock import ELSEWHERE, WAIT
+from megarl.observe.recorded import Recorded, needs_records
 from megarl.observe.rollout_log import read_rollouts
 from megarl.parallel import device, everyone, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
@@ -40,7 +41,7 @@ class RolloutWorker(Worker):
 
     An engine across machines has processes on each, started by the first of its ranks there. With `rollout.replay`
     there are no engines: `generate` reads the rollouts that another run recorded. The step under way names them, and
-    seeds the samples.
+    seeds the samples. Without an actor engines keep the weights that they have loaded themselves.
     """
 
     def __init__(self, context: Context) -> None:
@@ -54,6 +55,8 @@ class RolloutWorker(Worker):
         self.position = self.engines[mine[0]].index(self.job.rank) if mine else -1
         self.engine: Engine | None = None
         self.version = 0
+        self.made: list[Rollouts] = []
+        """What the step under way has been given."""
         self._generations, self._served = 0, 0
         self._next_group = 0
         self._closing = False
@@ -91,6 +94,9 @@ class RolloutWorker(Worker):
             self._seed,
             self._answered,
         )
+        self._push: WeightPush | None = None
+        if "actor" not in context.updates:
+            return
         placement = placement_of(self.config)
         sets = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
         parallel = dataclasses.replace(role_parallel(self.config, "actor"), world_size=self.job.world)
@@ -105,6 +111,7 @@ class RolloutWorker(Worker):
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         self._next_group = 0
+        self.made = []
 
     @property
     def at_work(self) -> str:
@@ -119,7 +126,8 @@ class RolloutWorker(Worker):
         with self.clock.phase("engine_start"), self._patient(self.config.rollout.start_timeout):
             _on_any(self.engine, Engine.wait_ready)
             if not self.config.rollout.replay:
-                self._push.compare()  # a mistake costs the start then, and no step
+                if self._push is not None:
+                    self._push.compare()  # a mistake costs the start then, and no step
                 self._rehearse_calls()
 
     def _rehearse_calls(self) -> None:
@@ -156,7 +164,8 @@ class RolloutWorker(Worker):
         self._make_room()
         with self.clock.phase("generate", WAIT):
             if config.rollout.replay:
-                return self._replayed(self._groups(len(prompts)), greedy)
+                self.made.append(self._replayed(self._groups(len(prompts)), greedy))
+                return self.made[-1]
             self._wake(Engine.wake)
             is_first, source = self.step > self._served and not greedy, self.context.source
             if is_first:
@@ -168,6 +177,8 @@ class RolloutWorker(Worker):
                 else:
                     rollouts = self._generate(prompts, samples, greedy)
             self._agents.note()
+            if not greedy:
+                self.made.append(rollouts)
             check_aborted(rollouts, config)
             return rollouts
 
@@ -233,6 +244,7 @@ class RolloutWorker(Worker):
             self.version = self.step
             if self.config.rollout.replay:
                 return
+            assert self._push is not None, "there is no actor whose weights could be pushed"
             self._hold_answers()
             self._wake(Engine.wake_weights)
             with self._patient(self.config.rollout.start_timeout):
@@ -321,10 +333,12 @@ class RolloutWorker(Worker):
     def _replayed(self, groups: range, greedy: bool) -> Rollouts:
         """What is recorded of these groups of the step. Each rank has what it had, where the recorded run had as many:
         figures that are summed up rank by rank then have the same bits."""
-        where = f"rollout.replay={self.config.rollout.replay}, step {self.step}"
+        source = Recorded.of(self.config.rollout.replay)
+        step = source.step(self.step)
+        where = f"rollout.replay={self.config.rollout.replay}, step {step}"
         if greedy:
             raise ConfigError(f"{where}: only what is sampled is recorded, and this algorithm generates greedily, too")
-        recorded = read_rollouts(self.config.rollout.replay, self.step, self.job.rank, self.job.world)
+        recorded = read_rollouts(source.folder, step, self.job.rank, self.job.world, needs_records(self.config))
         found = _gathered([one for one in recorded if one.group in groups], self.version)
         if groups and not len(found):
             raise ConfigError(

@@ -94,7 +94,7 @@ def test_entries_are_those_of_the_group() -> None:
         (
             "lab_controllers:Mine",
             "class Mine(SFTController):\n    def roles(self): return ('actor',)\n    trains = ()",
-            r"Mine\.trains names nothing \(they are actor\)$",
+            r"Mine trains nothing, and generates nothing: name a role in `trains`$",
         ),
         (
             "lab_controllers:Mine",
