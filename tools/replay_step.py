@@ -24,6 +24,7 @@ import traceback
 import warnings
 from bdb import BdbQuit
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import reduce
 from inspect import unwrap
 from pathlib import Path
@@ -42,6 +43,8 @@ UNEQUAL = ("time", "time/", "perf/")
 """Beginnings of what is another number each time."""
 ENDED, FAILED = "ended", "failed"
 """Files in the folder of a replay by which its first rank says where it is."""
+SOON = 50
+"""Tenths of a second in which other ranks see one of them."""
 
 
 class Order(NamedTuple):
@@ -216,22 +219,21 @@ def _after(order: Order, error: BaseException, looks: bool) -> int | None:
     """Look at an error; on the other ranks wait until somebody has. The exit status, None where the error says it."""
     from megarl import ending
 
-    if not order.looks or isinstance(error, ending.ORDERLY):
+    if isinstance(error, ending.ORDERLY):
         return None
     if looks:
-        (order.folder / FAILED).touch()
-        traceback.print_exception(error)
-        pdb.post_mortem(error.__traceback__)
+        if order.looks:
+            (order.folder / FAILED).touch()
+            traceback.print_exception(error)
+            pdb.post_mortem(error.__traceback__)
         return None
-    for _ in range(50):  # the first rank fails, too, or this one's error is its own
-        if (order.folder / FAILED).exists():
-            break
+    for _ in range(SOON):  # the first rank has left, or fails, too; else this one's error is its own
+        while (order.folder / FAILED).exists() and not (order.folder / ENDED).exists():
+            time.sleep(0.1)
+        if (order.folder / ENDED).exists():
+            return 0
         time.sleep(0.1)
-    else:
-        return None
-    while not (order.folder / ENDED).exists():
-        time.sleep(0.1)
-    return 1
+    return None
 
 
 def compare(order: Order) -> None:
@@ -313,6 +315,8 @@ def main(arguments: Sequence[str]) -> int:
         return take(order) if config.parallel.world_size == 1 else launch(order, config)
     except ConfigError:
         shutil.rmtree(order.folder)  # of which nothing has come: the checkpoints in it are links
+        with suppress(OSError):
+            order.folder.parent.rmdir()  # where it was the first
         raise
 
 
