@@ -124,11 +124,15 @@ def prepare(run: Path, step: int) -> Path:
         (folder / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     for path in found:
         (folder / "checkpoints" / path.name).symlink_to(path.resolve())
+    return folder
+
+
+def announce(order: Order) -> None:
+    found = checkpoints_before(order.run, order.step)
     first = int(found[-1].name.removeprefix("step_")) + 1 if found else 1
     start = f"{found[-1].name}" if found else "the start of the run, as there is no checkpoint before it"
-    between = f", with the steps from {first} on" if first < step else ""
-    print(f"step {step} of {run}, from {start}{between}, in {folder}", flush=True)
-    return folder
+    between = f", with the steps from {first} on" if first < order.step else ""
+    print(f"step {order.step} of {order.run}, from {start}{between}, in {order.folder}", flush=True)
 
 
 # --- the debugger ---------------------------------------------------------------------------------------------
@@ -309,9 +313,10 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.stop_at:
         Debugger().stop_at(chosen.stop_at)
     order = Order(*asked, prepare(run, step))
-    config = config_of(order)
     try:
+        config = config_of(order)
         validate(config, until=step).raise_errors()
+        announce(order)
         return take(order) if config.parallel.world_size == 1 else launch(order, config)
     except ConfigError:
         shutil.rmtree(order.folder)  # of which nothing has come: the checkpoints in it are links
