@@ -52,7 +52,7 @@ def trained(folder: Path, recorded: Path, tmp_path_factory: pytest.TempPathFacto
     looks = [sys.executable, "-c", "import sglang"]
     assert "No module named 'sglang'" in subprocess.run(looks, env=environment, capture_output=True, text=True).stderr
     command = command_of(folder, place / "run", *PLAIN, *ONE, *RECORDS, f"rollout.replay={recorded}")
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return place / "run"
 
@@ -71,7 +71,7 @@ def test_a_recorded_step_is_taken_again_in_a_debugger_bit_for_bit(trained: Path)
     command = [sys.executable, "tools/replay_step.py", str(trained), "--step", "3"]
     command += ["--break", "megarl.controllers.policy:policy_loss"]
     talk = "p ('asked', batch.num_sequences, config.rollout.replay)\n" + "c\n" * 8
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, input=talk, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, input=talk, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "from step_000002" in done.stdout and f"('asked', 8, '{trained}')" in done.stdout
     assert done.stdout.count("> ") >= 2 and "policy_loss()" in done.stdout  # once for each update
