@@ -25,7 +25,6 @@ from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
-from megarl.observe.rollout_log import check_replay
 from megarl.parallel.placement import about_role, check_engine_ranks, role_config, role_parallel
 from megarl.rewards.truths import look_at_truths
 from megarl.rollout import server_args, tool_calls
@@ -62,7 +61,7 @@ def check_nodes(config: Config, declared: Declared) -> None:
             f"parallel.world_size={world} is not a multiple of parallel.ranks_per_node={parallel.ranks_per_node}; "
             "every node must run the same number of ranks"
         )
-    if not declared.generates:
+    if not declared.has_engines(config):
         return
     check_engine_ranks(config)
     if engine % config.rollout.ep:
@@ -114,7 +113,6 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     """What SGLang needs of its own layout."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
     server_args.check(config.rollout.sglang)
-    server_args.check_sampling(config.rollout)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)
     check_engine_room(config)
     check_drafts(hf, config)
@@ -201,10 +199,6 @@ def check_routing(hf: HFConfig, config: Config, declared: Declared) -> None:
             f"train.replay_routing=true, but {declared.name} has no engine whose routing could be replayed"
         )
     routing_shape(hf, config.model.megatron)
-    if config.rollout.replay:
-        raise ConfigError(
-            "train.replay_routing=true with rollout.replay: recorded rollouts hold no routing; set the first to false"
-        )
     sglang, megatron = config.rollout.sglang, config.model.megatron
     if megatron.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: Transformer Engine's router cannot be told what to choose")
@@ -308,7 +302,8 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> 
                 f"algorithm={name} with rollout.temperature=0 gives a prompt the same answer every time, so every "
                 "advantage is 0; set it above 0"
             )
-        warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
+        if declared.trains:
+            warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
     if "reference" not in declared.roles:
         return
     if kl.place == "loss" and kl.estimator == "k1":
@@ -357,6 +352,8 @@ def check_batch(config: Config, declared: Declared, warnings: list[str]) -> None
             f"run.num_update={run.num_update} over run.epochs={run.epochs} cuts a batch of {sequences} {what} in "
             f"{per_epoch} mini-batches; raise data.prompts_per_step or lower run.num_update"
         )
+    if not declared.trains:
+        return
     if sequences // per_epoch < dp:
         warnings.append(
             f"a mini-batch of {sequences // per_epoch} {what} leaves some of {dp} data-parallel ranks without work"
@@ -391,7 +388,5 @@ def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list
                 warnings += look_at_truths(config, path)
     if run.eval_every and not data.eval:
         raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
-    if run.goes_on and not run.save_every:
+    if run.goes_on and not run.save_every and not (Path(run.dir) / "checkpoints").is_dir():
         warnings.append(f"run.resume={run.resume} but run.save_every=0: there will be no checkpoint to go on from")
-    if declared.generates and config.rollout.replay and not config.train.replay_routing:  # which refuses it anyway
-        check_replay(config)

@@ -28,14 +28,16 @@ from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.observe.guards import check_guards
+from megarl.observe.recorded import check_replay
 from megarl.observe.webhook import check_webhook
-from megarl.parallel.placement import Placement, check_placement, placement_of, role_parallel, spans
+from megarl.parallel.placement import Placement, check_placement, engine_ranks, placement_of, role_parallel, spans
 from megarl.parallel.roles import role_settings
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.reshard.planner import Plan
 from megarl.rewards.backends import check_reward
 from megarl.rollout.beforehand import check_asynchronous, check_oversampling
 from megarl.rollout.engine import check_here
+from megarl.rollout.server_args import check_sampling
 from megarl.rollout.waits import check_waits
 from megarl.served_models import Served, served_models
 from megarl.types.declared import Declared
@@ -73,11 +75,14 @@ class Report:
             raise ConfigError("; and ".join(self.errors))
 
 
-def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Registered] | None = None) -> Report:
+def validate(
+    config: Config, dry_run: bool = False, registered: Mapping[str, Registered] | None = None, until: int = 0
+) -> Report:
     """Check everything that can be checked without starting anything; every error names the key and the remedy.
 
     In a dry run the model may be a config.json alone (`model.hf_config`), and data files that are not there are
     warnings. `registered`: roles that a script registered itself; a reward of its own needs no `reward.functions`.
+    until: the step after which the run will stop, 0 for its last.
     """
     errors: list[str] = []
     warnings: list[str] = []
@@ -130,7 +135,9 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
     ):
         return Report(errors, warnings, {}, [])
     (others,) = served
-    divides = passes(checks.check_training_layout, hf, config) and passes(checks.check_mtp, hf, config, declared)
+    divides = True
+    if declared.trains:
+        divides = passes(checks.check_training_layout, hf, config) and passes(checks.check_mtp, hf, config, declared)
     if critic_hf is not None and (critic_hf is not hf or config.critic.parallel or "critic" in config.placement):
         divides = passes(checks.check_role_layout, critic_hf, config, "critic") and divides
     for role, model in others.laid_out.items():
@@ -138,13 +145,17 @@ def validate(config: Config, dry_run: bool = False, registered: Mapping[str, Reg
             continue
         divides = passes(checks.check_role_layout, model, config, role) and divides
     if declared.generates:
+        passes(check_sampling, config.rollout)
+        passes(checks.check_lengths, hf, config, warnings)
+        passes(check_waits, config, warnings)
+    if declared.has_engines(config):
         divides = passes(checks.check_engine, hf, config) and divides
         if not dry_run:
             passes(check_here, config)
-        passes(checks.check_lengths, hf, config, warnings)
-        passes(check_waits, config, warnings)
         divides = divides and passes(engine_layout, config)
-        divides = divides and passes(_push_plan, hf, config)
+        divides = divides and (not declared.trains or passes(_push_plan, hf, config))
+    elif declared.generates:
+        passes(lambda: check_replay(config, hf, named_models.vocabulary_hash(config.model.path), until))
     if divides:
         passes(checks.check_routing, hf, config, declared)
     if not divides:
@@ -216,12 +227,11 @@ def _facts(
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
         *([] if placement.colocated else [("roles", placement.describe(roles))]),
-        *_cuts(role_parallel(config, declared.main), "", bool(experts)),
-        (
-            "layers by stage",
-            " ".join(map(str, layers)) + (f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""),
-        ),
     ]
+    if declared.trains:
+        parts = f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""
+        layout += _cuts(role_parallel(config, declared.main), "", bool(experts))
+        layout.append(("layers by stage", " ".join(map(str, layers)) + parts))
     if "critic" in roles and placement.of("critic") != placement.of("actor"):
         layout += _cuts(role_parallel(config, "critic"), "critic's ", bool(experts))
     for role, model_of in others.laid_out.items():
@@ -230,38 +240,47 @@ def _facts(
     sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.epochs)
     what = checks.unit(declared)
     samples = f" prompts x {rollout.samples_per_prompt}" if declared.generates else ""
-    batch = [
-        (f"{what} a step", f"{config.data.prompts_per_step}{samples}"),
+    batch = [(f"{what} a step", f"{config.data.prompts_per_step}{samples}")]
+    updates = [
         ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
         ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel(config, declared)}"),
         ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
     ]
+    batch += updates if declared.trains else [("steps", f"{run.num_rollout}")]
     if "critic" in roles and (warmup := config.critic.warmup_steps):
         batch.append(("", f"the policy's begin after {warmup} steps: {make_controller(config).updates(declared.main)}"))
     facts = {"model": model, "layout": layout, "batch": batch}
-    if declared.generates:
+    if declared.has_engines(config):
         nodes = -(-rollout.tp // here)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
-        plan = _push_plan(hf, config)
-        transfers, engines = plan.transfers(), len(plan.sides.engine)
-        far = transfers.src // here != transfers.dst // here
-        received, over = transfers.nbytes.sum() / engines, transfers.nbytes[far].sum() / engines
-        network = f", {_bytes(int(over))} of it over the network" if plan.world > here else ""
-        who = "each rank" if plan.sides.alike else "each rank of an engine"
-        facts["push"] = [
-            ("weights are sent as", SENT_AS[plan.assignment.wire]),
-            (f"{who} receives", f"{_bytes(int(received))} on average{network}"),
-            ("rounds", f"{plan.rounds}, staging at most 2 x {rollout.push_bucket_mb} MiB"),
-        ]
+        if declared.trains:
+            facts["push"] = _pushed(hf, config, here)
+        engines = len(engine_ranks(config))
         facts["engines"] = [
-            ("SGLang engines", f"{engines // rollout.tp} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
+            ("SGLang engines", f"{engines} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
         if rollout.draft_tokens:
             pushed = "pushed with the policy" if engine_layout(config).draft else "as it is in the checkpoint"
             facts["engines"].append(("drafts", f"{rollout.draft_tokens} tokens at a time; the draft layer is {pushed}"))
+    if declared.generates:
         facts["host"] = _host(hf, config, declared, bool(experts))
     return facts
+
+
+def _pushed(hf: HFConfig, config: Config, here: int) -> list[tuple[str, str]]:
+    """What a push sends. here: ranks of a machine."""
+    plan = _push_plan(hf, config)
+    transfers, engines = plan.transfers(), len(plan.sides.engine)
+    far = transfers.src // here != transfers.dst // here
+    received, over = transfers.nbytes.sum() / engines, transfers.nbytes[far].sum() / engines
+    network = f", {_bytes(int(over))} of it over the network" if plan.world > here else ""
+    who = "each rank" if plan.sides.alike else "each rank of an engine"
+    return [
+        ("weights are sent as", SENT_AS[plan.assignment.wire]),
+        (f"{who} receives", f"{_bytes(int(received))} on average{network}"),
+        ("rounds", f"{plan.rounds}, staging at most 2 x {config.rollout.push_bucket_mb} MiB"),
+    ]
 
 
 def _host(hf: HFConfig, config: Config, declared: Declared, experts: bool) -> list[tuple[str, str]]:

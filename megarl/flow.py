@@ -26,6 +26,7 @@ from megarl.environments.describing import Known, known_of
 from megarl.items import Items
 from megarl.keeping import Keeping
 from megarl.models.registry import load_hf_config
+from megarl.named_models import vocabulary_hash
 from megarl.observe.clock import Clock
 from megarl.observe.control import Control
 from megarl.observe.hangs import Lookout
@@ -37,6 +38,7 @@ from megarl.parallel.placement import placement_of
 from megarl.parallel.roles import with_role
 from megarl.rollout.beforehand import check_enough_prompts
 from megarl.rollout.chat import Chat
+from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
@@ -109,10 +111,11 @@ class HybridFlow(Items, Keeping):
         """Say which ranks the roles are on, as the key `placement` does."""
         self.config = dataclasses.replace(self.config, placement=dict(placement))
 
-    def run(self, num_rollout: int | None = None, num_update: int | None = None) -> dict[str, float]:
+    def run(self, num_rollout: int | None = None, num_update: int | None = None, until: int = 0) -> dict[str, float]:
         """Train for `num_rollout` steps of `num_update` optimizer steps each; returns the last step's metrics.
 
-        Both default to the configuration. Call once per process. Raises ConfigError for a user's mistake, Stopped where
+        Both default to the configuration. until: stop after this step already, schedules being those of all; 0 for the
+        last. Call once per process. Raises ConfigError for a user's mistake, Stopped where
         it was asked to stop and has saved, and Ended where a signal ends it; `ending.one_line` tells them apart.
         """
         ending.catch_signals()
@@ -121,11 +124,12 @@ class HybridFlow(Items, Keeping):
             run,
             num_rollout=run.num_rollout if num_rollout is None else num_rollout,
             num_update=run.num_update if num_update is None else num_update,
-            resume="auto" if ending.restarted() else run.resume,
+            resume="auto" if ending.restarted() and not run.goes_on else run.resume,
         )
         ending.introduce(run_dir=run.dir, save_every=run.save_every, max_restarts=run.max_restarts)
         self.config = dataclasses.replace(self.config, run=run)
-        report = validate(self.config, registered=self.registered)
+        self.until = until or run.num_rollout
+        report = validate(self.config, registered=self.registered, until=self.until)
         report.raise_errors()
         self.declared = declare(self.config)
         self.controller = make_controller(self.config)
@@ -136,7 +140,8 @@ class HybridFlow(Items, Keeping):
         self.makers = find_workers(self.config, self.declared, self.registered)
         with ranks.patient(run.storage_timeout_s):
             self._read_data()
-        self.log = RunLog(self.config, self.job)
+        records = self.config.track.rollouts and self.declared.generates
+        self.log = RunLog(self.config, self.job, vocabulary_hash(self.config.model.path) if records else "")
         finished = False
         try:
             for warning in report.warnings:
@@ -148,6 +153,7 @@ class HybridFlow(Items, Keeping):
             return metrics
         except BaseException as error:
             ending.begin()
+            self.log.failed(self.step, self._made())
             if self.lookout is not None:
                 self.lookout.settle()
             cause = last_words.exchanged(error, ending.describe(error)[0])
@@ -174,7 +180,7 @@ class HybridFlow(Items, Keeping):
         metrics: dict[str, float] = {}
         if run.save_every:
             ending.answer_by_saving()
-        while self.step < run.num_rollout:
+        while self.step < self.until:
             if self._eval_due(first=0):
                 self._evaluate()
             items = self.loader.next_batch()
@@ -189,7 +195,7 @@ class HybridFlow(Items, Keeping):
             if self._keep():
                 raise ending.Stopped(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
         metrics |= self._evaluate() if self._eval_due(first=1) else {}
-        if run.export:
+        if run.export and self.declared.trains:
             self._export()
         if self.lost is not None:
             raise self.lost  # of the last step: nothing can be written later, but the export was tried first
@@ -216,6 +222,13 @@ class HybridFlow(Items, Keeping):
     def _begin_step(self) -> None:
         for worker in self.workers:
             worker.begin_step(self.step)
+
+    def _made(self) -> list[Rollouts]:
+        """What the step under way has sampled, with rewards where it has got so far."""
+        made = vars(self)["rollout"].made if "rollout" in vars(self) else []
+        pairs = getattr(vars(self).get("reward"), "scored", [])
+        scored = {id(given): found for given, found in pairs}
+        return [scored.get(id(one), one) for one in made]
 
     def _eval_due(self, first: int) -> bool:
         every = self.config.run.eval_every
@@ -292,7 +305,7 @@ class HybridFlow(Items, Keeping):
         if newest is not None:
             self._resume(newest)
             self._begin_step()
-            if "rollout" in vars(self):
+            if "rollout" in vars(self) and "actor" in vars(self):
                 self._push_again()
             written = self.store.differs(newest) if self.log.writes else ""
             self.log.say(f"resumed from {newest} after step {self.step}{written}")

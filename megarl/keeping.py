@@ -49,6 +49,8 @@ class Keeping:
     control: Control
     needs: room.Needs
     step: int
+    until: int
+    """The step after which the run ends."""
     rollout: RolloutWorker
     actor: ActorWorker
     stagings: dict[str, Staging]
@@ -74,7 +76,7 @@ class Keeping:
         Returns whether the run is to stop, for which it has been saved."""
         run = self.config.run
         said = ranks.all_gather_objects((ending.asked_to_stop(), self.store.is_written()))
-        last = self.step == run.num_rollout
+        last = self.step == self.until
         stop = any(asked for asked, _ in said) and not last
         due = stop or bool(run.save_every and (last or self.step % run.save_every == 0))
         if self.store.under_way is not None and (due or all(written for _, written in said)):
@@ -139,7 +141,7 @@ class Keeping:
     def _not_saved(self, error: StorageError, step: int, must: bool) -> StorageError:
         if must:
             raise error
-        goes_on = step < self.config.run.num_rollout
+        goes_on = step < self.until
         self.log.alarm(f"{error}. {'Training goes on; make room' if goes_on else 'It was the last'}")
         return error
 

@@ -6,6 +6,8 @@ Pure, like `checks.py`: they read files, raise ConfigError, and append to `warni
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -88,6 +90,12 @@ def _vocabulary(folder: str) -> dict[str, int]:
         except Exception as error:  # noqa: B036  the package raises nothing narrower
             raise ConfigError(f"{file} is no tokenizer: {' '.join(str(error).split())[:200]}") from None
     return {}
+
+
+def vocabulary_hash(folder: str) -> str:
+    """Of the words that token ids stand for; empty where the folder does not say. Raises ConfigError."""
+    words = sorted((number, word) for word, number in _vocabulary(folder).items())
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest() if words else ""
 
 
 def _check_tokenizer(folder: str, size: int) -> None:

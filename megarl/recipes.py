@@ -94,6 +94,9 @@ RECIPES: dict[str, Recipe] = {
     "sft": Recipe("megarl.controllers.sft:SFTController"),
     # arXiv:2203.02155, section 3.5.
     "reward_model": Recipe("megarl.controllers.reward_model:RewardModelController"),
+    # --- nothing is trained ---
+    # Rollouts of a data set, scored and recorded.
+    "generate": Recipe("megarl.controllers.generate:GenerateController", {"run.export": False, "data.shuffle": False}),
 }
 
 

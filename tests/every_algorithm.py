@@ -23,7 +23,7 @@ def names() -> list[str]:
 
     ours = {"rollout", "actor", "critic", "reference", "reward"}
     found = {name: declare(from_dict({"algorithm": name})) for name in RECIPES}
-    return [name for name, one in found.items() if one.item == "prompts" and set(one.roles) <= ours]
+    return [name for name, one in found.items() if one.item == "prompts" and one.trains and set(one.roles) <= ours]
 
 
 class EveryAlgorithm(PolicyController):

@@ -188,7 +188,7 @@ def test_lora_is_planned(plan) -> None:
         (["train.replay_routing=true", "algorithm=sft"], r"sft has no engine whose routing could be replayed"),
         (
             ["train.replay_routing=true", "rollout.replay=/"],
-            r"recorded rollouts hold no routing; set the first to false",
+            r"rollout.replay=/ has no folder rollouts; name a run with track.rollouts=true",
         ),
         (["train.replay_routing=true", "model.megatron.moe_router_fusion=true"], r"cannot be told what to choose"),
         (

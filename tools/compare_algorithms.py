@@ -52,7 +52,7 @@ def comparable() -> list[str]:
     """Names of the recipes that learn from rewards, and need no more than a policy, a critic and a reference."""
     ours = {"rollout", "actor", "critic", "reference", "reward"}
     found = {name: declare(from_dict({"algorithm": name})) for name in RECIPES}
-    return [name for name, one in found.items() if one.item == "prompts" and set(one.roles) <= ours]
+    return [name for name, one in found.items() if one.item == "prompts" and one.trains and set(one.roles) <= ours]
 
 
 def figures(metrics: Metrics) -> dict[str, float]:

@@ -44,12 +44,14 @@ def needs(hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: De
     tables = [policy]
     if critic_hf is not None:
         tables.append(critic_params(family_of(critic_hf).params(critic_hf, 1), int(critic_hf["hidden_size"])))
-    total = 0
+    total, exported = 0, _weights(policy, dtype)
+    if not declared.trains:
+        tables, exported = [], 0
     for table in tables:
         adapters = adapter_params(table, config.lora) if config.lora.rank else []
         total += _weights([*table, *adapters], dtype) + STATES * sum(param.size for param in adapters or table)
     total += kept_conversations(hf, config) if declared.generates else 0
-    return Needs(_and_more(total), _and_more(_weights(policy, dtype)))
+    return Needs(_and_more(total), _and_more(exported))
 
 
 def kept_conversations(hf: HFConfig, config: Config) -> int:

@@ -99,7 +99,8 @@ class RolloutConfig:
     """The engines' weights are verified bit by bit in the first push and every so many; in the others, one part in so
     many of them."""
     replay: str = ""
-    """A run folder whose recorded rollouts are used instead of generating: for debugging and exact repeats."""
+    """A run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
+    exact repeats. `RUN@7`: the first step is given those of its step 7."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by its own names."""
 

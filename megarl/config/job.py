@@ -166,6 +166,11 @@ class TrackConfig:
     """Write TensorBoard events into the run folder."""
     rollouts: bool = True
     """Record every rollout in the run folder, as parquet."""
+    records: bool = True
+    """With `track.rollouts`, where there is such: also the experts that each token went through
+    (`train.replay_routing`), and what it could have been (`rollout.top_k`), which a replay of them needs. A byte for
+    each MoE layer and expert of a token, two with more than 256 experts; 4 bytes for each word that a token could have
+    been. For a large model that is more than all else: 464 bytes a token of DeepSeek-V3, beside 12."""
     timeline: bool = True
     """Record in the run folder who did what when, for tools/timeline.py and Perfetto."""
     webhook: str = ""

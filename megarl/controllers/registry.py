@@ -29,10 +29,12 @@ def declare(config: Config) -> Declared:
         raise ConfigError(f"{key}: {cls.__name__}.roles(config) gives {found.roles!r}, not a tuple of names of roles")
     if twice := {role for role in found.roles if found.roles.count(role) > 1}:
         raise ConfigError(f"{key}: {cls.__name__}.roles(config) lists {min(twice)} twice; once will do")
-    if not found.trains or (missing := [role for role in found.trains if role not in found.roles]):
-        what = f"{missing[0]}, which its roles do not list" if found.trains else "nothing"
+    if missing := [role for role in found.trains if role not in found.roles]:
+        what = f"{missing[0]}, which its roles do not list"
         raise ConfigError(f"{key}: {cls.__name__}.trains names {what} (they are {', '.join(found.roles)})")
-    if found.generates and "actor" not in found.roles:
+    if not found.trains and not found.generates:
+        raise ConfigError(f"{key}: {cls.__name__} trains nothing, and generates nothing: name a role in `trains`")
+    if found.trains and found.generates and "actor" not in found.roles:
         raise ConfigError(f"{key}: {cls.__name__} lists the role rollout, whose weights are the actor's, but no actor")
     return found
 

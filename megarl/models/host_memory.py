@@ -31,7 +31,10 @@ CHECKPOINT = "checkpoint under way"
 PART = 1 << 20
 """Tokens of the part of a record that a rank writes at a time, see `observe.rollout_log`."""
 RECORDED = 3 * (TOKEN + 2 * NUMBER)
-"""Bytes a token of such a part, with log-prob and advantage: as columns, as they are encoded, and compressed."""
+"""Bytes a token of such a part, with log-prob and advantage: as columns, as they are encoded, and compressed. As many
+bytes of other records count as a token."""
+PICKED = 2 * INDEX
+"""Of an id on record that a token could have had, while those of a micro-batch are picked: from where, and to where."""
 
 
 def column_bytes(config: Config, declared: Declared) -> int:
@@ -54,6 +57,8 @@ class Batch:
     sequences: int
     longest: int
     leaving: float = 1.0
+    choices: float | None = None
+    """Where sampling is cut off, of how many tokens each is one; None for as many as may be."""
 
 
 def step_bytes(config: Config, declared: Declared, batch: Batch, routing: RoutingShape | None = None) -> dict[str, int]:
@@ -63,8 +68,8 @@ def step_bytes(config: Config, declared: Declared, batch: Batch, routing: Routin
     found = max(moments(config, declared, batch, routing).values(), key=lambda parts: sum(parts.values()))
     if config.track.rollouts:
         own = _share(config) * batch.tokens
-        kept = own * (TOKEN + 2 * NUMBER + _record_bytes(routing))
-        found = found | {"recording the step before": kept + recording(config, batch)}
+        kept = own * (TOKEN + 2 * NUMBER + _record_bytes(routing) + _choice_bytes(config, batch))
+        found = found | {"recording the step before": kept + recording(config, batch, routing)}
     return {name: ceil(amount) for name, amount in found.items()}
 
 
@@ -79,10 +84,12 @@ def checkpoint_copy(config: Config, states: Mapping[str, int], trained: Iterable
     return {CHECKPOINT: weights + (optimizer * 3 // 2 if config.model.dtype == "float32" else optimizer)}
 
 
-def recording(config: Config, batch: Batch) -> float:
+def recording(config: Config, batch: Batch, routing: RoutingShape | None = None) -> float:
     """What it takes to record a step, beside what is recorded."""
-    leads = _leads(config)
-    return leads * RECORDED * min(PART, _share(config) * batch.tokens / leads)
+    leads, records = _leads(config), 0.0
+    if config.track.records:
+        records = (_record_bytes(routing) + _choice_bytes(config, batch)) / (TOKEN + 2 * NUMBER)
+    return leads * RECORDED * min(PART, _share(config) * batch.tokens * (1 + records) / leads)
 
 
 def moments(
@@ -99,40 +106,50 @@ def moments(
     columns = column_bytes(config, declared)
     passes = max(1, config.run.num_update // config.run.epochs)
     mini, kind = own / passes, routing.dtype.itemsize if routing is not None else 1
+    choice = _choice_bytes(config, batch)
 
     def at(columns: int, parts: dict[str, float]) -> dict[str, float]:
         held = {"rollouts": own * (TOKEN + NUMBER), "records of routing": own * record}
+        if choice:
+            held["records of sampling"] = own * choice * (2 if columns else 1)  # those of the batch are of all tokens
         if config.rollout.asynchronous and config.rollout.max_lag:
-            under_way = config.rollout.max_lag * own * (TOKEN + NUMBER + record)
+            under_way = config.rollout.max_lag * own * (TOKEN + NUMBER + record + choice)
             held["rollouts of later steps"] = under_way
         return held | {"columns of the batch": own * columns} | parts
 
-    def computing(rows: float, sent: int, each: int, record: int) -> dict[str, float]:
+    def computing(rows: float, sent: int, each: int, record: int, choice: float) -> dict[str, float]:
         """Records are laid together, sent, and of a stage's layers laid together again. Then there is a micro-batch at
-        work, of as few as may be, equal ones, and the next is being made. On one rank nothing is sent."""
+        work, of as few as may be, equal ones, and the next is being made. On one rank nothing is sent. choice: bytes
+        of a token of what it could have been, which last stages look at."""
         stage = record / parallel.pp
-        leaves = (sent + record) * batch.leaving * (2 - 1 / machines)
-        sending, kept = rows * (leaves + record + (stage if parallel.pp > 1 else 0.0)), rows * (leaves + stage)
+        leaves = (sent + record + choice) * batch.leaving * (2 - 1 / machines)
+        sending = rows * (leaves + record + choice + (stage if parallel.pp > 1 else 0.0))
+        kept = rows * (leaves + stage)
         rank = rows * (parallel.tp * parallel.cp * parallel.pp) / here
         micro = min(rank, max(rank / ceil(rank / (config.train.token_budget * parallel.cp)), batch.longest))
         choices = stage * (1 + (CHOICE / kind - 1) / parallel.tp)
-        work = here * micro * (2 * (each + CUT_MICRO) + 2 * INDEX + choices)
+        picked = (2 * choice + PICKED * max(0.0, choice / NUMBER - 1) + choice) / (parallel.pp * parallel.cp)
+        work = here * micro * (2 * (each + CUT_MICRO) + 2 * INDEX + choices + picked)
         if parallel.world_size == 1:
             sending, kept = 0.0, 0.0
         fuller = (sending, 0.0) if sending > kept + work else (kept, work)
         return dict(zip(("buffers of exchanges", "micro-batches at work"), fuller, strict=True))
 
+    if not declared.trains:
+        return {"generating": at(0, {})}
     first = TOKEN + FLAG + NUMBER  # what there is before the first model has said something
     says = sum(role in declared.roles for role in ("actor", "reference", "critic"))
     trained = own * NUMBER if passes == 1 else mini * (columns + NUMBER)
     forwards = [  # of the policy, which replays; the last of those that do not
-        at(first + NUMBER, computing(own, TOKEN, first, record)),
-        at(first + NUMBER * says, computing(own, TOKEN, first, 0)),
+        at(first + NUMBER, computing(own, TOKEN, first, record, choice)),
+        at(first + NUMBER * says, computing(own, TOKEN, first, 0, choice if "reference" in declared.roles else 0.0)),
     ]
     found = {
         "forward": max(forwards, key=lambda parts: sum(parts.values())),
         "cutting": at(columns, {"mini-batches": trained if passes == 1 else trained + mini * (columns + INDEX)}),
-        "update": at(columns, {"mini-batches": trained} | computing(mini, columns + NUMBER, columns + NUMBER, record)),
+        "update": at(
+            columns, {"mini-batches": trained} | computing(mini, columns + NUMBER, columns + NUMBER, record, choice)
+        ),
     }
     if "critic" in declared.roles:
         steps = min(RECTANGLE, batch.longest * batch.sequences * _share(config) / leads)
@@ -158,3 +175,10 @@ def _share(config: Config) -> float:
 
 def _record_bytes(routing: RoutingShape | None) -> int:
     return 0 if routing is None else len(routing.moe_layers) * routing.topk * routing.dtype.itemsize
+
+
+def _choice_bytes(config: Config, batch: Batch) -> float:
+    """Of a token, where sampling is cut off: how many it could have been, and which."""
+    if not config.rollout.cut_off:
+        return 0.0
+    return NUMBER * (1 + (max(0, config.rollout.top_k) if batch.choices is None else batch.choices))

@@ -128,7 +128,7 @@ def plan_memory(
         if role in here and (model := of.get(role)) is not None
     }
     engine: dict[str, int] = {}
-    if declared.generates and "rollout" in here:
+    if declared.has_engines(config) and "rollout" in here:
         # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
         cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
         drafts = bool(rollout.draft_tokens)
@@ -166,7 +166,7 @@ def plan_memory(
             states[f"{role} weights"] = fullest.weights
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
-        if declared.generates:
+        if declared.generates and declared.trains:
             weights, taken = states.get("actor weights", 0), engine.get("engine weights", 0)
             if staged := staging_bytes(rollout.push_bucket_mb << 20, weights, taken):
                 push.update({"engine weights": taken, "reshard staging": staged})

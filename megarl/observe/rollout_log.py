@@ -8,13 +8,13 @@ when its files together have as many rollouts as each of them says that the step
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.config import Config, ConfigError, load_config
-from megarl.observe.rollout_table import FORMAT, REPEATED, SCHEMA, Record, check_turns, rows, to_batch, to_record
+from megarl.config import ConfigError
+from megarl.observe.rollout_table import FORMAT, RECORDS, REPEATED, SCHEMA, Record, rows, to_batch, to_record
 from megarl.types import Rollout
 
 SHARE = 1 << 20
 """Tokens from which on a row group is full: what is held in two forms at once while it is written."""
+TOKEN = 12
+"""Bytes of a token, its log-prob and its advantage; as many of a record count as one."""
 
 _NAME = re.compile(r"rank_(\d{5,9})\.parquet")
 """Of a file, with the number of the rank."""
-_LIGHT = ("number", "group", "episode", "status", "logprob", "turn_lengths", "turn_is_action", "turn_weight_version")
-"""Columns that say whether a step fits a configuration; about a thousandth of the file."""
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
@@ -66,13 +66,22 @@ class RolloutLog:
     """Writes this rank's rollouts on one thread of its own, beside training.
 
     warn: called by `write`, `settle` and `close`, on their thread, with what is to be said where an earlier step could
-    not be written. Nothing is raised for that, and no more is said of later ones.
+    not be written. Nothing is raised for that, and no more is said of later ones. records: whether those of routing,
+    and of what could have been drawn, are written, too. vocabulary: a hash of it.
     """
 
-    def __init__(self, run_dir: str | Path, rank: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_dir: str | Path,
+        rank: int,
+        warn: Callable[[str], None],
+        records: bool = True,
+        vocabulary: str = "",
+    ) -> None:
         self._run_dir = run_dir
         self._rank = rank
         self._warn = warn
+        self._records, self._vocabulary = records, vocabulary
         self._warned = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-log")
         self._under_way: Future[None] | None = None
@@ -93,8 +102,12 @@ class RolloutLog:
         self.settle()
         if rollouts:
             given = [None] * len(rollouts) if advantages is None else list(advantages)
+            if not self._records:
+                rollouts = [replace(rollout, routing=None, support=None) for rollout in rollouts]
             file = part_file(self._run_dir, step, self._rank)
-            self._under_way = self._thread.submit(write_part, file, step, total, numbers, rollouts, given)
+            self._under_way = self._thread.submit(
+                write_part, file, step, total, numbers, rollouts, given, self._vocabulary
+            )
 
     def settle(self) -> None:
         """Wait until all that was handed over is on disk."""
@@ -128,10 +141,11 @@ def write_part(
     numbers: Sequence[int],
     rollouts: Sequence[Rollout],
     advantages: Sequence[np.ndarray | None] | None = None,
+    vocabulary: str = "",
 ) -> None:
     """Write some of a step's `total` rollouts, as `RolloutLog.write` is given them; the file appears under its name
     when it is whole. Raises OSError, and ValueError or OverflowError for values that the columns cannot hold."""
-    about = {"megarl.format": FORMAT, "megarl.step": step, "megarl.total": total}
+    about = {"megarl.format": FORMAT, "megarl.step": step, "megarl.total": total, "megarl.vocabulary": vocabulary}
     schema = SCHEMA.with_metadata({name: str(value) for name, value in about.items()})
     own = [None] * len(rollouts) if advantages is None else advantages
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -152,29 +166,37 @@ def write_part(
 def _shares(rollouts: Sequence[Rollout]) -> Iterator[tuple[int, int]]:
     first = tokens = 0
     for end, rollout in enumerate(rollouts, 1):
-        tokens += sum(len(turn.token_ids) for turn in rollout.turns)
+        tokens += rollout.num_tokens + _record_bytes(rollout) // TOKEN
         if tokens >= SHARE or end == len(rollouts):
             yield first, end
             first, tokens = end, 0
 
 
+def _record_bytes(rollout: Rollout) -> int:
+    routing, support = rollout.routing, rollout.support
+    return (0 if routing is None else routing.nbytes) + (
+        0 if support is None else support.counts.nbytes + support.ids.nbytes
+    )
+
+
 # --- reading --------------------------------------------------------------------------------------------------
 
 
-def read_rollouts(run_dir: str | Path, step: int, rank: int = 0, world: int = 1) -> list[Rollout]:
-    """The rollouts of a step in their order, equal to those written but for routing; where this is one of several ranks
-    those that it had, or in a larger world had a rank that it stands for. Raises ConfigError where some of the step are
-    missing, or a file is damaged or of another format."""
-    return [record.rollout for record in read_records(run_dir, step, rank, world)]
+def read_rollouts(run_dir: str | Path, step: int, rank: int = 0, world: int = 1, whole: bool = False) -> list[Rollout]:
+    """The rollouts of a step in their order, equal to those written; where this is one of several ranks those that it
+    had, or in a larger world had a rank that it stands for. whole: with their records of routing and of what could have
+    been drawn. Raises ConfigError where some of the step are missing, or a file is damaged or of another format."""
+    return [record.rollout for record in read_records(run_dir, step, rank, world, whole)]
 
 
-def read_records(run_dir: str | Path, step: int, rank: int = 0, world: int = 1) -> list[Record]:
+def read_records(run_dir: str | Path, step: int, rank: int = 0, world: int = 1, whole: bool = False) -> list[Record]:
     """As `read_rollouts`, with numbers and advantages."""
     records = []
-    for file, part in _parts(run_dir, step):
+    names = [name for name in SCHEMA.names if whole or name not in RECORDS]
+    for file, part in parts_of(run_dir, step):
         if int(_NAME.fullmatch(file.name)[1]) % world != rank:  # type: ignore[index]
             continue
-        for number, row in enumerate(_rows(file, part)):
+        for number, row in enumerate(rows_of(file, part, names)):
             try:
                 records.append(to_record(row))
             except (TypeError, ValueError) as error:
@@ -188,7 +210,7 @@ def is_whole(run_dir: str | Path, step: int) -> bool:
     return bool(parts) and sum(part.metadata.num_rows for _, part in parts) == _about(*parts[0], "total")
 
 
-def _parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
+def parts_of(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
     """The files of a step, which have each of its rollouts once. Raises ConfigError."""
     folder = step_folder(run_dir, step)
     parts = _opened(run_dir, step)
@@ -197,7 +219,7 @@ def _parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
     totals = {_about(file, part, "total") for file, part in parts}
     if len(totals) > 1:
         raise ConfigError(f"{folder} has files of steps of {min(totals)} and of {max(totals)} rollouts: of two runs")
-    counts = Counter(row["number"] for file, part in parts for row in _rows(file, part, ["number"]))
+    counts = Counter(row["number"] for file, part in parts for row in rows_of(file, part, ["number"]))
     if twice := [number for number, count in counts.items() if count > 1]:
         raise ConfigError(f"{folder} has rollout {min(twice)} twice: its files are of two runs")
     (total,) = totals
@@ -239,11 +261,17 @@ def _about(file: Path, part: pq.ParquetFile, name: str) -> int:
     return int(value)
 
 
-def _rows(file: Path, part: pq.ParquetFile, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+def rows_of(file: Path, part: pq.ParquetFile, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """These columns of each row. Raises ConfigError."""
     for group in range(part.num_row_groups):
         with _readable(file):
-            found = list(rows(part.read_row_group(group, SCHEMA.names if columns is None else columns)))
+            found = list(rows(part.read_row_group(group, columns)))
         yield from found
+
+
+def vocabulary_of(part: pq.ParquetFile) -> str:
+    """Hash of that of the tokenizer, empty where it is not on record."""
+    return str((part.schema_arrow.metadata or {}).get(b"megarl.vocabulary", b"").decode(errors="replace"))
 
 
 @contextmanager
@@ -253,83 +281,3 @@ def _readable(file: Path) -> Iterator[None]:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         what = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(f"{file} is not a file of recorded rollouts, or is damaged: {what}") from None
-
-
-# --- replaying ------------------------------------------------------------------------------------------------
-
-
-def check_replay(config: Config) -> None:
-    """The recorded run has the rollouts of all steps, in the numbers that this configuration has. Reads of each file
-    what is not of tokens or words; those are checked when they are read."""
-    folder = Path(config.rollout.replay)
-    if not folder.is_dir():
-        raise ConfigError(f"rollout.replay={folder}: there is no such run folder")
-    if not (folder / "rollouts").is_dir():
-        raise ConfigError(f"rollout.replay={folder} has no folder rollouts; name a run with track.rollouts=true")
-    first = 1
-    if config.run.goes_on:  # steps that a checkpoint has behind it are not taken again
-        saved = (path.name.removeprefix("step_") for path in Path(config.run.dir, "checkpoints").glob("step_*"))
-        first += max((int(number) for number in saved if number.isdecimal()), default=0)
-    for step in range(first, config.run.num_rollout + 1):
-        if not step_folder(folder, step).is_dir():
-            raise ConfigError(
-                f"rollout.replay={folder} has no rollouts of step {step} ({step_folder(folder, step).name}): lower "
-                f"run.num_rollout={config.run.num_rollout}, or replay a run of as many steps"
-            )
-        _check_recorded(folder, step, config)
-
-
-def _check_recorded(run_dir: Path, step: int, config: Config) -> None:
-    """Raise ConfigError where these are not what a step of this configuration would have generated."""
-    prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
-    sizes: Counter[int] = Counter()
-    episodes: set[tuple[int, int]] = set()
-    for file, part in _parts(run_dir, step):
-        _check_range(file, part)
-        for number, row in enumerate(_rows(file, part, _LIGHT)):
-            where = f"{file}, row {number}"
-            try:
-                check_turns(row)
-            except ValueError as error:
-                raise ConfigError(f"{where}, is not a recorded rollout: {error}") from None
-            if row["logprob"] is not None and not math.isfinite(row["logprob"]):
-                raise ConfigError(f"{where}: a log-prob is not finite")
-            if (length := int(row["turn_lengths"].sum())) > config.rollout.max_context:
-                raise ConfigError(
-                    f"{where}: a rollout of {length} tokens, beyond rollout.max_context="
-                    f"{config.rollout.max_context}: it is of another configuration"
-                )
-            episode = row["group"], row["episode"]
-            sizes[row["group"]] += row["episode"] < 0 or episode not in episodes  # each of its branches is a row
-            episodes.add(episode)
-    asked = dict.fromkeys(range(prompts), samples)
-    first = {group: size for group, size in sizes.items() if group in asked}
-    # Groups beyond are of further generations of the step, which may have other sizes, and leave some of the first out.
-    several = len(first) < len(sizes) and _prompts_of(run_dir) == prompts
-    if sizes != asked and not (several and set(first.values()) <= {samples}):
-        raise ConfigError(
-            f"{step_folder(run_dir, step)} holds {sizes.total()} rollouts of {len(sizes)} prompts, not {samples} of "
-            f"each of {prompts} (rollout.samples_per_prompt, data.prompts_per_step): it is of another configuration"
-        )
-
-
-def _prompts_of(run_dir: Path) -> int | None:
-    """Prompts that a step of a run is given, which is the same for all of its steps; None where it does not say."""
-    try:
-        return load_config(run_dir / "config.yaml").data.prompts_per_step
-    except ConfigError:
-        return None
-
-
-def _check_range(file: Path, part: pq.ParquetFile) -> None:
-    """Look at the least and largest values that parquet keeps of a column, which tell of all of its tokens."""
-    for group in range(part.num_row_groups):
-        found = part.metadata.row_group(group)
-        for column in map(found.column, range(found.num_columns)):
-            name, known = column.path_in_schema.split(".")[0], column.statistics
-            if known is None or not known.has_min_max:
-                continue
-            if name in ("token_ids", "prompt_token_ids") and known.min < 0:
-                raise ConfigError(f"{file} is not a file of recorded rollouts: a token id is negative")
-            if name == "logprobs" and not (math.isfinite(known.min) and math.isfinite(known.max)):
-                raise ConfigError(f"{file}: a log-prob is not finite")

@@ -25,10 +25,15 @@ tokens of all turns of a rollout end to end; `turn_lengths` says where one turn 
     id, data_source      string   of the prompt, as all that follow
     ground_truth, tools, extra, prompt_messages  JSON
     prompt_token_ids     [int32]  null where they are those of turn 0
+    routing              bytes    of the first tokens the experts that each went through, with `train.replay_routing`
+    routing_shape        [int32]  its tokens, MoE layers and experts of a token; of a byte each, or of two
+    support_counts       [int32]  of each token that the policy wrote, how many it could have been, where it was cut off
+    support_ids          [int32]  which, token after token
 
-JSON is `exact_json`: NaN is {"float": "nan"}. In a plain string half a surrogate pair, which parquet cannot hold, is
-written as \\ud800. The file's metadata say `megarl.format`, `megarl.step`, and `megarl.total`, the number of rollouts
-of the whole step; other files have those that are not in this one. Routing records are not written.
+The last four are null where there is no such record, or `track.records` is off. JSON is `exact_json`: NaN is
+{"float": "nan"}. In a plain string half a surrogate pair, which parquet cannot hold, is written as \\ud800. The file's
+metadata say `megarl.format`, `megarl.step`, `megarl.total`, the number of rollouts of the whole step, of which other
+files have those that are not in this one, and `megarl.vocabulary`, a hash of the words that the ids stand for.
 """
 
 from __future__ import annotations
@@ -38,11 +43,12 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from megarl.observe import exact_json
-from megarl.types import Prompt, Rollout, Status, Turn, no_logprobs
+from megarl.types import Prompt, Rollout, Status, Support, Turn, no_logprobs
 
-FORMAT = 3
+FORMAT = 4
 """Another number for other columns."""
 
 
@@ -66,7 +72,9 @@ _KINDS: dict[pa.DataType, tuple[str, ...]] = {
         "tools",
     )
     + ("extra", "prompt_messages", "turn_versions"),
-    _list(pa.int32()): ("turn_lengths", "turn_weight_version", "token_ids", "prompt_token_ids"),
+    _list(pa.int32()): ("turn_lengths", "turn_weight_version", "token_ids", "prompt_token_ids")
+    + ("routing_shape", "support_counts", "support_ids"),
+    pa.large_binary(): ("routing",),
     _list(pa.bool_()): ("turn_is_action",),
     _list(pa.float32()): ("logprobs", "advantages"),
     _list(pa.float64()): ("turn_rewards",),
@@ -78,9 +86,11 @@ _ORDER = (
     *("tool_errors", "drafted", "accepted", "seed", "turn_lengths", "turn_is_action", "turn_weight_version"),
     *("turn_versions", "turn_rewards"),
     *("token_ids", "logprobs", "advantages", "messages", "id", "data_source", "ground_truth", "tools", "extra"),
-    *("prompt_messages", "prompt_token_ids"),
+    *("prompt_messages", "prompt_token_ids", "routing", "routing_shape", "support_counts", "support_ids"),
 )
-NULLABLE = ("advantage", "logprob", "advantages", "turn_versions", "prompt_token_ids")
+RECORDS = ("routing", "support_counts", "support_ids")
+"""Columns that only a trainer reads, and which may be larger than all others."""
+NULLABLE = ("advantage", "logprob", "advantages", "turn_versions", "prompt_token_ids", "routing_shape", *RECORDS)
 SCHEMA = pa.schema([pa.field(name, _TYPES[name], nullable=name in NULLABLE) for name in _ORDER])
 REPEATED = [name for name in _ORDER if _TYPES[name] == pa.string() and name != "messages"]
 """Columns in which values come again and again, which a dictionary makes small."""
@@ -158,6 +168,10 @@ def to_batch(
         "messages": [exact_json.dumps(rollout.messages) for rollout in rollouts],
         **dict(zip(_OF_PROMPT, prompts, strict=True)),
         "prompt_token_ids": (_ends(map(len, prompt_ids)), _joined(prompt_ids, np.int32), starts),
+        "routing": [None if rollout.routing is None else _bytes(rollout.routing) for rollout in rollouts],
+        "routing_shape": _lists([None if rollout.routing is None else rollout.routing.shape for rollout in rollouts]),
+        "support_counts": _lists([None if rollout.support is None else rollout.support.counts for rollout in rollouts]),
+        "support_ids": _lists([None if rollout.support is None else rollout.support.ids for rollout in rollouts]),
     }
     return pa.record_batch([_array(columns[name], _TYPES[name]) for name in _ORDER], schema=SCHEMA)
 
@@ -201,6 +215,16 @@ def _joined(parts: Sequence[Any], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 
 
+def _lists(values: Sequence[Any]) -> tuple[Any, ...]:
+    """A column of lists of whole numbers, of which some are None."""
+    found = [np.zeros(0, np.int32) if value is None else np.asarray(value, np.int32) for value in values]
+    return _ends(map(len, found)), _joined(found, np.int32), [value is None for value in values]
+
+
+def _bytes(record: torch.Tensor) -> memoryview:
+    return record.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
 def _array(column: Any, kind: pa.DataType) -> pa.Array:
     if not isinstance(column, tuple) or not pa.types.is_list(kind):
         return pa.array(column, kind)
@@ -220,7 +244,8 @@ def rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def to_record(row: dict[str, Any]) -> Record:
-    """The rollout that a row was made of. Raises ValueError where it is no such row."""
+    """The rollout that a row was made of, without records where the row lacks `RECORDS`. Raises ValueError where it is
+    no such row."""
     check_turns(row)
     tokens, logprobs = row["token_ids"], row["logprobs"]
     ends = _ends(row["turn_lengths"]).tolist()
@@ -259,11 +284,37 @@ def to_record(row: dict[str, Any]) -> Record:
         messages=tuple(_json(row, "messages", list)),
         reward_parts=parts,
         unscored=unscored,
+        routing=_routing(row, len(tokens)),
+        support=_support(row),
         **{name: row[name] for name in names},
     )
     if row["advantages"] is not None and len(row["advantages"]) != len(tokens):
         raise ValueError(f"{len(row['advantages'])} advantages for a rollout of {len(tokens)} tokens")
     return Record(row["number"], rollout, row["advantage"], row["advantages"])
+
+
+def _routing(row: dict[str, Any], tokens: int) -> torch.Tensor | None:
+    content, shape = row.get("routing"), row["routing_shape"]
+    if content is None:
+        return None
+    size = 0 if shape is None or len(shape) != 3 or shape.min() < 0 else int(np.prod(shape, dtype=np.int64))
+    if shape is None or len(content) not in (size, 2 * size) or shape[0] > tokens:
+        said = None if shape is None else shape.tolist()
+        raise ValueError(f"its routing has {len(content)} bytes, for {tokens} tokens and a shape of {said}")
+    found = torch.from_numpy(content.copy())  # not a view of a whole row group
+    return (found if len(content) == size else found.view(torch.int16)).view(shape.tolist())
+
+
+def _support(row: dict[str, Any]) -> Support | None:
+    counts, ids = row.get("support_counts"), row.get("support_ids")
+    if counts is None or ids is None:
+        return None
+    written = int(row["turn_lengths"][row["turn_is_action"]].sum())
+    if len(counts) != written or (written and counts.min() < 0) or counts.sum() != len(ids):
+        raise ValueError(f"of {written} tokens of the policy, {len(counts)} say that they could be {len(ids)} in all")
+    if len(ids) and ids.min() < 0:
+        raise ValueError("a token that could have been drawn is negative")
+    return Support(torch.from_numpy(counts.copy()), torch.from_numpy(ids.copy()))
 
 
 def check_turns(row: dict[str, Any]) -> None:
@@ -291,6 +342,8 @@ def _json(row: dict[str, Any], name: str, kind: Callable[..., Any] | None = None
 
 
 def _values(column: pa.Array) -> list[Any]:
+    if pa.types.is_large_binary(column.type):
+        return [None if not one.is_valid else np.frombuffer(one.as_buffer(), np.uint8) for one in column]
     if not pa.types.is_list(column.type):
         return column.to_pylist()
     values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()

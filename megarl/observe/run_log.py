@@ -32,17 +32,20 @@ class RunLog:
     """Made on every rank, by all of them together. Each records its rollouts; all else is written and printed by rank
     0, and idle on the others.
 
-    Raises ConfigError on all ranks where the run folder cannot be had. Where it holds a run to go on with, nothing in
-    it changes before `begin`. Later failures to write are warned of once.
+    vocabulary: a hash of it, which recorded rollouts have. Raises ConfigError on all ranks where the run folder cannot
+    be had. Where it holds a run to go on with, nothing in it changes before `begin`. Later failures to write are warned
+    of once.
     """
 
-    def __init__(self, config: Config, job: ranks.Job) -> None:
+    def __init__(self, config: Config, job: ranks.Job, vocabulary: str = "") -> None:
         self.run_dir = Path(config.run.dir)
         self.writes = job.rank == 0
         self._rank = job.rank
         self._warned: set[str] = set()
         self._webhook: Webhook | None = None
         self._step = 0
+        self._recorded = 0
+        """The last step whose rollouts are."""
         self._folder: RunFolder | None = None
         self._early: list[str] | None = []
         """Lines said before `begin`."""
@@ -64,7 +67,9 @@ class RunLog:
         self._tracker = Tracker(self.run_dir, config.track.tensorboard, self._warn) if self.writes else None
         url = url_of(config.track.webhook) if self.writes and config.track.webhook else ""
         self._webhook = Webhook(url, config.run.dir) if url else None
-        self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn) if config.track.rollouts else None
+        self._rollouts: RolloutLog | None = None
+        if config.track.rollouts:
+            self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.records, vocabulary)
         self._timeline = Timeline(self.run_dir, job.rank, self._warn) if config.track.timeline else None
         if self._folder is None or not self._folder.resumes:
             self._early = None
@@ -177,10 +182,18 @@ class RunLog:
         if rollouts is not None and self._rollouts is not None:
             own = advantages_of(rollouts, batch, rollouts if trained is None else trained)
             self._rollouts.write(step, len(rollouts), rollouts.own.tolist(), rollouts.here, own)
+            self._recorded = step
         if self.writes:
             self._write(step, metrics, rollouts)
         self.guards.end()
         return metrics
+
+    def failed(self, step: int, made: Sequence[Rollouts]) -> None:
+        """A step does not come to its end: what it has sampled so far is recorded all the same, so that it can be
+        replayed. Not collective."""
+        if made and step > self._recorded and self._rollouts is not None:
+            rollouts = Rollouts.joined(made)
+            self._rollouts.write(step, len(rollouts), rollouts.own.tolist(), rollouts.here)
 
     def _write(self, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
         assert self._tracker is not None

@@ -129,7 +129,9 @@ def role_config(config: Config, role: str) -> Config:
 
 
 def engine_ranks(config: Config) -> list[tuple[int, ...]]:
-    """The ranks of each engine: `rollout.tp` of the rollout's at a time."""
+    """The ranks of each engine: `rollout.tp` of the rollout's at a time. A replay has none."""
+    if config.rollout.replay:
+        return []
     ranks, tp = placement_of(config).of("rollout"), config.rollout.tp
     return [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
 

@@ -14,6 +14,8 @@ def check_asynchronous(config: Config, declared: Declared, warnings: list[str]) 
     if not rollout.asynchronous or not declared.generates:
         return
     key, placement = "rollout.asynchronous", placement_of(config)
+    if not declared.trains:
+        raise ConfigError(f"{key} with algorithm={declared.name}: nothing is trained beside; set the first to false")
     if rollout.replay:
         raise ConfigError(f"{key} with rollout.replay: recorded rollouts are there at once; set the first to false")
     if rollout.oversample > 1:

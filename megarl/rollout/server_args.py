@@ -196,8 +196,6 @@ def check_sampling(rollout: RolloutConfig) -> None:
             f"{what} with rollout.draft_tokens={rollout.draft_tokens}: with drafts SGLang does not say {why}; set one "
             "of them only"
         )
-    if rollout.replay:
-        raise ConfigError(f"{what} with rollout.replay: recorded rollouts do not hold {why}; set the first back")
     most = rollout.sglang.get("sampling_mask_max_tokens")
     if most is not None and rollout.top_k > most:
         raise ConfigError(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from megarl.config import Config
 
 ItemKind = Literal["prompts", "conversations", "pairs", "rows"]
 """What the loader deals out, a step at a time: prompts to answer, finished conversations, pairs of a preferred answer
@@ -34,7 +37,12 @@ class Declared:
         """Whether it samples from the policy, and so has engines."""
         return "rollout" in self.roles
 
+    def has_engines(self, config: Config) -> bool:
+        """Whether engines are started, as what is sampled is not read from a record."""
+        return self.generates and not config.rollout.replay
+
     @property
     def main(self) -> str:
-        """The role whose model is exported, and has `model.path` and `parallel`."""
-        return self.trains[0]
+        """The role whose model is exported, and has `model.path` and `parallel`; the engines where nothing is
+        trained."""
+        return self.trains[0] if self.trains else "rollout"

@@ -43,6 +43,8 @@ class Engines:
         self._position = self.members[mine[0]].index(self.job.rank) if mine else -1
         self.own: Engine | None = None
         """This rank's, where it has processes of it."""
+        self.pushing: WeightPush | None = None
+        """None where there is no actor: engines keep the weights that they have loaded themselves."""
         self.version = 0
         self._actor: ActorWorker | None = None
         """Whose weights they have; None where they have those that they loaded."""
@@ -61,6 +63,8 @@ class Engines:
         self.revival = None if self.own is None else Revival(self.own)
         speaks = self.lead is not None
         self.recovery = Recovery(self.config, len(self.members), self.index, self.revival, speaks, context.say)
+        if "actor" not in context.updates:
+            return
         placement = placement_of(self.config)
         apart = not placement.colocated
         trains, generates = (placement.of("actor"), placement.of("rollout")) if apart else (None, None)
@@ -94,7 +98,7 @@ class Engines:
     def ready(self) -> None:
         with self.patient(self.config.rollout.start_timeout):
             on_any(self.own, Engine.wait_ready)
-            if not self.config.rollout.replay:
+            if self.pushing is not None:
                 self.pushing.compare()  # a mistake costs the start then, and no step
 
     def close(self) -> None:
@@ -144,6 +148,7 @@ class Engines:
 
     def _push(self, actor: ActorWorker) -> bool:
         """Whether all engines have the weights then; where one is lost by it none may generate."""
+        assert self.pushing is not None, "there is no actor whose weights could be pushed"
         if self.recovery.bare:
             self.pushing.verify_next()
         with self.patient(self.config.rollout.start_timeout):

@@ -68,6 +68,8 @@ class RewardWorker(Worker):
                 raise ConfigError(f"a reward function may not be called {name!r}, which is another part; rename it")
         self.weights = checked_weights(config.weights, self.parts)
         self._in_time = 1.0
+        self.scored: list[tuple[Rollouts, Rollouts]] = []
+        """What the step under way was asked to score, and what it answered."""
         self._pool: Pool | None = None
         if self.functions and reward_fn is None:
             log = context.run_dir / "logs" / f"rewards_{self.job.rank}.log"
@@ -89,6 +91,10 @@ class RewardWorker(Worker):
         """Names of the parts of a reward, each of which may have a weight."""
         own = (by_environment.PART,) if self._by_environments else ()
         return (*self.functions, *own, *((self.judges,) if self.judges else ()))
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self.scored = []
 
     def ready(self) -> None:
         """Raises ConfigError where the functions cannot be had in the pool's processes."""
@@ -118,6 +124,7 @@ class RewardWorker(Worker):
                 for verdicts, verdict in zip(found, self.judged(whole), strict=True):
                     verdicts[self.judges] = verdict
             scored = rollouts.with_(fused_episodes(rollouts, found, self.weights))
+        self.scored.append((rollouts, scored))
         check_unscored(scored, self.config.reward)
         return scored
 

@@ -11,6 +11,7 @@ from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import ConfigError
 from megarl.models.routing import routing_shape
 from megarl.observe.clock import ELSEWHERE, WAIT
+from megarl.observe.recorded import Recorded, needs_records
 from megarl.observe.rollout_log import read_records
 from megarl.parallel import everyone, ranks
 from megarl.rollout.aborted import check_aborted
@@ -30,13 +31,16 @@ from megarl.workers.streaming import NAME, Streaming
 
 class RolloutWorker(Worker):
     """What engines generate, see `Engines`. With `rollout.replay` there are none: `generate` reads the rollouts that
-    another run recorded. The step under way names them, and seeds the samples.
+    another run recorded. The step under way names them, and seeds the samples. Without an actor engines keep the
+    weights that they have loaded themselves.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines = Engines(context)
         self.version = 0
+        self.made: list[Rollouts] = []
+        """What the step under way has been given."""
         self._generations, self._served = 0, 0
         self._next_group = 0
         self._closing = False
@@ -72,6 +76,7 @@ class RolloutWorker(Worker):
             self._lost = dict.fromkeys(self._lost, 0)
         super().begin_step(step)
         self._next_group = 0
+        self.made = []
 
     def start(self) -> None:
         self.engines.start()
@@ -117,7 +122,8 @@ class RolloutWorker(Worker):
         self.engines.make_room()
         with self.clock.phase("generate", WAIT):
             if config.rollout.replay:
-                return self._replayed(self._groups(len(prompts)), greedy)
+                self.made.append(self._replayed(self._groups(len(prompts)), greedy))
+                return self.made[-1]
             self.engines.recovery.exchange(look=True)
             self.engines.have_one(self._resume)
             self.engines.wake()
@@ -131,6 +137,8 @@ class RolloutWorker(Worker):
                 else:
                     rollouts = self._generate(prompts, samples, greedy)
             self._agents.note()
+            if not greedy:
+                self.made.append(rollouts)
             check_aborted(rollouts, config)
             return rollouts
 
@@ -324,10 +332,12 @@ class RolloutWorker(Worker):
     def _replayed(self, groups: range, greedy: bool) -> Rollouts:
         """What is recorded of these groups of the step. Each rank has what it had, where the recorded run had as many:
         figures that are summed up rank by rank then have the same bits."""
-        where = f"rollout.replay={self.config.rollout.replay}, step {self.step}"
+        source = Recorded.of(self.config.rollout.replay)
+        step = source.step(self.step)
+        where = f"rollout.replay={self.config.rollout.replay}, step {step}"
         if greedy:
             raise ConfigError(f"{where}: only what is sampled is recorded, and this algorithm generates greedily, too")
-        recorded = read_records(self.config.rollout.replay, self.step, self.job.rank, self.job.world)
+        recorded = read_records(source.folder, step, self.job.rank, self.job.world, needs_records(self.config))
         mine = [one for one in recorded if one.rollout.group in groups]
         # By their numbers, since files of several ranks may be one rank's now, or the other way round.
         found = Rollouts.of(

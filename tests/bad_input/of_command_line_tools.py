@@ -52,6 +52,17 @@ def recorded(**changes: Any) -> Prepare:
     return prepare
 
 
+def replayable(folder: Path) -> None:
+    """One with the model that is here."""
+    config: dict[str, Any] = {
+        "model": {"path": f"{folder}/model"},
+        "reward": {"functions": ["megarl.rewards.arithmetic:arithmetic"]},
+    }
+    config |= {"data": {"train": f"{folder}/train.jsonl", "prompts_per_step": 1}, "algorithm": "grpo"}
+    config["rollout"] = {"samples_per_prompt": 2, "max_context": 64, "max_new_tokens": 8}
+    run(config=json.dumps(config).encode())(folder)
+
+
 def empty_step(folder: Path) -> None:
     run()(folder)
     part_file(folder / "r", 1, 0).unlink()
@@ -334,4 +345,24 @@ PARITY = [
     parity("a table into a model", ("--readme", "is no text"), "--readme", "FOLDER/model/model.safetensors"),
 ]
 
-CASES = [*REPORT, *VIEW, *MEMORY, *RESHARD, *GSM8K, *QUICKSTART, *BENCHES, *PARITY]
+again = tool("replay_step")
+AGAIN = [
+    again("no run", ("FOLDER/model is no run folder",), "FOLDER/model", "--step", "1"),
+    again("no step", ("required: --step",), "FOLDER/r", prepare=run()),
+    again("step 0", ("--step: must be from 1",), "FOLDER/r", "--step", "0", prepare=run()),
+    again(
+        "a function that is not there",
+        ("--break: cannot import no_lab",),
+        *("FOLDER/r", "--step", "1", "--break", "no_lab:loss"),
+        prepare=run(),
+    ),
+    again("a step that was not recorded", ("no rollouts of step 2 ",), "FOLDER/r", "--step", "2", prepare=replayable),
+    again(
+        "a change that is none",
+        ("FOLDER/r/changes.jsonl: no change of a key: '[1]'",),
+        *("FOLDER/r", "--step", "1"),
+        prepare=lambda folder: (run()(folder), (folder / "r/changes.jsonl").write_text("[1]\n"), None)[2],
+    ),
+]
+
+CASES = [*REPORT, *VIEW, *AGAIN, *MEMORY, *RESHARD, *GSM8K, *QUICKSTART, *BENCHES, *PARITY]

@@ -136,11 +136,6 @@ CASES = [
     Case("one token to choose from", ("rollout.top_k=1 leaves nothing", "temperature=0"), ("rollout.top_k=1",)),
     Case("no token to choose from", ("rollout.top_k=0 leaves nothing", "-1 for all"), ("rollout.top_k=0",)),
     Case(
-        "cut-off sampling of recorded rollouts",
-        ("rollout.top_k=20 with rollout.replay", "do not hold what could have been sampled"),
-        ("rollout.top_k=20", "rollout.replay=FOLDER"),
-    ),
-    Case(
         "more tokens than the engine has room to name",
         ("rollout.top_k=20 is beyond rollout.sglang.sampling_mask_max_tokens=10", "leave the second out"),
         ("rollout.top_k=20", "rollout.sglang={sampling_mask_max_tokens: 10}"),
@@ -153,11 +148,6 @@ CASES = [
     Case("an unknown schedule", ("actor_optimizer.schedule must be one of cosine",), ("actor_optimizer.schedule=cos",)),
     Case("targets without LoRA", ("lora.targets", "set lora.rank"), ("lora.targets=[linear_qkv]",)),
     Case("LoRA of nothing", ("lora.targets", "linear_qkw"), ("lora.rank=4", "lora.targets=[linear_qkw]")),
-    Case(
-        "routing of recorded rollouts",
-        ("train.replay_routing=true with rollout.replay",),
-        ("train.replay_routing=true", "rollout.replay=FOLDER"),
-    ),
     Case("an unknown algorithm", ("algorithm must be one of ppo, ", "did you mean sft?"), ("algorithm=sfft",)),
     Case("an algorithm of a module that is not there", ("algorithm: cannot import no_lab",), ("algorithm=no_lab:A",)),
     Case("an algorithm without a name", ("algorithm: 'sum_reward:'", "module:name"), ("algorithm='sum_reward:'",)),

@@ -61,7 +61,9 @@ def test_a_fork_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> 
     point = EntryPoint("lab_po", "megarl.controllers.grpo:GRPOController", "megarl.controllers")
     monkeypatch.setattr(forks, "entries", lambda group: {"lab_po": point} if group == point.group else {})
     assert find_controller("lab_po") is GRPOController and declared("lab_po").name == "lab_po"
-    with pytest.raises(ConfigError, match=r"one of ppo, .*, reward_model, lab_po, or .*did you mean lab_po\?"):
+    with pytest.raises(
+        ConfigError, match=r"one of ppo, .*, reward_model, generate, lab_po, or .*did you mean lab_po\?"
+    ):
         find_controller("labpo")
 
 
@@ -94,7 +96,7 @@ def test_entries_are_those_of_the_group() -> None:
         (
             "lab_controllers:Mine",
             "class Mine(SFTController):\n    def roles(self): return ('actor',)\n    trains = ()",
-            r"Mine\.trains names nothing \(they are actor\)$",
+            r"Mine trains nothing, and generates nothing: name a role in `trains`$",
         ),
         (
             "lab_controllers:Mine",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
+import torch
 
 from megarl.algorithms import advantages
 from megarl.config import from_dict
 from megarl.controllers.registry import declare
-from megarl.models.host_memory import RECTANGLE, Batch, column_bytes, moments, step_bytes
+from megarl.models.host_memory import RECTANGLE, Batch, column_bytes, moments, recording, step_bytes
 from megarl.models.routing import RoutingShape
 from megarl.observe import rollout_log
+from megarl.types import Prompt, Rollout, Support, TrainBatch, Turn
 
 
 def of(batch: Batch, routing: RoutingShape | None = None, **sections: Any) -> dict[str, dict[str, float]]:
@@ -87,3 +92,48 @@ def test_records_while_they_are_sent_and_while_they_are_replayed() -> None:
 
 def test_constants_are_those_of_the_code_that_they_are_about() -> None:
     assert RECTANGLE == advantages.STEPS and rollout_log.SHARE == 1 << 20
+
+
+CUT_OFF: dict[str, Any] = {"rollout": {"max_context": 10, "top_k": 5}}
+
+
+def test_what_tokens_could_have_been_by_hand() -> None:
+    """Of each token a count and five ids, 24 bytes: with the rollouts, and with the batch of them; laid together and
+    sent of the rows that leave their home; of a micro-batch laid together and picked, while the one at work has its
+    own. The critic reads none."""
+    parallel = {"world_size": 2, "ranks_per_node": 2}
+    found = of(Batch(800, 100, 10, leaving=0.5), parallel=parallel, **CUT_OFF)
+    assert {name: parts["records of sampling"] for name, parts in found.items()} == dict.fromkeys(found, 2 * 800 * 24)
+    work = 2 * 10 * (2 * (9 + 40) + 16 + 3 * 24 + 16 * 5)
+    assert found["forward"]["buffers of exchanges"] == 800 * (0.5 * (4 + 24) + 24)
+    assert found["forward"]["micro-batches at work"] == 0 < work < 800 * 24
+    large = of(Batch(800, 100, 10, leaving=0.5), parallel=parallel, train={"token_budget": 400}, **CUT_OFF)["forward"]
+    assert large["micro-batches at work"] == work * 40 and large["buffers of exchanges"] == 800 * 0.5 * 28
+    few = of(Batch(800, 100, 10, choices=1.5), parallel=parallel, **CUT_OFF)["cutting"]
+    assert few["records of sampling"] == 2 * 800 * 10
+    assert not any("records of sampling" in parts for parts in of(Batch(800, 100, 10)).values())
+
+
+def test_a_batch_holds_the_records_of_sampling_that_are_planned() -> None:
+    """The tensors of a real batch of answers without a prompt, all of whose tokens could have been any of five."""
+    support = Support(torch.full((10,), 5, dtype=torch.int32), torch.arange(50, dtype=torch.int32))
+    turns = Turn(()), Turn(range(0, 50, 5), np.zeros(10, np.float32), is_action=True)
+    rollouts = [Rollout(Prompt("p", ()), turns, support=replace(support)) for _ in range(80)]
+    batch = TrainBatch.from_rollouts(rollouts)
+    held = [rollout.support for rollout in rollouts] + list(batch.support or ())
+    measured = sum(one.counts.nbytes + one.ids.nbytes for one in held if one is not None)
+    assert measured == of(Batch(800, 80, 10), **CUT_OFF)["forward"]["records of sampling"]
+
+
+def test_a_run_that_trains_nothing_holds_its_rollouts() -> None:
+    found = of(Batch(800, 80, 10), RoutingShape(5, (1, 2, 3), 8, 256), algorithm="generate")
+    assert found == {"generating": {"rollouts": 6400, "records of routing": 800 * 24, "columns of the batch": 0}}
+
+
+def test_records_are_recorded_unless_they_are_left_out() -> None:
+    config = from_dict({"algorithm": "grpo"})
+    shape = RoutingShape(5, (1, 2, 3), 4, 256)
+    assert recording(config, Batch(800, 80, 10), shape) == 36 * 800 * 2  # 12 bytes of routing beside 12
+    assert recording(config, Batch(1 << 20, 80, 10), shape) == 36 * (1 << 20)
+    without = from_dict({"algorithm": "grpo", "track": {"records": False}})
+    assert recording(without, Batch(800, 80, 10), shape) == 36 * 800

@@ -17,22 +17,22 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megarl.config import ConfigError, from_dict
+from megarl.config import ConfigError
 from megarl.observe import exact_json, rollout_log
 from megarl.observe.rollout_log import (
     RolloutLog,
-    check_replay,
     is_whole,
     part_file,
     read_records,
     read_rollouts,
     recorded_steps,
     remove_after,
+    vocabulary_of,
     write_part,
 )
 from megarl.observe.rollout_table import SCHEMA
 from megarl.observe.run_log import advantages_of
-from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn
+from megarl.types import Prompt, Rollout, Rollouts, Support, TrainBatch, Turn
 
 NAN = math.nan
 
@@ -90,6 +90,61 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert file == tmp_path / "rollouts/step_000012/rank_00000.parquet"
     assert read_rollouts(tmp_path, 12) == rollouts
     assert [path.name for path in file.parent.iterdir()] == ["rank_00000.parquet"]
+
+
+def test_records_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
+    """Experts in a byte or in two, of fewer tokens than there are or of none; what tokens could have been."""
+    draw = torch.Generator().manual_seed(1)
+    shapes = ((7, 3, 2, torch.uint8, 256), (8, 3, 2, torch.int16, 300), (0, 3, 2, torch.uint8, 1))
+    records = [torch.randint(0, most, of, generator=draw).to(kind) for *of, kind, most in shapes]
+    support = Support.of([[7, 1], [8], [9, 2, 3]])
+    rollouts = [example(routing=record) for record in records] + [example(support=support), example()]
+    file = written(tmp_path, rollouts)
+    light, whole = read_rollouts(tmp_path, 12), read_rollouts(tmp_path, 12, whole=True)
+    assert light == whole == rollouts  # which are not compared by their records
+    assert all(one.routing is None and one.support is None for one in light)
+    for one, record in zip(whole, [*records, None, None], strict=True):
+        assert (one.routing is None) == (record is None)
+        if record is not None and one.routing is not None:
+            assert one.routing.dtype == record.dtype and torch.equal(one.routing, record)
+    assert [one.support is None for one in whole] == [True] * 3 + [False, True]
+    found = whole[3].support
+    assert found is not None and found.counts.tolist() == [2, 1, 3] and found.ids.tolist() == [7, 1, 8, 9, 2, 3]
+    table = pq.read_table(file, columns=["routing", "routing_shape"], partitioning=None)
+    assert table["routing"].null_count == 2 and len(table["routing"][0].as_py()) == 42
+    assert table["routing_shape"].to_pylist() == [[7, 3, 2], [8, 3, 2], [0, 3, 2], None, None]
+
+
+def test_records_can_be_left_out_and_fill_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_log, "SHARE", 20)
+    rollouts = [example(routing=torch.zeros((8, 3, 6), dtype=torch.uint8)) for _ in range(4)]  # 144 bytes, as 12 tokens
+    assert pq.ParquetFile(written(tmp_path, rollouts)).num_row_groups == 4
+    log = RolloutLog(tmp_path, 0, pytest.fail, records=False, vocabulary="words")
+    log.write(1, 4, range(4), rollouts)
+    log.close()
+    assert [one.routing for one in read_rollouts(tmp_path, 1, whole=True)] == [None] * 4
+    assert vocabulary_of(pq.ParquetFile(part_file(tmp_path, 1, 0))) == "words"
+
+
+RECORDS: dict[str, tuple[str, Any, str]] = {
+    "routing cut short": ("routing", b"123", "its routing has 3 bytes, for 8 tokens and a shape of [7, 3, 2]"),
+    "routing of more tokens": ("routing_shape", [9, 3, 2], "42 bytes, for 8 tokens and a shape of [9, 3, 2]"),
+    "routing of no shape": ("routing_shape", None, "42 bytes, for 8 tokens and a shape of None"),
+    "fewer tokens that could be": ("support_counts", [2, 4], "of 3 tokens of the policy, 2 say that they could be 6"),
+    "fewer words": ("support_ids", [1], "of 3 tokens of the policy, 3 say that they could be 1 in all"),
+    "a negative word": ("support_ids", [7, 1, 8, 9, 2, -3], "could have been drawn is negative"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_that_are_none(tmp_path: Path, name: str) -> None:
+    column, value, says = RECORDS[name]
+    routing = torch.zeros((7, 3, 2), dtype=torch.uint8)
+    file = written(tmp_path, [example(routing=routing, support=Support.of([[7, 1], [8], [9, 2, 3]]))] * 2)
+    cell(file, column, value)
+    with pytest.raises(ConfigError) as error:
+        read_rollouts(tmp_path, 12, whole=True)
+    assert str(error.value).startswith(f"{file}, row 1, ") and says in str(error.value)
 
 
 def test_the_weights_may_change_within_a_turn(tmp_path: Path) -> None:
@@ -338,7 +393,7 @@ def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
         last = column.data_page_offset + column.total_compressed_size - 1  # of its only page
         says(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :], damaged)
     says(lambda table: table.replace_schema_metadata(None), "no megarl.format")
-    says(lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}), "format 7", "format 3 only")
+    says(lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}), "format 7", "format 4 only")
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.step": b"3"}), "is of step 3")
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.total": b"-1"}), "no megarl.total")
     says(lambda table: table.drop_columns("seed"), "has no column 'seed'")
@@ -352,44 +407,3 @@ def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
     file.mkdir()
     with pytest.raises(ConfigError, match=damaged):
         read_rollouts(tmp_path, 12)
-
-
-@pytest.mark.parametrize(("lacking", "fits"), [(0, True), (1, False)])
-def test_a_step_has_as_many_episodes_as_samples(tmp_path: Path, lacking: int, fits: bool) -> None:
-    """Of each of two prompts three: one of several branches, one of one that has a number, and one alone."""
-    rollouts = [example(group, episode=number) for group in range(2) for number in (4, 4, 4, 5, -1)]
-    written(tmp_path, rollouts[lacking * 4 :], step=1)
-    tree: dict[str, Any] = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 2}}
-    tree["rollout"] = {"replay": str(tmp_path), "samples_per_prompt": 3, "max_context": 64, "max_new_tokens": 8}
-    if fits:
-        check_replay(from_dict(tree))
-        return
-    with pytest.raises(ConfigError, match="holds 4 rollouts of 2 prompts, not 3 of each of 2"):
-        check_replay(from_dict(tree))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "prompts", "fits"),
-    [
-        ((4, 4, 4), 3, True),
-        ((4, 4, 4, 4, 4), 3, True),
-        ((4, 4, 4, 2, 1), 3, True),  # another generation may have other samples
-        ((4, 0, 4, 4), 3, True),  # a group of the first that the algorithm has put another in the place of
-        ((4, 0, 4), 3, False),
-        ((4, 4, 2, 4), 3, False),
-        ((4, 4, 4, 4), 4, False),  # of a run with more prompts a step
-    ],
-)
-def test_a_step_may_have_generated_several_times(
-    tmp_path: Path, sizes: tuple[int, ...], prompts: int, fits: bool
-) -> None:
-    """Groups beyond a step's prompts are of further generations, where the run says that it had as many prompts."""
-    written(tmp_path, [example(group) for group, size in enumerate(sizes) for _ in range(size)], step=1)
-    (tmp_path / "config.yaml").write_text(f"data: {{prompts_per_step: {prompts}}}")
-    tree = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 3}, "rollout": {"replay": str(tmp_path)}}
-    tree["rollout"] |= {"samples_per_prompt": 4, "max_context": 64, "max_new_tokens": 8}
-    if fits:
-        check_replay(from_dict(tree))
-        return
-    with pytest.raises(ConfigError, match="it is of another configuration"):
-        check_replay(from_dict(tree))

@@ -58,6 +58,20 @@ def test_no_timeline_where_none_is_wanted(tmp_path: Path) -> None:
     assert not (tmp_path / "timeline").exists()
 
 
+def test_a_step_that_fails_leaves_what_it_has_sampled(tmp_path: Path) -> None:
+    """So that it can be replayed; of one that came to its end there is what that has left."""
+    log = RunLog(config(tmp_path), place(0), "words")
+    made = [Rollouts.of([ROLLOUT])]
+    log.step(1, {}, made[0])
+    for step in (0, 1):  # nothing has begun, or an evaluation failed
+        log.failed(step, made * 2)
+    log.failed(2, [])
+    log.failed(3, made * 2)
+    log.close()
+    assert recorded_steps(tmp_path) == [1, 3]
+    assert read_rollouts(tmp_path, 1) == [ROLLOUT] and read_rollouts(tmp_path, 3) == [ROLLOUT] * 2
+
+
 def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(config(tmp_path), place(0))
     log.metrics(0, {"eval/reward_greedy": 0.5})

@@ -124,7 +124,6 @@ def test_sampling_that_an_engine_can_tell_of(settings: dict[str, Any]) -> None:
             {"top_p": 0.9, "top_k": 20, "draft_tokens": 2},
             "rollout.top_p=0.9 and rollout.top_k=20 with rollout.draft_to",
         ),
-        ({"top_k": 20, "replay": "there"}, "rollout.top_k=20 with rollout.replay: recorded rollouts do not hold what"),
         ({"top_k": 20, "sglang": {"sampling_mask_max_tokens": 10}}, "rollout.top_k=20 is beyond rollout.sglang.sampl"),
         ({"top_k": 20, "sglang": {"sampling_backend": "ascend"}}, "sampling_backend=ascend, which does not say what"),
         (

@@ -43,7 +43,7 @@ def worker(engine_ranks: int, play: Callable[..., Gathered]) -> Any:
     rollout = {"tp": engine_ranks, "max_aborted": 0.5, "tool_call_parser": ""}
     config = tiny.config(tp=2, world=2, rollout=rollout, run={"timeout_s": TIMEOUT})
     chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=Known())
-    made = RolloutWorker(Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {}))
+    made = RolloutWorker(Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {"actor": 1}))
     if made._talks is not None:
         engine: Any = made.engines.own
         made._talks.generate = partial(play, made)  # type: ignore[method-assign]

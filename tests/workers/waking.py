@@ -44,7 +44,7 @@ class Recorded(RolloutWorker):
 def made(config: Any, hf: dict[str, Any], ranks: Ranks) -> Recorded:
     chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=Known())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
-    return Recorded(Context(config, ranks.job, hf, chat, Clock(), Path("."), updates={}))
+    return Recorded(Context(config, ranks.job, hf, chat, Clock(), Path("."), updates={"actor": 1}))
 
 
 def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, int, bool]]:

@@ -65,7 +65,7 @@ def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
         found |= {name: sum(by_time[name].values()) for name in names if name in by_time}
     some = next(iter(moments(config, declared, batch, routing).values()))
     rollouts = some["rollouts"] + some["records of routing"]
-    found["recording"] = rollouts + tokens * columns + recording(config, batch)
+    found["recording"] = rollouts + tokens * columns + recording(config, batch, routing)
     return {"rollouts": round(rollouts)} | {name: round(amount) for name, amount in found.items()}
 
 

@@ -1,0 +1,51 @@
+"""Rollouts of a data set by the engines alone, with the weights of `model.path`: scored, recorded, and nothing trained.
+
+    .venv/bin/python -m megarl.train my.yaml algorithm=generate run.num_rollout=20 run.dir=runs/answers
+
+The engines load the weights themselves, and there is no other model. What it leaves is a run's:
+`tools/view_rollouts.py` shows it, `rollout.replay` trains on it. A step is `data.prompts_per_step` prompts, in the
+order of the file unless `data.shuffle` is set, each with `rollout.samples_per_prompt` answers. With `run.save_every` it
+is gone on with after a stop, as any run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl.config import Config
+from megarl.controllers.base import StepResult
+from megarl.controllers.policy import PolicyController
+from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from megarl.flow import HybridFlow
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    scored: bool = True
+    """Whether answers get a reward, as in training; without, they are recorded as they are."""
+
+
+class GenerateController(PolicyController):
+    trains = ()
+    corrects_lag = False
+    follows_prompts = True
+
+    Options = GenerateOptions
+
+    @classmethod
+    def roles(cls, config: Config) -> tuple[str, ...]:
+        return ("rollout", "reward") if cls.read_options(config).scored else ("rollout",)
+
+    def eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+        """Nothing where no reward says how good an answer is."""
+        return super().eval_items(flow) if self.options.scored else ()
+
+    def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
+        rollouts = flow.rollout.generate(items, self.config.rollout.samples_per_prompt)
+        if self.options.scored:
+            rollouts = flow.reward.score(rollouts)
+        return StepResult({}, rollouts)

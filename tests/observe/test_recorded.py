@@ -1,0 +1,137 @@
+"""Recorded rollouts fit a configuration, or one line says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.config import Config, ConfigError, from_dict
+from megarl.models.registry import load_hf_config
+from megarl.observe.recorded import Recorded, check_replay, needs_records
+from megarl.observe.rollout_log import part_file, write_part
+from megarl.types import Prompt, Rollout, Support, Turn
+
+HF = load_hf_config(Path(__file__).resolve().parents[2] / "configs/models/qwen3_30b_a3b.json")
+"""48 layers with experts, 8 of 128 for a token."""
+
+
+def example(group: int = 0, episode: int = -1, **records: Any) -> Rollout:
+    turns = Turn((1, 2, 3)), Turn((7, 8), np.zeros(2, np.float32), is_action=True)
+    return Rollout(Prompt("p", ()), turns, group=group, episode=episode, **records)
+
+
+def written(run_dir: Path, rollouts: list[Rollout], step: int = 1, vocabulary: str = "") -> None:
+    file = part_file(run_dir, step, 0)
+    write_part(file, step, len(rollouts), range(len(rollouts)), rollouts, vocabulary=vocabulary)
+
+
+def config(run_dir: Path, replay: str = "", **sections: Any) -> Config:
+    """Of a step of one prompt with one sample."""
+    rollout = {"replay": replay or str(run_dir), "samples_per_prompt": 1, "max_context": 64, "max_new_tokens": 8}
+    tree: dict[str, Any] = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 1}, "rollout": rollout}
+    return from_dict(tree | {"rollout": rollout | sections.pop("rollout", {})} | sections)
+
+
+def test_a_run_and_the_step_that_is_the_first() -> None:
+    assert [Recorded.of("a/run").step(step) for step in (1, 2)] == [1, 2]
+    assert Recorded.of("a/run@7") == Recorded(Path("a/run"), 7) and Recorded.of("a/run@7").step(3) == 9
+    assert Recorded.of("a@b/run") == Recorded(Path("a@b/run"))
+    with pytest.raises(ConfigError, match="rollout.replay=run@0: steps count from 1"):
+        Recorded.of("run@0")
+
+
+def test_a_folder_may_have_such_a_name_itself(tmp_path: Path) -> None:
+    (tmp_path / "run@7").mkdir()
+    assert Recorded.of(f"{tmp_path}/run@7") == Recorded(tmp_path / "run@7")
+
+
+def test_only_the_steps_that_are_taken_must_be_there(tmp_path: Path) -> None:
+    written(tmp_path, [example()], step=5)
+    check_replay(config(tmp_path, f"{tmp_path}@5"), HF)
+    check_replay(config(tmp_path, f"{tmp_path}@5", run={"num_rollout": 90}), HF, until=1)
+    with pytest.raises(ConfigError, match=r"no rollouts of step 1 \(step_000001\), it has steps 5 to 5: .*@5 begins"):
+        check_replay(config(tmp_path), HF)
+    with pytest.raises(ConfigError, match=r"no rollouts of step 6 .*, it has steps 5 to 5: lower run.num_rollout=2"):
+        check_replay(config(tmp_path, f"{tmp_path}@5", run={"num_rollout": 2}), HF)
+
+
+def test_another_tokenizer_or_a_larger_vocabulary(tmp_path: Path) -> None:
+    written(tmp_path, [example()], vocabulary="a" * 64)
+    for known in ("", "a" * 64):
+        check_replay(config(tmp_path), HF, known)
+    with pytest.raises(ConfigError, match="was recorded with another tokenizer than that of model.path"):
+        check_replay(config(tmp_path), HF, "b" * 64)
+    with pytest.raises(ConfigError, match="has the token 8, and the model of model.path knows 8 words"):
+        check_replay(config(tmp_path), {**HF, "vocab_size": 8})
+
+
+def test_routing_is_asked_for_where_it_is_replayed(tmp_path: Path) -> None:
+    """By as many layers and experts as the model has; not of what was aborted."""
+    replays = {"train": {"replay_routing": True}}
+    assert needs_records(config(tmp_path, **replays)) and not needs_records(config(tmp_path))
+    written(tmp_path, [example(routing=torch.zeros((4, 48, 8), dtype=torch.uint8))])
+    check_replay(config(tmp_path, **replays), HF)
+    written(tmp_path, [example(routing=torch.zeros((4, 47, 8), dtype=torch.uint8))])
+    with pytest.raises(ConfigError, match="has that of 47 layers with 8 experts each, and this model has 48 layers wi"):
+        check_replay(config(tmp_path, **replays), HF)
+    written(tmp_path, [example()])
+    check_replay(config(tmp_path), HF)
+    with pytest.raises(ConfigError, match="row 0, has no routing, .* or set train.replay_routing=false"):
+        check_replay(config(tmp_path, **replays), HF)
+    written(tmp_path, [Rollout(Prompt("p", ()), (Turn((1,)),), status="aborted")])
+    check_replay(config(tmp_path, **replays), HF)
+
+
+def test_what_could_have_been_sampled_is_asked_for_where_that_is_cut_off(tmp_path: Path) -> None:
+    cut_off = {"rollout": {"top_k": 20}}
+    assert needs_records(config(tmp_path, **cut_off))
+    written(tmp_path, [example(support=Support.of([[7, 9], [8]]))])
+    check_replay(config(tmp_path, **cut_off), HF)
+    written(tmp_path, [example()])
+    with pytest.raises(ConfigError, match="row 0, does not say what could have been sampled"):
+        check_replay(config(tmp_path, **cut_off), HF)
+
+
+@pytest.mark.parametrize(("lacking", "fits"), [(0, True), (1, False)])
+def test_a_step_has_as_many_episodes_as_samples(tmp_path: Path, lacking: int, fits: bool) -> None:
+    """Of each of two prompts three: one of several branches, one of one that has a number, and one alone."""
+    rollouts = [example(group, episode=number) for group in range(2) for number in (4, 4, 4, 5, -1)]
+    written(tmp_path, rollouts[lacking * 4 :])
+    tree: dict[str, Any] = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 2}}
+    tree["rollout"] = {"replay": str(tmp_path), "samples_per_prompt": 3, "max_context": 64, "max_new_tokens": 8}
+    if fits:
+        check_replay(from_dict(tree), HF)
+        return
+    with pytest.raises(ConfigError, match="holds 4 rollouts of 2 prompts, not 3 of each of 2"):
+        check_replay(from_dict(tree), HF)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prompts", "fits"),
+    [
+        ((4, 4, 4), 3, True),
+        ((4, 4, 4, 4, 4), 3, True),
+        ((4, 4, 4, 2, 1), 3, True),  # another generation may have other samples
+        ((4, 0, 4, 4), 3, True),  # a group of the first that the algorithm has put another in the place of
+        ((4, 0, 4), 3, False),
+        ((4, 4, 2, 4), 3, False),
+        ((4, 4, 4, 4), 4, False),  # of a run with more prompts a step
+    ],
+)
+def test_a_step_may_have_generated_several_times(
+    tmp_path: Path, sizes: tuple[int, ...], prompts: int, fits: bool
+) -> None:
+    """Groups beyond a step's prompts are of further generations, where the run says that it had as many prompts."""
+    written(tmp_path, [example(group) for group, size in enumerate(sizes) for _ in range(size)])
+    (tmp_path / "config.yaml").write_text(f"data: {{prompts_per_step: {prompts}}}")
+    tree = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 3}, "rollout": {"replay": str(tmp_path)}}
+    tree["rollout"] |= {"samples_per_prompt": 4, "max_context": 64, "max_new_tokens": 8}
+    if fits:
+        check_replay(from_dict(tree), HF)
+        return
+    with pytest.raises(ConfigError, match="it is of another configuration"):
+        check_replay(from_dict(tree), HF)

@@ -1,0 +1,52 @@
+"""A recorded run that no engine has made, for tests of training on one: random answers, with their records."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megarl.models.registry import load_hf_config
+from megarl.models.routing import routing_shape
+from megarl.named_models import vocabulary_hash
+from megarl.observe.rollout_log import part_file, write_part
+from megarl.types import Prompt, Rollout, Support, Turn
+
+PROMPTS, SAMPLES, CHOICES = 4, 4, 10
+
+
+def write(run_dir: Path, model: Path, steps: int, ranks: int = 1) -> None:
+    """With the routing of each token, and with what it could have been."""
+    shape, vocabulary = routing_shape(load_hf_config(model), {}), vocabulary_hash(str(model))
+    draw = np.random.default_rng(0)
+    for step in range(1, steps + 1):
+        rollouts = []
+        for number in range(PROMPTS * SAMPLES):
+            prompt = Prompt(str(number // SAMPLES), ({"role": "user", "content": "1+1?"},), draw.integers(0, 200, 12))
+            count = int(draw.integers(5, 30))
+            ids = draw.integers(0, 200, count)
+            logprobs = -draw.random(count).astype(np.float32)
+            each = (11 + count) * len(shape.moe_layers)
+            routing = np.stack([draw.permutation(shape.experts)[: shape.topk] for _ in range(each)])
+            others = 300 + np.tile(np.arange(CHOICES - 1), (count, 1))
+            rollouts.append(
+                Rollout(
+                    prompt,
+                    (Turn(prompt.token_ids), Turn(ids, logprobs, True, step - 1)),
+                    seed=number,
+                    group=number // SAMPLES,
+                    messages=(*prompt.messages, {"role": "assistant", "content": str(int(ids.sum()))}),
+                    routing=torch.from_numpy(routing.astype(np.uint8)).view(-1, len(shape.moe_layers), shape.topk),
+                    support=Support.of(np.concatenate([ids[:, None], others], 1).tolist()),
+                )
+            )
+        for rank in range(ranks):
+            numbers = range(rank, len(rollouts), ranks)
+            own = [rollouts[number] for number in numbers]
+            write_part(part_file(run_dir, step, rank), step, len(rollouts), numbers, own, None, vocabulary)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

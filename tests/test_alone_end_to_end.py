@@ -1,0 +1,121 @@
+"""Engines without a trainer, a trainer without engines, and one step of it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import recorded_run
+from whole_run import ENVIRONMENT, ROOT, command_of, make_folder, metrics_of, start, train
+
+from megarl.observe.rollout_log import read_rollouts
+from megarl.observe.run_folder import RESULTS
+
+PLAIN = ["algorithm=grpo", "run.export=false", "run.epochs=1", "run.num_update=2"]
+ONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
+RECORDS = ["train.replay_routing=true", "rollout.temperature=0.7", "rollout.top_k=20"]
+
+ABSENT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("sglang", "sgl_kernel"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "recorded"
+    recorded_run.write(run_dir, folder / "model", steps=3)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """On recorded rollouts with all of their records, on a machine that has no SGLang."""
+    place = tmp_path_factory.mktemp("without_sglang")
+    (place / "sitecustomize.py").write_text(ABSENT)
+    environment = dict(ENVIRONMENT, PYTHONPATH=os.pathsep.join([str(place), ENVIRONMENT["PYTHONPATH"]]))
+    looks = [sys.executable, "-c", "import sglang"]
+    assert "No module named 'sglang'" in subprocess.run(looks, env=environment, capture_output=True, text=True).stderr
+    command = command_of(folder, place / "run", *PLAIN, *ONE, *RECORDS, f"rollout.replay={recorded}")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return place / "run"
+
+
+def test_training_without_an_engine_needs_no_sglang(trained: Path) -> None:
+    rows = [row for row in metrics_of(trained) if "rollout/reward_mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:  # both kinds of records are used
+        assert row["rollout/support_mean"] == recorded_run.CHOICES and "rollout/logprob_diff" in row
+    assert "rollout/logprob_diff_mean_unreplayed" in rows[0]
+
+
+def test_a_recorded_step_is_taken_again_in_a_debugger_bit_for_bit(trained: Path) -> None:
+    """From the checkpoint before it; the run stays as it was."""
+    before = {path: path.stat().st_mtime_ns for name in RESULTS for path in (trained / name).rglob("*")}
+    command = [sys.executable, "tools/replay_step.py", str(trained), "--step", "3"]
+    command += ["--break", "megarl.controllers.policy:policy_loss"]
+    talk = "p ('asked', batch.num_sequences, config.rollout.replay)\n" + "c\n" * 8
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, input=talk, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "from step_000002" in done.stdout and f"('asked', 8, '{trained}')" in done.stdout
+    assert done.stdout.count("> ") >= 2 and "policy_loss()" in done.stdout  # once for each update
+    same, _, of, *_ = done.stdout.splitlines()[-1].split()
+    assert same == of and int(same) > 30
+    assert before == {path: path.stat().st_mtime_ns for name in RESULTS for path in (trained / name).rglob("*")}
+
+
+def test_in_another_world_and_from_a_later_step(folder: Path, recorded: Path, trained: Path, tmp_path: Path) -> None:
+    """Two tensor parallel ranks train on what one had recorded, from its second step on."""
+    train(folder, tmp_path / "run", *PLAIN, *RECORDS, "run.num_rollout=2", f"rollout.replay={recorded}@2")
+    of_one = {row["step"]: row for row in metrics_of(trained) if "rollout/reward_mean" in row}
+    for row in metrics_of(tmp_path / "run"):
+        for name in ("rollout/reward_mean", "rollout/response_length_mean", "rollout/support_mean"):
+            assert row[name] == of_one[row["step"] + 1][name]
+
+
+def test_engines_alone_write_what_a_trainer_alone_trains_on(folder: Path, tmp_path: Path, host: str) -> None:
+    """Two steps, the second one by a run that goes on; rows in the order of the file, two engines, tools."""
+    alone = ["algorithm=generate", "train.replay_routing=true", "run.save_every=1"]
+    train(folder, tmp_path / "made", *alone, "run.num_rollout=1", "run.eval_every=1", host=host)
+    train(folder, tmp_path / "made", *alone, "run.num_rollout=2", "run.resume=auto", host=host)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:8]]
+    made = [read_rollouts(tmp_path / "made", step, whole=True) for step in (1, 2)]
+    for step, rollouts in enumerate(made):
+        assert len(rollouts) == 16
+        for one in rollouts:
+            row = rows[4 * step + one.group]
+            assert one.prompt.ground_truth == row.get("ground_truth", row.get("label"))
+            assert {turn.weight_version for turn in one.turns if turn.is_action} == {0}
+            assert one.routing is not None and one.reward_parts.keys() == {"even"}
+    metrics = metrics_of(tmp_path / "made")
+    assert any("eval/reward_greedy" in row for row in metrics)
+    assert not any(name.startswith(("actor/", "critic/", "time/push")) for row in metrics for name in row)
+    assert not (tmp_path / "made/export").exists()
+    assert {path.name for path in (tmp_path / "made/rollouts/step_000001").iterdir()} == {
+        "rank_00000.parquet",
+        "rank_00001.parquet",
+    }
+    shown = [sys.executable, "tools/view_rollouts.py", str(tmp_path / "made"), "--step", "2", "--show", "1"]
+    assert "turn 1: policy" in subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT).stdout
+    replay = ["run.num_rollout=2", "train.replay_routing=true", f"rollout.replay={tmp_path}/made"]
+    done = start(folder, tmp_path / "trained", *PLAIN, *ONE, *replay)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    steps = [row for row in metrics_of(tmp_path / "trained") if "actor/grad_norm" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert steps[0]["rollout/logprob_diff"] <= 1e-4  # the weights are those that generated

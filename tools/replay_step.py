@@ -1,0 +1,332 @@
+"""Take one recorded step of a run again, from the checkpoint before it, without engines: in a debugger, if you like.
+
+    .venv/bin/python tools/replay_step.py RUN_DIR --step 7 [--break lab.losses:my_loss] [--pdb] [--alone] [KEY=VALUE]
+
+The step is given its own rollouts (`rollout.replay`) with the models, optimizers and random states of the newest
+checkpoint before it; steps between the two are replayed, too. On the same layout every figure is bit for bit that of
+the run, which is said at the end. RUN_DIR stays as it is: what is written goes into RUN_DIR/replays/.
+
+`--break` stops when the step enters that function, or at FILE.py:LINE; a `breakpoint()` in your own code stops, too, in
+that step. `--pdb` looks at the place where the step fails. Of several ranks the first is in the debugger, and the
+others wait for as long as that takes. `--alone` takes the step in one process, whatever the layout was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pdb
+import re
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from bdb import BdbQuit
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import reduce
+from inspect import unwrap
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from megarl import forks, plain_yaml
+from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
+
+PATIENT = "run.timeout_s=2000000"
+"""Seconds that ranks wait for one that is in a debugger: the most that there is, 23 days."""
+ALONE = ("parallel={world_size: 1}", "placement={}", "critic.parallel={}")
+_STEP = re.compile(r"step_(\d{6,12})")
+UNEQUAL = ("time", "time/", "perf/")
+"""Beginnings of what is another number each time."""
+ENDED, FAILED = "ended", "failed"
+"""Files in the folder of a replay by which its first rank says where it is."""
+SOON = 50
+"""Tenths of a second in which other ranks see one of them."""
+
+
+class Order(NamedTuple):
+    """What was asked for. folder: where it is taken, in the run's folder."""
+
+    run: Path
+    step: int
+    stop_at: str
+    looks: bool
+    alone: bool
+    overrides: tuple[str, ...]
+    folder: Path
+
+
+# --- the configuration ----------------------------------------------------------------------------------------
+
+
+def as_it_was(run: Path, step: int) -> Config:
+    """The run's configuration as it was at a step: without what was changed when it went on after it."""
+    config = load_config(run / "config.yaml")
+    tree = to_dict(config)
+    try:
+        lines = (run / "changes.jsonl").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return config
+    for line in reversed(lines):
+        try:
+            change = json.loads(line)
+            later, (*path, leaf) = int(change["step"]) > step, change["key"].split(".")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise ConfigError(f"{run}/changes.jsonl: no change of a key: {line[:80]!r}") from None
+        if later:
+            section: Any = reduce(lambda tree, name: tree.setdefault(name, {}), path, tree)
+            section[leaf] = change["old"]
+    return from_dict(tree)
+
+
+def config_of(order: Order) -> Config:
+    """What is run: the same, without engines, and with nothing that goes beyond the step."""
+    own = [
+        f"run.dir={order.folder}",
+        f"rollout.replay={order.run}",
+        "run.resume=auto",
+        *("run.save_every=0", "run.eval_every=0", "run.export=false", PATIENT),
+        *("rollout.asynchronous=false", "rollout.oversample=1"),
+        *("track.progress=false", "track.rollouts=false", "track.timeline=false", "track.tensorboard=false"),
+        *(ALONE if order.alone else ()),
+    ]
+    tree = to_dict(as_it_was(order.run, order.step))
+    if order.alone:
+        for role in tree["roles"].values():
+            role.pop("parallel", None)
+    sections = {
+        name: f"{name}.{next(iter(value))}" for name, value in tree.items() if isinstance(value, dict) and value
+    }
+    return from_dict(plain_yaml.overridden(tree, [*own, *order.overrides], sections))
+
+
+def checkpoints_before(run: Path, step: int) -> list[Path]:
+    """The oldest first."""
+    found = [(_STEP.fullmatch(path.name), path) for path in (run / "checkpoints").glob("step_*") if path.is_dir()]
+    return sorted(path for match, path in found if match and int(match[1]) < step)
+
+
+def prepare(run: Path, step: int) -> Path:
+    """A folder that is as the run's was before the step: its configuration, and links to its checkpoints."""
+    for number in range(1, 10**6):
+        folder = run / "replays" / f"step_{step:06d}-{number}"
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            continue
+    found = checkpoints_before(run, step)
+    if found:
+        (folder / "checkpoints").mkdir()
+        (folder / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    for path in found:
+        (folder / "checkpoints" / path.name).symlink_to(path.resolve())
+    return folder
+
+
+def announce(order: Order) -> None:
+    found = checkpoints_before(order.run, order.step)
+    first = int(found[-1].name.removeprefix("step_")) + 1 if found else 1
+    start = f"{found[-1].name}" if found else "the start of the run, as there is no checkpoint before it"
+    between = f", with the steps from {first} on" if first < order.step else ""
+    print(f"step {order.step} of {order.run}, from {start}{between}, in {order.folder}", flush=True)
+
+
+# --- the debugger ---------------------------------------------------------------------------------------------
+
+
+class Debugger(pdb.Pdb):
+    """Goes on until a breakpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(nosigint=True)
+
+    def stop_at(self, place: str) -> None:
+        """`module:function`, also of a class, or `FILE.py:LINE`. Raises ConfigError."""
+        self.clear_all_breaks()  # type: ignore[no-untyped-call]  # which a process shares
+        file, _, line = place.rpartition(":")
+        if line.isdecimal():
+            problem = self.set_break(str(Path(file).resolve()), int(line))
+        else:
+            module, _, name = place.partition(":")
+            first, *rest = name.split(".")
+            found = reduce(lambda of, part: getattr(of, part, None), rest, forks.load(f"{module}:{first}", "--break"))
+            code = getattr(unwrap(found), "__code__", None) if callable(found) else None
+            if code is None:
+                raise ConfigError(f"--break {place} is no function that is written in Python")
+            problem = self.set_break(code.co_filename, code.co_firstlineno, funcname=code.co_name)
+        if problem:
+            raise ConfigError(f"--break {place}: {problem}")
+
+    def begin(self) -> None:
+        """From here on, in what is called from now on."""
+        self.reset()
+        self.botframe: Any = sys._getframe()
+        self.set_continue()  # type: ignore[no-untyped-call]
+        if self.breaks:
+            sys.settrace(self.trace_dispatch)
+
+    def here(self) -> None:
+        """As `breakpoint()`."""
+        frame: FrameType | None = sys._getframe(1)
+        self.set_trace(frame)
+
+
+def nowhere() -> None:
+    """As `breakpoint()`, on ranks that nobody looks at, and in steps before."""
+
+
+# --- the step -------------------------------------------------------------------------------------------------
+
+
+def take(order: Order) -> int:
+    """As one of the ranks, or the only one."""
+    from megarl import ending
+    from megarl.flow import HybridFlow
+    from megarl.parallel import meeting
+
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # advice to the authors of trainers
+    looks = meeting.place().rank == 0
+    debugger = Debugger()
+    if order.stop_at:
+        debugger.stop_at(order.stop_at)  # on all ranks: a mistake is everybody's
+
+    class Replayed(HybridFlow):
+        def _begin_step(self) -> None:
+            super()._begin_step()
+            if looks and self.step == order.step and "controller" in vars(self):
+                sys.breakpointhook = debugger.here
+                debugger.begin()
+
+    sys.breakpointhook = nowhere
+    try:
+        Replayed(config_of(order)).run(until=order.step)
+    except BdbQuit:
+        print("left the debugger", flush=True)
+    except BaseException as error:  # noqa: B036  the end of the program
+        sys.settrace(None)
+        status = _after(order, error, looks)
+        return ending.tell(error) if status is None else status
+    finally:
+        sys.settrace(None)
+        if looks:
+            (order.folder / ENDED).touch()
+    if looks:
+        compare(order)
+    return 0
+
+
+def _after(order: Order, error: BaseException, looks: bool) -> int | None:
+    """Look at an error; on the other ranks wait until somebody has. The exit status, None where the error says it."""
+    from megarl import ending
+
+    if isinstance(error, ending.ORDERLY):
+        return None
+    if looks:
+        if order.looks:
+            (order.folder / FAILED).touch()
+            traceback.print_exception(error)
+            pdb.post_mortem(error.__traceback__)
+        return None
+    for _ in range(SOON):  # the first rank has left, or fails, too; else this one's error is its own
+        while (order.folder / FAILED).exists() and not (order.folder / ENDED).exists():
+            time.sleep(0.1)
+        if (order.folder / ENDED).exists():
+            return 0
+        time.sleep(0.1)
+    return None
+
+
+def compare(order: Order) -> None:
+    """Say how far the figures of the step are those that the run had."""
+    was, now = figures(order.run, order.step), figures(order.folder, order.step)
+    if was is None or now is None:
+        print(f"{order.run} has no figures of step {order.step}, which did not come to its end")
+        return
+    names = [name for name in sorted(was.keys() & now.keys()) if not name.startswith(UNEQUAL)]
+    off = [name for name in names if was[name] != now[name] and not was[name] != was[name] != now[name]]
+    for name in off:
+        print(f"{name}: {was[name]!r} in the run, {now[name]!r} now")
+    same = len(names) - len(off)
+    print(f"{same} of {len(names)} figures of step {order.step} are bit for bit those of the run", flush=True)
+
+
+def figures(run: Path, step: int) -> dict[str, Any] | None:
+    """The last ones of a step that came to its end."""
+    try:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    found = None
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # of a disk that was full
+        if isinstance(row, dict) and row.get("step") == step and "time/step" in row:
+            found = row
+    return found
+
+
+def launch(order: Order, config: Config) -> int:
+    """The same program as all of its ranks, on this machine."""
+    from megarl import launcher
+    from megarl.parallel.meeting import keep_store
+
+    world = config.parallel.world_size
+    if world > config.parallel.ranks_per_node:
+        raise ConfigError(
+            f"the run had {world} ranks on machines of {config.parallel.ranks_per_node}, and this takes a step on one "
+            "machine: add --alone"
+        )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    arguments = [str(order.run), "--step", str(order.step), "--folder", str(order.folder)]
+    arguments += ["--break", order.stop_at] if order.stop_at else []
+    arguments += ["--pdb"] * order.looks + ["--alone"] * order.alone
+    ranks = launcher.Launch((sys.executable, __file__, *arguments, *order.overrides), world, saves=False)
+    with launcher.noted(ranks.pending):
+        store, place = keep_store()
+        end, _ = ranks.run(place)
+    if end.text:
+        print(end.text, file=sys.stderr, flush=True)
+    return end.status
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--step", type=count(), required=True)
+    parser.add_argument("--break", dest="stop_at", default="", metavar="MODULE:FUNCTION")
+    parser.add_argument("--pdb", action="store_true", help="look at the place where it fails")
+    parser.add_argument("--alone", action="store_true", help="in one process")
+    parser.add_argument("--folder", type=Path, help="of a replay that was begun, for its ranks")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    chosen = parser.parse_intermixed_args(arguments)
+    run, step = chosen.run, chosen.step
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} is no run folder: it has no config.yaml")
+    asked = run, step, chosen.stop_at, chosen.pdb, chosen.alone, tuple(chosen.overrides)
+    if chosen.folder is not None:
+        return take(Order(*asked, chosen.folder))
+    from megarl.dry_run import validate
+
+    if chosen.stop_at:
+        Debugger().stop_at(chosen.stop_at)
+    order = Order(*asked, prepare(run, step))
+    try:
+        config = config_of(order)
+        validate(config, until=step).raise_errors()
+        announce(order)
+        return take(order) if config.parallel.world_size == 1 else launch(order, config)
+    except ConfigError:
+        shutil.rmtree(order.folder)  # of which nothing has come: the checkpoints in it are links
+        with suppress(OSError):
+            order.folder.parent.rmdir()  # where it was the first
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(lambda: main(sys.argv[1:])))
