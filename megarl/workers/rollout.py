@@ -14,6 +14,7 @@ from megarl.observe.clock import ELSEWHERE, WAIT
 from megarl.observe.recorded import Recorded, needs_records
 from megarl.observe.rollout_log import read_records
 from megarl.parallel import everyone, ranks
+from megarl.parallel.board import Board
 from megarl.rollout.aborted import check_aborted
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.faults import EngineLost
@@ -65,7 +66,7 @@ class RolloutWorker(Worker):
             everyone.AllRanks(),
             self._talks,
             count,
-            ranks.Board(),
+            Board(),
             self._seed,
             self._answered,
         )
@@ -148,7 +149,7 @@ class RolloutWorker(Worker):
         plan = self._surplus.plan(prompts, self.step, greedy)
         numbers = max(len(plan.prompts), plan.needed or 0)  # fewer are begun where others are gone on with
         first_group = 0 if greedy else self._groups(numbers).start
-        tickets = Tickets(len(plan.prompts), len(self.engines.members), ranks.Board(), name, plan.held)
+        tickets = Tickets(len(plan.prompts), len(self.engines.members), Board(), name, plan.held)
 
         carried = self._carried(plan.carried, tickets)
         mine: Gathered | None = None

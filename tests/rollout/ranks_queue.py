@@ -7,12 +7,13 @@ import json
 
 from megarl.config import ParallelConfig
 from megarl.parallel import ranks
+from megarl.parallel.board import Board
 from megarl.rollout.queue import Tickets
 
 
 def main() -> None:
     job = ranks.initialize(ParallelConfig(world_size=2)).job
-    tickets = Tickets(200, job.world, ranks.Board(), "step")
+    tickets = Tickets(200, job.world, Board(), "step")
     got, places = [], []
     while (number := tickets.take()) is not None:
         got.append(number)

@@ -148,7 +148,7 @@ def shared(groups: int, engines: int, carried: int = 0) -> list[Tickets]:
 
 def alone(prompt: Prompt) -> list[int]:
     """The tokens of a conversation that nothing has stopped."""
-    return asyncio.run(run_conversation(begun(prompt), Writer(), surroundings(), {})).token_ids.tolist()
+    return asyncio.run(run_conversation(begun(prompt), Writer(pause=0), surroundings(), {})).token_ids.tolist()
 
 
 def no_failure(outcomes: Sequence[Gathered | BaseException]) -> list[Gathered]:
@@ -207,14 +207,14 @@ def assert_nothing_lost(rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) 
 
 
 def test_what_a_lost_engine_has_begun_is_done_by_the_rest() -> None:
-    tickets = shared(40, 3)
-    outcomes = no_failure(together([Writer(lasts=60), Writer(), Writer()], PROMPTS, tickets))
+    tickets, prompts = shared(16, 3), PROMPTS[:16]
+    outcomes = no_failure(together([Writer(lasts=60), Writer(), Writer()], prompts, tickets))
     dead, *others = outcomes
     assert dead.lost is not None and str(dead.lost) == "the engine is gone" and dead.again == 0
     assert all(out.lost is None and out.gone == 0 for out in others)
-    assert_nothing_lost(one_by_one(outcomes), PROMPTS)
+    assert_nothing_lost(one_by_one(outcomes), prompts)
     assert 0 < dead.gone == sum(out.again for out in others) <= 2 * CONFIG.concurrency
-    assert tickets[0].left() == 0 and tickets[0].taken() == 40
+    assert tickets[0].left() == 0 and tickets[0].taken() == 16
 
 
 def test_an_engine_that_is_lost_and_starts_again_does_what_was_lost_and_nothing_else() -> None:

@@ -187,12 +187,16 @@ def test_what_a_lost_engine_has_not_completed_is_done_by_others_or_when_it_is_ba
 
 def test_a_pause_does_not_wait_for_an_engine_that_is_lost() -> None:
     async def run() -> None:
-        stream = Stream(Tickets(ENDLESS), Writer(lasts=5), surroundings(), samples=SAMPLES, groups=GROUPS, seconds=60.0)
+        writer = Writer(lasts=5)
+        stream = Stream(Tickets(ENDLESS), writer, surroundings(), samples=SAMPLES, groups=GROUPS, seconds=60.0)
         await stream.admit(STEPS_PROMPTS[0], 100)
         at_work = asyncio.create_task(stream.run())
-        for how in ("wait", "retract", "in_place"):
-            await stream.pause(how)  # type: ignore[arg-type]
+        while not writer.written:
+            await asyncio.sleep(0.001)
+        await stream.pause("wait")  # for answers that will not come
         await at_work
+        assert stream.is_lost
+        await stream.pause("retract")
         await stream.renew(Writer(), surroundings())
         at_work = asyncio.create_task(stream.run())
         taken = await stream.take(GROUPS)
