@@ -243,6 +243,8 @@ def _well(chain: Chain, findings: Findings, step: int) -> None:
     findings.add(
         far < TOLERANCE, f"in the next step log-probs are within {far:.0e} of the trainer's: it has the weights"
     )
+    moved = max(row.get("actor/grad_norm", 0.0) for row in chain.rows().values())
+    findings.add(moved > 1e-3, "which have moved", "NOTHING to tell weights apart by: they have not moved")
     rollouts = read_rollouts(chain.run_dir, step)
     versions = {version for rollout in rollouts for version, _ in rollout.runs}
     findings.add(versions == {step - 1}, f"all tokens are by version {step - 1}", f"tokens are by versions {versions}")

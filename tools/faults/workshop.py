@@ -113,7 +113,7 @@ class Workshop:
 
     @cached_property
     def caller(self) -> Path:
-        """A policy that has learned one conversation by heart, in which it calls the calculator; its questions are
+        """A policy that nearly knows one conversation by heart, in which it calls the calculator; its questions are
         beside it, in talks.jsonl."""
         from faults.tooling import calculator
 
@@ -132,7 +132,7 @@ class Workshop:
         (place / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         slow = {"actor_optimizer__lr": 0.005, "actor_optimizer__schedule": "constant"}
         more: dict[str, Any] = {"data__train": place / "lessons.jsonl", "data__prompts_per_step": 16, **slow}
-        finished(self.sft(place / "run", run__num_rollout=40, run__save_every=0, **more))
+        finished(self.sft(place / "run", run__num_rollout=10, run__save_every=0, **more))
         return place
 
     def generated(self, run_dir: Path, points: Sequence[Point], settings: dict[str, Any]) -> Job:
@@ -143,7 +143,7 @@ class Workshop:
             "data.train": self.caller / "talks.jsonl",
             **{"parallel.world_size": 2, "parallel.ranks_per_node": 2, "run.export": False},
             **{"rollout.tools": ["faults.tooling:calculator"], "rollout.tool_call_parser": "qwen25"},
-            **{"rollout.max_turns": 3, "rollout.max_new_tokens": 40, "rollout.temperature": 0.05},
+            **{"rollout.max_turns": 3, "rollout.max_new_tokens": 40, "rollout.temperature": 1.0},
             **{"rollout.concurrency": 2, "rollout.pass_env": [NOTES], "rollout.verify_every": 1},
             **{"rollout.request_timeout": 60, "rollout.step_timeout": 240, "run.timeout_s": 120},
             **{"reward.functions": ["faults.tooling:counted"], "loss.entropy_coef": 0.01},
