@@ -1,4 +1,6 @@
-"""The training program with points at which a tool can hurt it: `python tools/faults/hooked.py CONFIG [key=value ...]`.
+"""The training program with points at which a tool can hurt it:
+
+    .venv/bin/python tools/faults/hooked.py CONFIG [key=value ...]
 
 It is `megarl.train`, but for what `points.py` puts into it. Where it starts ranks, they are this program, too.
 """
