@@ -1,6 +1,7 @@
 """Engines that die or hang in whole runs: the real SGLang and the real trainer, real signals. The run goes on, no
-sample is lost or comes twice, and each has the prompt, the group and the seed that it has in an undisturbed run. That it
-then has the same tokens, played engines show: of the real one two undisturbed runs differ, by what it batches together."""
+sample is lost or comes twice, and each has the prompt, the group and the seed that it has in an undisturbed run. That
+it has the same tokens, too, is shown by played engines: of the real one two undisturbed runs differ, by what it
+batches together."""
 
 from __future__ import annotations
 
