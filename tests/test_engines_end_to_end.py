@@ -1,5 +1,7 @@
 """Engines that die or hang in whole runs: the real SGLang and the real trainer, real signals. The run goes on, no
-sample is lost or comes twice, and those of a step whose weights are the undisturbed run's are its, token by token."""
+sample is lost or comes twice, and each has the prompt, the group and the seed that it has in an undisturbed run. That
+it has the same tokens, too, is shown by played engines: of the real one two undisturbed runs differ, by what it
+batches together."""
 
 from __future__ import annotations
 
@@ -29,10 +31,6 @@ def run(
 ) -> Any:
     monkeypatch.setitem(ENVIRONMENT, "DYING", json.dumps(plan))
     return start(folder, run_dir, *GRPO, *DYING, *overrides, host=host)
-
-
-def tokens(run_dir: Path, step: int) -> list[list[int]]:
-    return [one.token_ids.tolist() for one in read_rollouts(run_dir, step)]
 
 
 def check(run_dir: Path, died: dict[int, str], samples: int = 16) -> None:
@@ -72,7 +70,6 @@ def test_two_engines_of_which_one_dies_then_one_hangs_then_one_dies_in_a_push(
     check(tmp_path / "run", {step: what for step, (what, _) in plan.items()})
     for step in (1, 2, 3):
         assert asked(tmp_path / "run", step) == asked(undisturbed, step)
-    assert tokens(tmp_path / "run", 1) == tokens(undisturbed, 1)
 
 
 def test_the_only_engine_dies_in_a_first_step_and_in_a_later_one(

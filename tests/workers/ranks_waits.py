@@ -104,6 +104,7 @@ def rollouts_of(groups: list[Any]) -> list[Rollout]:
 
 def lost(engine_ranks: int) -> dict[str, Any]:
     made = worker(engine_ranks, one_is_lost)
+    made._generations = 100 * engine_ranks  # counters of a generation have its number, in all of a job
     made.begin_step(1)
     found = {"seeds": outcome(made), "there": made.engines.recovery.some_are_there, "figures": made.figures()}
     found["figures"] = {name: value for name, value in found["figures"].items() if name.startswith("rollout/")}
