@@ -45,12 +45,12 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 echo "job $SLURM_JOB_ID, start $count: $nodes nodes x $ranks ranks on $SLURM_JOB_NODELIST, rendezvous at $address:$port"
 
 # USR1 reaches every process of the step, and is for the ranks, which save; nothing shall die of it before they are up.
-# A step gets one CPU unless it asks for them all.
+# A step gets one CPU unless it asks for them all. The launchers end alike on all nodes; --wait is for one that cannot.
 launch='trap "" USR1
     exec .venv/bin/python -m megarl.torchrun --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
         --nproc-per-node "$0" --master-addr "$1" --master-port "$2" -m megarl.train "${@:3}"'
 # shellcheck disable=SC2086
-srun --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --kill-on-bad-exit=1 \
+srun --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --kill-on-bad-exit=0 --wait=120 \
     ${MEGARL_SRUN:-} ${MEGARL_INSIDE:-} bash -c "$launch" "$ranks" "$address" "$port" "$@" &
 step=$!
 asked=

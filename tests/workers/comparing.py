@@ -86,7 +86,7 @@ def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     for spoil in spoils:
         model = Stand({name: torch.zeros(shape) for name, shape in shapes.items()})
         spoil(model)
-        context = Context(config, ranks.job, hf, chat, Clock(), Path("."), {})
+        context = Context(config, ranks.job, hf, chat, Clock(), Path("."), {"actor": 1})
         problem = ""
         with tempfile.TemporaryDirectory() as folder:
             worker = Played(context, model, Path(folder, "facts.json"))
