@@ -99,7 +99,10 @@ class TwoNodes:
         """The number that a rank leaves in a file."""
         file, deadline = self.folder / name, time.monotonic() + 120
         while not (file.exists() and file.read_text()):
-            assert time.monotonic() < deadline, f"no {name}"
+            if time.monotonic() > deadline:
+                for one in self.launchers:
+                    one.kill()  # its ranks go with it
+                pytest.fail(f"no {name}")
             assert all(one.poll() is None for one in self.launchers), self.ended()
             time.sleep(0.02)
         return int(file.read_text())
