@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from megarl.config import RolloutConfig
 from megarl.environments.describing import known_of
 from megarl.environments.sessions import Sessions
 from megarl.types import Prompt, Reward
+
+sys.path.append(str(Path(__file__).parent))
+from openai_stub import served  # noqa: E402
 
 PAGE = (Path(__file__).resolve().parents[2] / "megarl/environments/README.md").read_text()
 MODULES = dict(re.findall(r"```python (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
@@ -38,7 +42,7 @@ class AsyncOpenAI:
 
 
 def test_each_way_is_short() -> None:
-    assert len(MODULES) == 3
+    assert len(MODULES) == 4
     assert all(len([line for line in text.splitlines() if line.strip()]) < 15 for text in MODULES.values())
 
 
@@ -69,3 +73,18 @@ def test_the_agent(modules: None) -> None:
             return await sessions.run_agent(prompt, "http://x", "key", 60.0)
 
     assert asyncio.run(run()) == 1.0
+
+
+def test_the_program_with_the_official_client(tmp_path: Path) -> None:
+    program = tmp_path / "my_program.py"
+    program.write_text(MODULES["my_program.py"])
+    known = known_of(RolloutConfig(environments=(f"program:{sys.executable} {program}",)))
+
+    async def run() -> Any:
+        asked: list[dict[str, Any]] = []
+        async with served(lambda messages: f"It is {len(messages)}.", asked) as url:
+            async with aclosing(Sessions(known, 60.0, 1)) as sessions:
+                prompt = Prompt("p", ({"role": "user", "content": "Go."},), ground_truth="1")
+                return await sessions.run_agent(prompt, url, "key", 60.0), asked[0]["messages"]
+
+    assert asyncio.run(run()) == (1.0, [{"role": "user", "content": "Go."}])
