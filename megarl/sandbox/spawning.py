@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from megarl.sandbox import seccomp
+from megarl.sandbox.mounts import SITE_PACKAGES
 
 PACKAGES = "/packages"
 FOLDERS = ("app", "tests", "logs")
@@ -59,6 +60,8 @@ def view(place: str, python: str, version: tuple[int, ...]) -> list[str]:
     given += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
     if not python.startswith("/usr/") and python != "/usr":
         given += ["--ro-bind", f"{place}/python", python]
+    elif os.path.isdir(f"{place}/python/{SITE_PACKAGES}"):  # emptied there, and not in /usr
+        given += ["--ro-bind", f"{place}/python/{SITE_PACKAGES}", f"{python}/{SITE_PACKAGES}"]
     if os.listdir(f"{place}/packages"):
         given += ["--ro-bind", f"{place}/packages", PACKAGES]
     given += ["--proc", "/proc", "--size", "65536", "--tmpfs", "/dev"]
