@@ -29,8 +29,10 @@ class Ahead(Generic[Said]):
         # Nobody asks for one that is dropped.
         begun[number] = weakref.ref(turn, lambda _: begun.pop(number, None)), self._begin(rollout)
 
-    def take(self, rollout: Rollout) -> Future[Said]:
-        """What is said of a rollout; begun now where it was not."""
+    def take(self, rollout: Rollout) -> tuple[Future[Said], bool]:
+        """What is said of a rollout, begun now where it was not; and whether it was there already."""
         turn = rollout.turns[-1]
         known = self._begun.pop(id(turn), None)
-        return self._begin(rollout) if known is None or known[0]() is not turn else known[1]
+        if known is None or known[0]() is not turn:
+            return self._begin(rollout), False
+        return known[1], known[1].done()

@@ -173,11 +173,11 @@ class RewardWorker(Worker):
         return self.config.reward.processes or min(_MOST, max(1, len(os.sched_getaffinity(0)) // 2))
 
     def _by_pool(self, whole: Rollouts) -> list[Verdicts]:
-        begun: list[Future[Verdicts]] = [self._ahead.take(rollout) for rollout in whole.here]
-        done = torch.tensor([sum(one.done() for one in begun), len(begun)])
+        begun: list[tuple[Future[Verdicts], bool]] = [self._ahead.take(rollout) for rollout in whole.here]
+        done = torch.tensor([sum(there for _, there in begun), len(begun)])
         in_time, count = whole.everyone.total(done).tolist()
         self._in_time = in_time / max(1, count)
-        return [one.result() for one in begun]
+        return [one.result() for one, _ in begun]
 
     # --- in this process
 

@@ -19,14 +19,18 @@ def test_found_by_the_conversation_whatever_became_of_it() -> None:
         result.set_result(len(begun))
         return result
 
+    def taken(rollout: Rollout) -> tuple[int, bool]:
+        said, there = ahead.take(rollout)
+        return said.result(), there
+
     ahead = Ahead(begin)
     first, second, third = (Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (0.0,), True)), seed=5) for _ in range(3))
     ahead.ended(first)
     ahead.ended(second)
-    assert ahead.take(replace(second, group=7, routing=None)).result() == 2
-    assert ahead.take(first).result() == 1 and len(begun) == 2
-    assert ahead.take(third).result() == 3, "nobody had begun it"
-    assert ahead.take(first).result() == 4, "it is asked for again"
+    assert taken(replace(second, group=7, routing=None)) == (2, True)
+    assert taken(first) == (1, True) and len(begun) == 2
+    assert taken(third) == (3, False), "nobody had begun it"
+    assert taken(first) == (4, False), "it is asked for again"
     ahead.ended(third)
     begun.clear()
     assert len(ahead._begun) == 1

@@ -61,7 +61,7 @@ def test_an_answer_is_scored_before_the_next_has_ended(tmp_path: Path, monkeypat
     try:
         rollouts = asyncio.run(run()).rollouts
         assert [rollout.status for rollout in rollouts] == ["stop", "stop"], "the second has waited in vain"
-        found = [ahead.take(rollout) for rollout in rollouts]
+        found = [ahead.take(rollout)[0] for rollout in rollouts]
         assert [one.result(60) for one in found] == [{"odd": Reward(1.0)}] * 2
         assert not ahead._begun
     finally:
