@@ -9,20 +9,34 @@ export OMP_NUM_THREADS=1  # ranks and engines share the cores as they are told t
 .venv/bin/mypy
 tests=("${@:-tests}")
 pytest() { .venv/bin/python -m pytest -c tests/pytest.ini --rootdir . "$@" "${tests[@]}"; }
-said=$(mktemp) beside=$(mktemp)
-trap 'rm -f "$said" "$beside"' EXIT
+kept=$(mktemp -d)
+trap 'rm -rf "$kept"' EXIT
 status=0
 if (($#)); then
-    pytest | tee "$said" || status=$?
-    awk -f tests/skips.awk "$said"
+    pytest | tee "$kept/said" || status=$?
+    awk -f tests/skips.awk "$kept/said"
     exit "$status"
 fi
+half() { pytest -m "$2" -o cache_dir="$kept/$1" "${@:3}"; }
 # Ranks and engines often wait for each other. Tests of one process have the time that they leave, and no more.
-(renice -n 19 "$BASHPID" >/dev/null && pytest -m alone) >"$beside" 2>&1 &
-other=$!
-trap 'kill "$other" 2>/dev/null || true; rm -f "$said" "$beside"' EXIT
-pytest -m "not alone" | tee "$said" || status=$?
-wait "$other" || status=$?
-cat "$beside"
-awk -f tests/skips.awk "$said" "$beside"
+(renice -n 19 "$BASHPID" >/dev/null && half others alone) >"$kept/beside" 2>&1 &
+beside=$!
+trap 'kill "$beside" 2>/dev/null || true; rm -rf "$kept"' EXIT
+half ranks "not alone" | tee "$kept/said" || status=$?
+wait "$beside" || status=$?
+cat "$kept/beside"
+awk -f tests/skips.awk "$kept/said" "$kept/beside"
+# One that waits for processes may lose a race on a machine that others share. A few that failed are run once more, with
+# nothing beside them; they must pass then, and are named.
+if ((status == 1)); then
+    failed=$(cat "$kept"/*/v/cache/lastfailed | grep '": true' | sort -u)
+    echo "failed, and run once more by themselves:"$'\n'"$failed"
+    if (($(wc -l <<<"$failed") <= 5)); then
+        status=0
+        for which in ranks others; do
+            [ ! -f "$kept/$which/v/cache/lastfailed" ] || half "$which" "alone or not alone" --last-failed --last-failed-no-failures=none || (($? == 5)) || status=1
+        done
+        ((status)) || echo "passed only when run once more, which is worth a look:"$'\n'"$failed"
+    fi
+fi
 exit "$status"

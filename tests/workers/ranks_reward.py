@@ -1,4 +1,4 @@
-"""Rewards on two ranks whose collectives wait two seconds for a peer: by functions of a script, that take their time or
+"""Rewards on two ranks whose collectives wait four seconds for a peer: by functions of a script, that take their time or
 fail, and by functions in the pool's processes.
 
 Argument: a folder. Prints what each rank has of it.
@@ -29,7 +29,7 @@ ROLLOUTS[2] = replace(ROLLOUTS[2], status="aborted", reward=7.0, reward_parts={"
 
 def slow(rollout: Rollout) -> float:
     """Of one rank only."""
-    time.sleep(2.0 if rollout.prompt.id in ("p1", "p3") else 0.0)
+    time.sleep(3.0 if rollout.prompt.id in ("p1", "p3") else 0.0)
     return 1.0
 
 
@@ -44,7 +44,7 @@ def leaves(rollout: Rollout) -> float:
 
 def context(reward: RewardConfig, environments: tuple[str, ...] = (), replay: str = "") -> Any:
     config = Config(
-        run=RunConfig(timeout_s=2.0),
+        run=RunConfig(timeout_s=4.0),
         parallel=ParallelConfig(world_size=2),
         reward=reward,
         rollout=RolloutConfig(environments=environments, replay=replay),
