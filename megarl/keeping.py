@@ -75,11 +75,14 @@ class Keeping:
         """After a step: make a checkpoint of what all ranks have written by now, and begin another where one is due.
         Returns whether the run is to stop, for which it has been saved."""
         run = self.config.run
-        said = ranks.all_gather_objects((ending.asked_to_stop(), self.store.is_written()))
+        skipped = [one.skipped_since for one in self.workers if isinstance(one, TrainingWorker)]
+        since = min((step for step in skipped if step is not None), default=None)
+        said = ranks.all_gather_objects((ending.asked_to_stop(), self.store.is_written(), since))
         last = self.step == self.until
-        stop = any(asked for asked, _ in said) and not last
+        stop = any(asked for asked, _, _ in said) and not last
+        self.store.spare = min((step for _, _, step in said if step is not None), default=None)
         due = stop or bool(run.save_every and (last or self.step % run.save_every == 0))
-        if self.store.under_way is not None and (due or all(written for _, written in said)):
+        if self.store.under_way is not None and (due or all(written for _, written, _ in said)):
             self._finish_save(must=False)  # not two at a time: memory is for one
         if due:
             self.lost = self._save(beside=run.save_async and not (stop or last), must=stop)

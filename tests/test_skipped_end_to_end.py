@@ -39,7 +39,7 @@ def test_too_many_in_a_row_go_back_to_the_checkpoint_before_them_and_the_run_goe
     """The gradient of the second rank is spoilt in steps 3 and 4, by two updates each; checkpoints are of all steps."""
     run_dir = tmp_path / "run"
     spoilt(monkeypatch, run_dir, "3:5")
-    updates = ["run.num_update=2", "run.epochs=1", "run.max_skipped=3", "run.num_rollout=6", "run.keep_checkpoints=4"]
+    updates = ["run.num_update=2", "run.epochs=1", "run.max_skipped=3", "run.num_rollout=6", "run.keep_checkpoints=1"]
     train(folder, run_dir, *GRPO, *updates, host=host)
     steps: list[dict[str, Any]] = metrics_of(run_dir)
     assert [step["actor/skipped"] for step in steps] == [0, 0, 1, 1, 0, 0]

@@ -76,6 +76,8 @@ class CheckpointStore:
     ) -> None:
         self.folder = run_dir / "checkpoints"
         self.keep = max(1, keep)
+        self.spare: int | None = None
+        """The newest checkpoint from before this step stays, however many there are: models may go back to it."""
         self.storage_timeout_s = storage_timeout_s
         self.layout = list(layout)
         self.origin = dict(origin or {})
@@ -283,8 +285,10 @@ class CheckpointStore:
         os.replace(partial, self.folder / "latest")
 
     def _remove_old(self, name: str) -> None:
-        for old in self._steps()[: -self.keep]:
-            if old.name != name:  # which is not the last where a run has begun anew among old ones
+        steps = self._steps()
+        spared = [one for one in steps if self.spare is not None and _step_of(one) < self.spare][-1:]
+        for old in steps[: -self.keep]:
+            if old.name != name and old not in spared:  # a run may have begun anew among old ones
                 gone = old.with_suffix(".tmp")
                 os.rename(old, gone)  # half of one is not to be taken for damaged
                 shutil.rmtree(gone)

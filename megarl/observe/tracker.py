@@ -33,7 +33,7 @@ class Tracker:
         """
         if not self._started:
             self._started = True
-            self._try("metrics.jsonl", lambda: self._forget_after(step))
+            self._try("metrics.jsonl", lambda: self._forget(step, metrics))
         line = exact_json.dumps({"step": step, "time": time.time(), **metrics}) + "\n"
         self._try("metrics.jsonl", lambda: self._append(line))
         self._settle()
@@ -62,11 +62,14 @@ class Tracker:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line)
 
-    def _forget_after(self, step: int) -> None:
-        """A resumed run does the steps after its checkpoint again: drop their lines, and one that a crash cut short."""
+    def _forget(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A resumed run does the steps after its checkpoint again: drop their lines, and one that a crash cut short.
+        metrics: those that are said of `step` now; what else was said of it, by an evaluation, stays."""
         if not self.path.is_file():
             return
-        kept = [line for line in _whole_lines(self.path) if line["step"] <= step]
+        again = metrics.keys() - {"step", "time"}
+        lines = _whole_lines(self.path)
+        kept = [line for line in lines if line["step"] < step or line["step"] == step and not again & line.keys()]
         partial = self.path.with_suffix(".tmp")
         partial.write_text("".join(exact_json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         partial.replace(self.path)

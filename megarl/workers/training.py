@@ -57,6 +57,12 @@ class TrainingWorker(ModelWorker):
         self.in_vain = self._skipped[0], self._said_of(batch, metrics)
         return metrics | {IN_VAIN.format(self.name): float(len(self._skipped))}
 
+    @property
+    def skipped_since(self) -> int | None:
+        """The step of the first of the latest updates that were skipped, on the role's ranks; None where the last was
+        taken."""
+        return self._skipped[0] if self._skipped else None
+
     def went_back(self) -> None:
         """The model is what an older checkpoint has: what came of the updates since is of no interest."""
         self._skipped, self.in_vain = [], None

@@ -66,6 +66,12 @@ def whole(folder: Path) -> dict[str, object]:
     facts["latest"] = (place_of / "latest").read_text()
     ranks.barrier()  # the other may still be looking
 
+    spares = CheckpointStore(folder / "spares", keep=2)
+    spares.spare = 3  # updates have been skipped from then on
+    for step in range(1, 6):
+        spares.save(step, {"step": step}, parts(f"step {step}"))
+    facts["spared"] = sorted(path.name for path in (folder / "spares" / "checkpoints").glob("step_*"))
+
     # Random states come back: the numbers drawn after a load are those drawn after the save.
     def draws() -> list[float]:
         return [random.random(), float(np.random.random()), float(torch.rand(()))]

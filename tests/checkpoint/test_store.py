@@ -16,6 +16,7 @@ def test_checkpoints_are_whole_or_not_there(tmp_path: Path, run_ranks: Run) -> N
         assert facts["found_before"] is False
         assert facts["kept"] == ["step_000002", "step_000003"]
         assert facts["latest"] == "step_000003"
+        assert facts["spared"] == ["step_000002", "step_000004", "step_000005"]
         assert facts["rng_equal"] is True and facts["said"] == []
         assert facts["rng_anew"] is True and "step_000004 was written in another layout" in facts["said_anew"]
         assert facts["host"] == {"step": 4}

@@ -38,8 +38,13 @@ def test_a_resumed_run_forgets_what_it_does_again(tmp_path: Path) -> None:
     second.log(2, {"eval/reward_greedy": 0.5})
     second.log(3, {"x": 30.0})
     assert read_metrics(tmp_path) == {1: {"x": 1.0}, 2: {"x": 2.0, "eval/reward_greedy": 0.5}, 3: {"x": 30.0}}
-    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
-        assert json.loads(line)["step"] <= 3
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 3]
+    third = Tracker(tmp_path, tensorboard=False)
+    third.log(2, {"x": 20.0})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2], "the step that is done again is there once"
+    assert read_metrics(tmp_path) == {1: {"x": 1.0}, 2: {"x": 20.0, "eval/reward_greedy": 0.5}}
 
 
 def test_a_full_disk_is_said_once_and_survived(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Rewards on two ranks whose collectives wait four seconds for a peer: by functions of a script, that take their time or
-fail, and by functions in the pool's processes.
+"""Rewards on two ranks whose collectives wait four seconds for a peer: by functions of a script, that take their time
+or fail, and by functions in the pool's processes.
 
 Argument: a folder. Prints what each rank has of it.
 """
