@@ -78,7 +78,8 @@ def check_positions(hf: HFConfig, config: Config, which: str) -> None:
 
 
 def _vocabulary(folder: str) -> dict[str, int]:
-    """Tokens and their ids, as tokenizer.json has them, or vocab.json where there is none; empty where neither is."""
+    """Tokens and their ids, as tokenizer.json has them, vocab.json where there is none, or SentencePiece's
+    tokenizer.model; empty where none is."""
     for name in ("tokenizer.json", "vocab.json"):
         file = Path(folder) / name
         if not file.is_file():
@@ -89,7 +90,18 @@ def _vocabulary(folder: str) -> dict[str, int]:
             return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
         except Exception as error:  # noqa: B036  the package raises nothing narrower
             raise ConfigError(f"{file} is no tokenizer: {' '.join(str(error).split())[:200]}") from None
-    return {}
+    pieces = Path(folder, "tokenizer.model")
+    return _pieces(pieces) if pieces.is_file() else {}
+
+
+def _pieces(file: Path) -> dict[str, int]:
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        model = SentencePieceProcessor(model_file=str(file))
+    except (RuntimeError, OSError):
+        return {}  # of another kind, which the tokenizer's class reads
+    return {model.id_to_piece(number): number for number in range(model.get_piece_size())}
 
 
 def vocabulary_hash(folder: str) -> str:

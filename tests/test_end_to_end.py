@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from pieces import put_pieces
 from safetensors.torch import load_file
 from whole_run import ROOT, SMALL, make_folder, metrics_of, start, train, with_host
 
@@ -379,8 +380,9 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
 ) -> None:
     """`ranks_per_node=1` makes two nodes of this machine, and the engine's two tensor parallel ranks one on each. The
     actor is context parallel, the critic tensor parallel, and both leave the device while the engine generates. The
-    entropy bonus moves the policy, whatever its answers are."""
+    entropy bonus moves the policy, whatever its answers are. The tokenizer is a `tokenizer.model` alone."""
     folder = make_folder(tmp_path / "deepseek", "deepseek_v3")
+    put_pieces(folder / "model", (folder / "sft.jsonl").read_text())
     command = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2"]
     overrides = [
         f"model.path={folder}/model",
@@ -422,6 +424,7 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
     # The reference is the base model, and the engine, which agrees with the trainer, is far from it.
     assert abs(rows[0]["actor/kl_to_reference"]) < 1e-4 and rows[2]["actor/kl_to_reference"] > 0.1
     check_export_of_lora(folder / "model", tmp_path / "hello")
+    assert [path.name for path in (tmp_path / "hello" / "export").glob("tokenizer*")] == ["tokenizer.model"]
     assert {path.stem for path in (tmp_path / "hello" / "logs").glob("*.log")} == {"engine_0_node_0", "engine_0_node_1"}
 
 

@@ -48,7 +48,9 @@ class Chat:
         environments: Mapping[str, Described] | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError("the tokenizer of model.path has no chat template")
+            raise ConfigError(
+                "the tokenizer of model.path has no chat template; put the model's chat_template.jinja into its folder"
+            )
         self.tokenizer = tokenizer
         self.known = Known(tools or {}, environments or {})
         self.tools = self.known.every
@@ -76,6 +78,8 @@ class Chat:
         except Exception as error:  # whatever the readers of a broken file raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"model.path: no tokenizer in {folder}: {reason[:500]}") from None
+        if not Path(folder, "tokenizer.json").exists() and Path(folder, "tokenizer.model").exists():
+            _check_pieces(tokenizer, folder)
         return cls(tokenizer, tools, generation_eos(Path(folder, "generation_config.json")), environments)
 
     def check_vocabulary(self, size: int) -> None:
@@ -375,3 +379,15 @@ def _stand_in(role: str, words: bool, calls: bool, number: int) -> Message:
 def _words(message: Message) -> list[str]:
     called = [call["function"]["name"] for call in message.get("tool_calls", ())]
     return [word for word in (message["content"], *called) if word]
+
+
+def _check_pieces(tokenizer: Any, folder: str) -> None:
+    """Raise ConfigError where the class that config.json asks for is none for SentencePiece's tokenizer.model, and
+    takes it all the same: Qwen's loses the spaces."""
+    text = "2 plus  3\nis 5"
+    found = str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), clean_up_tokenization_spaces=False))
+    if found.strip() != text:
+        raise ConfigError(
+            f"model.path: {type(tokenizer).__name__} does not read {folder}/tokenizer.model as it is meant: {text!r} "
+            f"comes back as {found!r}; put the model's tokenizer.json beside it"
+        )

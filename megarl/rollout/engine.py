@@ -32,6 +32,7 @@ from megarl.rollout.engine_cpu import NamedTensors
 from megarl.rollout.faults import EngineError as EngineError
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.hosting import SHARED, Host, Hosted, secret_variables
+from megarl.rollout.tokenizer_folder import tokenizer_folder
 from megarl.rollout.tool_calls import parser_name
 
 _LOG_LINES = 20
@@ -177,6 +178,7 @@ class Engine:
             self.port = probe.getsockname()[1]
         arguments: dict[str, Any] = {
             "model_path": self.config.model.path,
+            "tokenizer_path": tokenizer_folder(self.config.model.path, self.log.with_suffix("")),
             "dtype": self.config.model.dtype,
             "tp_size": rollout.tp,
             "ep_size": rollout.ep,

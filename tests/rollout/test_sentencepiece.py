@@ -1,0 +1,55 @@
+"""A folder whose only tokenizer is SentencePiece's `tokenizer.model`. That it
+trains and is exported is in test_end_to_end.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_models
+from pieces import put_pieces
+
+from megarl.config import Config, ConfigError, ModelConfig
+from megarl.named_models import check_same_tokenizer, vocabulary_hash
+from megarl.rollout.chat import Chat
+from megarl.types import Prompt
+
+TEXT = "\n".join(f"What is {a} plus {b}? The answer is {a + b}." for a in range(40) for b in range(40))
+
+
+def folder_of(place: Path, family: str, text: str = TEXT) -> Path:
+    place.mkdir()
+    config = {"model_type": family, "vocab_size": 320}
+    (place / "config.json").write_text(json.dumps(config))
+    (place / "chat_template.jinja").write_text(tiny_models.CHAT_TEMPLATE)
+    put_pieces(place, text)
+    assert [path.name for path in place.glob("tokenizer*")] == ["tokenizer.model"]
+    return place
+
+
+def test_it_is_read_as_it_is_meant(tmp_path: Path) -> None:
+    chat = Chat.load(str(folder_of(tmp_path / "deepseek", "deepseek_v3")))
+    said = "What is  3 plus 4?\n- é \\ {}"
+    text = chat.text(chat.render(Prompt("p", ({"role": "user", "content": said},))))
+    assert text.endswith("What is  3 plus 4?\n- é \\ {}<|im_end|>\n<|im_start|>assistant\n")
+    chat.check_vocabulary(320)
+    assert chat.text([chat.end_of_turn]) == "<|im_end|>"
+
+
+def test_a_class_that_loses_the_spaces_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "qwen", "qwen3_moe")
+    with pytest.raises(ConfigError, match=r"Qwen.*'2 plus  3\\nis 5' comes back as .*put the model's tokenizer.json"):
+        Chat.load(str(folder))
+
+
+def test_its_words_are_compared(tmp_path: Path) -> None:
+    first = folder_of(tmp_path / "first", "deepseek_v3")
+    same = folder_of(tmp_path / "same", "deepseek_v3")
+    other = folder_of(tmp_path / "other", "deepseek_v3", TEXT.replace("plus", "with"))
+    assert vocabulary_hash(str(first)) == vocabulary_hash(str(same)) != vocabulary_hash(str(other)) != ""
+    config = replace(Config(), model=ModelConfig(path=str(first)))
+    check_same_tokenizer(config, "reward.model", str(same), "it must")
+    with pytest.raises(ConfigError, match="reward.model has another tokenizer .*they differ in "):
+        check_same_tokenizer(config, "reward.model", str(other), "it must")
