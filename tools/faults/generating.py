@@ -21,7 +21,8 @@ from faults.seen import Findings, Seen
 from faults.tooling import HANG, HUNG, SEEN
 from faults.workshop import GROUPS, KEYS, SAMPLES, Workshop, tried
 from megarl.ending import REQUEUE_EXIT_CODE
-from megarl.observe.rollout_log import read_rollouts
+from megarl.observe.rollout_log import is_whole, read_rollouts
+from megarl.types import Rollout
 
 HANGS = "rollout.hang_timeout"
 HANG_S, TOOL_S, BUDGET_S = 30, 5, 120
@@ -117,6 +118,11 @@ class Chain:
         self.alive_or_not().wait_for(lambda: step in self.rows(), f"the end of step {step}")
         return self.rows()[step]
 
+    def rollouts(self, step: int) -> list[Rollout]:
+        """Of a step that is over: they are written in the background."""
+        self.alive_or_not().wait_for(lambda: is_whole(self.run_dir, step), f"the rollouts of step {step}")
+        return read_rollouts(self.run_dir, step)
+
     def engine(self, index: int = 0) -> psutil.Process:
         """The process of an engine that computes: the first child of its server. They come from the tool's own host."""
         log = str(self.run_dir / "logs" / f"engine_{index}.log")
@@ -143,7 +149,7 @@ def _hung_tool(chain: Chain, findings: Findings, number: int) -> Seen:
     chain.done(step)
     said = [
         str(message["content"])
-        for rollout in read_rollouts(chain.run_dir, step)
+        for rollout in chain.rollouts(step)
         for message in rollout.messages
         if message["role"] == "tool"
     ]
@@ -245,7 +251,7 @@ def _well(chain: Chain, findings: Findings, step: int) -> None:
     )
     moved = max(row.get("actor/grad_norm", 0.0) for row in chain.rows().values())
     findings.add(moved > 1e-3, "which have moved", "NOTHING to tell weights apart by: they have not moved")
-    rollouts = read_rollouts(chain.run_dir, step)
+    rollouts = chain.rollouts(step)
     versions = {version for rollout in rollouts for version, _ in rollout.runs}
     findings.add(versions == {step - 1}, f"all tokens are by version {step - 1}", f"tokens are by versions {versions}")
     chain.engine(0), chain.engine(1)
@@ -270,7 +276,7 @@ def _why(job: Job) -> str:
 
 
 def _aborted(chain: Chain, step: int) -> int:
-    return sum(rollout.status == "aborted" for rollout in read_rollouts(chain.run_dir, step))
+    return sum(rollout.status == "aborted" for rollout in chain.rollouts(step))
 
 
 # --- pushes -----------------------------------------------------------------------------------------------------------
