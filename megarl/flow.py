@@ -153,6 +153,8 @@ class HybridFlow(Items, Keeping):
             return metrics
         except BaseException as error:
             ending.begin()
+            if isinstance(error, Exception):
+                self._finish_together(error)
             self.log.failed(self.step, self._made())
             if self.lookout is not None:
                 self.lookout.settle()

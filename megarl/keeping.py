@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import socket
 import time
 from collections.abc import Callable
@@ -32,6 +34,9 @@ from megarl.workers.training import TrainingWorker
 
 LOOK_FOR_ROOM_S = 10.0
 """How often an export that found no room looks for it again."""
+
+TOGETHER_S = 5.0
+"""How long a rank that ends by an error waits for the others to end by the same one."""
 
 
 class Keeping:
@@ -135,6 +140,20 @@ class Keeping:
             except StorageError as error:
                 return self._not_saved(error, step, must)
         return None
+
+    def _finish_together(self, error: Exception) -> None:
+        """Of a run that ends by an error that all ranks have alike, after which they can still talk: make a checkpoint
+        of what is being written of an earlier step. Where they have not all come here in time, it stays unfinished."""
+        if not hasattr(self, "store") or self.store.under_way is None:
+            return
+        name = f"megarl/ends by {hashlib.sha256(f'{type(error).__name__} {error}'.encode()).hexdigest()}"
+        with contextlib.suppress(Exception):  # the run ends for another reason
+            there, deadline = ranks.count(name, 1), time.monotonic() + TOGETHER_S
+            while there < self.job.world and time.monotonic() < deadline:
+                time.sleep(0.02)
+                there = ranks.count(name, 0)
+            if there == self.job.world:
+                self._finish_save(must=False)
 
     def _leave_save(self) -> None:
         """Of a run that ends, for whatever reason: no thread of it may write on."""
