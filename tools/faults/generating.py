@@ -272,7 +272,8 @@ def _lost_line(job: Job, since: float) -> str:
 
 
 def _why(job: Job) -> str:
-    return job.ended().why
+    """Of a run that has ended; empty of one that goes on."""
+    return _ended(job).why
 
 
 def _aborted(chain: Chain, step: int) -> int:
