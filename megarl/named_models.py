@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from megarl import strict
 from megarl.checkpoint.hf import open_hf
 from megarl.config import Config, ConfigError
+from megarl.config.hub import is_name
 from megarl.models.classifier import VALUE_HEAD, is_classifier
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, load_hf_config
@@ -137,7 +138,13 @@ def whole_folder(path: str, key: str, head: bool, mtp: bool = False) -> HFConfig
 def folder_config(path: str, key: str) -> HFConfig:
     """config.json of a folder. Raises ConfigError where it has none, or no weights that could be read."""
     if not Path(path).is_dir():
-        raise ConfigError(f"{key}={path}: there is no such folder; put the model there, or correct the path")
+        get = "put the model there, or correct the path"
+        if is_name(path):
+            get = (
+                "nor has this machine's cache of the Hub a model of that name: `hf download NAME` gets it by its name, "
+                "`hf download NAME --local-dir FOLDER` into a folder"
+            )
+        raise ConfigError(f"{key}={path}: there is no such folder; {get}")
     found = load_hf_config(path)
     if not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"{key}={path} has no *.safetensors files; convert the weights to safetensors")

@@ -25,9 +25,9 @@ from megarl.environments.describing import Known
 from megarl.environments.protocol import ToolResult
 from megarl.environments.sessions import Sessions
 from megarl.environments.tools import Tool
-from megarl.rollout.client import Generation
 from megarl.rollout.gathering import Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings
+from megarl.rollout.policy import Generation
 from megarl.rollout.queue import Counts, Tickets
 from megarl.rollout.tool_calls import Call, Reply
 from megarl.types import Ids, Message, Prompt, ids_of

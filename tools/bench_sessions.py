@@ -36,10 +36,11 @@ from megarl.config import Config, RolloutConfig, from_dict
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import routing_shape
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client, Generation, Policy
+from megarl.rollout.client import Client
 from megarl.rollout.engine import Engine, start_host
 from megarl.rollout.hosting import SHARED
 from megarl.rollout.multi_turn import sampling_params
+from megarl.rollout.policy import Generation, Policy
 from megarl.rollout.tool_calls import Reply
 from megarl.sessions import Recording, SessionServer
 from megarl.types import Ids, Message, Prompt, ids_of

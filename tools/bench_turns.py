@@ -30,11 +30,12 @@ from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import from_dict
 from megarl.environments.protocol import ToolResult
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client, Generation, Policy
+from megarl.rollout.client import Client
 from megarl.rollout.engine import Engine, start_host
 from megarl.rollout.gathering import gather_rollouts
 from megarl.rollout.hosting import SHARED
 from megarl.rollout.multi_turn import Surroundings
+from megarl.rollout.policy import Generation, Policy
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import Call, Reply
 from megarl.rollout.tools import load_tools

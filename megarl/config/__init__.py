@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl import plain_yaml, strict
 from megarl.config.generation import Batch, DataConfig, OnPush, RolloutConfig
+from megarl.config.hub import with_folders
 from megarl.config.job import (
     CriticConfig,
     LoraConfig,
@@ -111,8 +112,8 @@ class Config:
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides, whose values are YAML too.
 
-    Raises ConfigError, naming the key and the nearest known one, for anything unknown, of the wrong type, out of range
-    or given twice.
+    Models that are named as on the Hub are the copies in this machine's cache. Raises ConfigError, naming the key and
+    the nearest known one, for anything unknown, of the wrong type, out of range or given twice.
     """
     file = Path(path)
     try:
@@ -130,7 +131,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}, not a mapping of sections")
-    return from_dict(plain_yaml.overridden(tree, overrides, _sections()))
+    return with_folders(from_dict(plain_yaml.overridden(tree, overrides, _sections())))
 
 
 def _sections() -> dict[str, str]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.environments.protocol import SessionLost
 from megarl.rewards.functions import RewardError, reward_of
-from megarl.rollout.client import Policy
 from megarl.rollout.partial import Partial
+from megarl.rollout.policy import Policy
 from megarl.types import Failed, Verdict
 
 if TYPE_CHECKING:

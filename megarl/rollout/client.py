@@ -7,9 +7,8 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -18,79 +17,19 @@ import pybase64
 import torch
 
 from megarl.models.routing import RoutingShape
-from megarl.types import Ids, Logprobs, Support, ids_of
+from megarl.rollout.policy import Generation, Heard, RequestFailed
+from megarl.types import Ids, Support, ids_of
 
 _TRIES = 3
 _PAUSE_S = 0.5
+"""Between two tries, and as often as it is asked then whether the engine is there at all."""
 _OF_TOKENS = {"output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs"}
 """What each event of a stream has of its own tokens only (incremental_streaming_output)."""
-"""Between two tries, and as often as it is asked then whether the engine is there at all."""
 _GONE_S = 5.0
 """After the last try: for so long, since an engine that dies is not told at once from one that refuses."""
 _FAULTS = (500, 502, 504)
 """Statuses by which a server says that the fault is its own."""
 _JSON = {"Content-Type": "application/json"}
-
-
-class RequestFailed(RuntimeError):
-    """One request was refused, cut off, or answered with what cannot be an answer. Its conversation is aborted; other
-    requests go on, for the engine is there."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What the policy wrote in one turn, with the log-prob of each token as sampled and the version of the weights.
-
-    finish: `stop` after an end token, which is the last id; `length` after max_new_tokens; `abort` when cut off, for
-    the `reason`; then there may be no tokens.
-    weight_version, versions: as of a `Turn`; of weights that were replaced in the middle of a request, keys and values
-    staying as they were, the oldest, for the tokens after it were drawn by neither.
-    routing: [tokens, MoE layers, topk], the experts of the tokens that were asked for, see `Policy`; as of a `Rollout`.
-    support: where sampling was cut off, what could have been drawn in the place of each token; the log-probs are of the
-    distribution over these.
-    drafted, accepted: tokens that were drafted for it (rollout.draft_tokens), and those of them that it accepted.
-    """
-
-    token_ids: Ids
-    logprobs: Logprobs
-    finish: Literal["stop", "length", "abort"]
-    weight_version: int
-    versions: tuple[tuple[int, int], ...] = ()
-    routing: torch.Tensor | None = None
-    support: Support | None = None
-    drafted: int = 0
-    accepted: int = 0
-    reason: str = ""
-
-
-class Policy(Protocol):
-    """Whatever can continue a conversation: an engine, or a script in a test."""
-
-    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        """Continue `ids` under SGLang's sampling `params`.
-
-        Where routing is recorded, that of the first `routed` tokens is known from before; what comes back is of the
-        others, but for the last one written, which the engine has not run. Raises RequestFailed.
-        """
-        ...
-
-    async def stop(self) -> None:
-        """Have what is being generated answered now, as far as it is written, as cut off. What is asked for later, or
-        is on its way, is not stopped."""
-        ...
-
-
-Heard = Callable[[Ids], None]
-"""Is told the next tokens of an answer while it is written."""
-
-
-@runtime_checkable
-class Streams(Protocol):
-    """A policy that can be listened to."""
-
-    async def stream(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, heard: Heard) -> Generation:
-        """As `Policy.generate`, with the same result."""
-        ...
 
 
 class Client:

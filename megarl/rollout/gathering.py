@@ -11,10 +11,10 @@ from typing import Any
 
 from megarl.rollout.agents import run_agent
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Policy
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed, sampling_params
 from megarl.rollout.partial import Partial
+from megarl.rollout.policy import Policy
 from megarl.rollout.queue import Tickets
 from megarl.rollout.room import Room, Seat
 from megarl.types import Prompt, Rollout, ids_of

@@ -12,10 +12,10 @@ from megarl.config import ConfigError, RolloutConfig
 from megarl.environments.protocol import SessionLost
 from megarl.environments.sessions import Session, Sessions
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Policy, RequestFailed
 from megarl.rollout.messages import call_id
 from megarl.rollout.observations import observed, spare_of
 from megarl.rollout.partial import Partial, joined
+from megarl.rollout.policy import Policy, RequestFailed
 from megarl.rollout.tool_calls import Parse, Reply
 from megarl.types import Message, Rollout, Status, Turn, Verdict, ids_of
 

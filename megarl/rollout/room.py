@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.rollout.client import Generation, Heard, Policy, Streams
 from megarl.rollout.multi_turn import Halted
+from megarl.rollout.policy import Generation, Heard, Policy, Streams
 from megarl.types import Ids, Support, ids_of
 
 _AGAIN_S = 0.1

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.config import OnPush
-from megarl.rollout.client import Policy
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.gathering import (
     Gathered,
@@ -31,6 +30,7 @@ from megarl.rollout.gathering import (
 )
 from megarl.rollout.multi_turn import Surroundings
 from megarl.rollout.partial import Partial
+from megarl.rollout.policy import Policy
 from megarl.rollout.queue import Tickets
 from megarl.rollout.room import Room, Seat
 from megarl.types import Prompt

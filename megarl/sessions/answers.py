@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from megarl.data.text import encodable
-from megarl.rollout.client import Generation
+from megarl.rollout.policy import Generation
 from megarl.types import Message
 from megarl.types.arrays import no_ids, no_logprobs
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from megarl.config import ConfigError, RolloutConfig
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Generation, Policy, RequestFailed, Streams
 from megarl.rollout.multi_turn import Halted, sample_seed
 from megarl.rollout.partial import Partial
+from megarl.rollout.policy import Generation, Policy, RequestFailed, Streams
 from megarl.rollout.room import joined
 from megarl.sessions.answers import NOTHING, Answered, new_id
 from megarl.sessions.asked import Asked

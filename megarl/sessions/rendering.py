@@ -10,9 +10,9 @@ import numpy as np
 
 from megarl.config import ConfigError, RolloutConfig
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Generation
 from megarl.rollout.messages import call_id
 from megarl.rollout.observations import observed, spare_of
+from megarl.rollout.policy import Generation
 from megarl.rollout.reasoning import is_open
 from megarl.rollout.tool_calls import Call, Parse, Reply
 from megarl.sessions.answers import Choice

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from megarl.config import RolloutConfig
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Policy
+from megarl.rollout.policy import Policy
 from megarl.rollout.tool_calls import Parse
 from megarl.sessions import answers
 from megarl.sessions.asked import Asked, read

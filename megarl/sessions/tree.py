@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megarl.rollout.client import Generation
 from megarl.rollout.partial import Partial
+from megarl.rollout.policy import Generation
 from megarl.sessions.answers import Choice
 from megarl.sessions.messages import Digest
 from megarl.types import Ids, Message, Prompt, Status, Support, Turn

@@ -18,9 +18,9 @@ from megarl.environments.sessions import Sessions  # noqa: E402
 from megarl.rewards.ahead import Ahead  # noqa: E402
 from megarl.rewards.functions import load_functions  # noqa: E402
 from megarl.rewards.pool import Pool  # noqa: E402
-from megarl.rollout.client import Generation  # noqa: E402
 from megarl.rollout.gathering import Gathered, gather_rollouts  # noqa: E402
 from megarl.rollout.multi_turn import Surroundings  # noqa: E402
+from megarl.rollout.policy import Generation  # noqa: E402
 from megarl.rollout.queue import Tickets  # noqa: E402
 from megarl.types import Prompt  # noqa: E402
 from megarl.types.verdicts import Reward  # noqa: E402

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import RoutingShape, routing_shape
-from megarl.rollout.client import Client, Generation
+from megarl.rollout.client import Client
 from megarl.rollout.engine import Engine
+from megarl.rollout.policy import Generation
 
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 17, 40)]
 TOKENS = 8

@@ -16,9 +16,9 @@ import torch
 
 from megarl.config import RolloutConfig
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Generation
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.partial import Partial
+from megarl.rollout.policy import Generation
 from megarl.rollout.tool_calls import Call, Reply
 from megarl.rollout.tools import load_tools
 from megarl.types import Ids, Prompt, Turn, ids_of

@@ -16,8 +16,9 @@ from aiohttp.test_utils import TestServer
 
 from megarl.models.routing import RoutingShape
 from megarl.rollout import client as module
-from megarl.rollout.client import Client, Generation, RequestFailed, cuts, decode_routing
+from megarl.rollout.client import Client, cuts, decode_routing
 from megarl.rollout.faults import EngineLost
+from megarl.rollout.policy import Generation, RequestFailed
 
 SHAPE = RoutingShape(layers=3, moe_layers=(1, 2), topk=2, experts=400)
 

@@ -18,8 +18,9 @@ from megarl.observe.metrics import rollout_metrics
 from megarl.reshard.layout import EngineLayout
 from megarl.rollout import cpu_speculative as on_cpu
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client, Generation
+from megarl.rollout.client import Client
 from megarl.rollout.conversations import Conversations
+from megarl.rollout.policy import Generation
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, Rollouts
 

@@ -29,10 +29,11 @@ from megarl.config import ConfigError
 from megarl.environments.describing import known_of
 from megarl.rollout import engine_cpu, engine_host, gathering
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client, Generation, RequestFailed
+from megarl.rollout.client import Client
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine, EngineError, start_host
 from megarl.rollout.hosting import SHARED, Hosted
+from megarl.rollout.policy import Generation, RequestFailed
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
 from megarl.rollout.tools import load_tools

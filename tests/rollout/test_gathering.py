@@ -13,11 +13,11 @@ from scripted import CHAT, CONFIG, PROMPT, Fails, Script, Writer, begun, call, p
 
 from megarl.environments.protocol import ToolResult
 from megarl.environments.sessions import Sessions
-from megarl.rollout.client import Generation, RequestFailed
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.gathering import Gathered, Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed
 from megarl.rollout.partial import Partial
+from megarl.rollout.policy import Generation, RequestFailed
 from megarl.rollout.queue import Counts, Tickets
 from megarl.types import Ids, Prompt, Rollout
 

@@ -36,9 +36,9 @@ from megarl.environments.protocol import ToolResult
 from megarl.environments.sessions import Sessions
 from megarl.observe import exact_json
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Generation, RequestFailed
 from megarl.rollout.multi_turn import Surroundings, run_conversation, sampling_params
 from megarl.rollout.partial import Partial, from_record, to_record
+from megarl.rollout.policy import Generation, RequestFailed
 from megarl.rollout.tool_calls import Call, Reply
 from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, Rollout, Support, TrainBatch, Turn

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scripted import END, Script
 
-from megarl.rollout.client import Generation
+from megarl.rollout.policy import Generation
 from megarl.rollout.room import Room, joined
 from megarl.types import Support, ids_of
 

@@ -17,10 +17,10 @@ from megarl.environments.describing import known_of
 from megarl.environments.sessions import Sessions
 from megarl.observe import exact_json
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Generation
 from megarl.rollout.gathering import gather_rollouts
 from megarl.rollout.multi_turn import Surroundings, run_conversation
 from megarl.rollout.partial import Partial, from_record, to_record
+from megarl.rollout.policy import Generation
 from megarl.rollout.queue import Tickets
 from megarl.types import Failed, Prompt, Reward, Rollouts
 

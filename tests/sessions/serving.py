@@ -15,8 +15,8 @@ from scripted import CHAT, CONFIG, END, PROMPT, ids, parse
 
 from megarl.config import RolloutConfig
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Generation, Policy
 from megarl.rollout.multi_turn import sampling_params
+from megarl.rollout.policy import Generation, Policy
 from megarl.sessions import Recording, SessionServer
 from megarl.types import Ids, Prompt, ids_of
 

@@ -17,9 +17,10 @@ from conftest import Running, start
 from openai import AsyncOpenAI
 
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client, Generation
+from megarl.rollout.client import Client
 from megarl.rollout.multi_turn import sampling_params
 from megarl.rollout.partial import Partial
+from megarl.rollout.policy import Generation
 from megarl.rollout.tool_calls import parser
 from megarl.sessions import SessionServer
 from megarl.types import Prompt, ids_of

@@ -12,7 +12,7 @@ import pytest
 from scripted import PROMPT, Fails, Script, said
 from serving import ASK, PARAMS, Numbered, Served, run, serving
 
-from megarl.rollout.client import RequestFailed
+from megarl.rollout.policy import RequestFailed
 from megarl.sessions.asked import Asked
 from megarl.sessions.messages import Refused
 from megarl.sessions.server import MOST_BODY

@@ -13,7 +13,7 @@ from serving import PARAMS
 from templates import PUBLISHED
 
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Generation
+from megarl.rollout.policy import Generation
 from megarl.rollout.tool_calls import Call, Reply
 from megarl.sessions.asked import Asked
 from megarl.sessions.messages import normal

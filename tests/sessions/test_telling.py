@@ -15,7 +15,7 @@ from scripted import CHAT, call, ids
 from serving import ASK, Numbered, Served, run
 
 from megarl.rollout.chat import Chat
-from megarl.rollout.client import Generation
+from megarl.rollout.policy import Generation
 from megarl.sessions.asked import Asked
 from megarl.sessions.telling import Telling
 from megarl.types import Ids, ids_of

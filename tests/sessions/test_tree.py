@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megarl.rollout.client import Generation
+from megarl.rollout.policy import Generation
 from megarl.sessions.answers import Choice
 from megarl.sessions.messages import extended, histories
 from megarl.sessions.tree import Node, Tree

@@ -1,0 +1,48 @@
+"""A model by its name on the Hub: the copy in the cache, and nothing is fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from megarl.config import ConfigError, load_config
+from megarl.config.hub import folder_of, is_name
+from megarl.named_models import folder_config
+
+NAME = "someone/Tiny-1B"
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a model in a cache, laid out as the Hub's library does it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = tmp_path / "hub" / "models--someone--Tiny-1B"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("c0ffee")
+    folder = model / "snapshots" / "c0ffee"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_names() -> None:
+    assert is_name(NAME) and is_name("Qwen/Qwen3-30B-A3B")
+    assert not any(map(is_name, ("", "/a/b", "a", "a/b/c", "./a/b", "../b", "tests/config", "a/.b", "~/a")))
+
+
+def test_the_copy_in_the_cache_is_taken(cached: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"model: {{path: {NAME}}}\ncritic: {{path: {cached}}}\nreward: {{model: other/not-here}}\n")
+    config = load_config(file)
+    assert (config.model.path, config.critic.path) == (str(cached), str(cached))
+    assert config.reward.model == "other/not-here"
+
+
+def test_one_that_is_not_there_is_said_with_the_command(cached: Path) -> None:
+    assert folder_of("other/not-here") == "other/not-here"
+    with pytest.raises(ConfigError, match="model.path=other/not-here: there is no such folder; .*hf download NAME"):
+        folder_config("other/not-here", "model.path")
+    with pytest.raises(ConfigError, match="/nowhere: there is no such folder; put the model there"):
+        folder_config("/nowhere", "model.path")
