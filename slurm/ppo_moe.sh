@@ -33,7 +33,7 @@ set -- "$config" "$@"
 unset NODE_RANK
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MEGARL_LEAVE_OUT=$PWD/.leave-out-$SLURM_JOB_ID
 rm -f "$MEGARL_LEAVE_OUT"
-nodes=$SLURM_JOB_NUM_NODES count=${SLURM_RESTART_COUNT:-0} check=()
+nodes=${SLURM_JOB_NUM_NODES:-1} count=${SLURM_RESTART_COUNT:-0} check=()
 [ -z "${MEGARL_SRUN:-}" ] || check=(srun --nodes=1 --ntasks=1)  # the container's Python, not this node's
 # shellcheck disable=SC2086  # MEGARL_SRUN and MEGARL_INSIDE are lists of words
 ranks=$("${check[@]}" ${MEGARL_SRUN:-} ${MEGARL_INSIDE:-} \

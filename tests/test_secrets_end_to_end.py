@@ -106,30 +106,30 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (place / "site").mkdir()
     (place / "scratch").mkdir()
     (place / "site/sitecustomize.py").write_text(KEYS)
-    judge, run_dir = Judging(), place / "run"
+    run_dir = place / "run"
     held = HELD | {"HOOK_OF_OURS": f"http://127.0.0.1:1/{MARK}5"}  # where nobody is, so that it fails
     environment = ENVIRONMENT | held | {"TMPDIR": str(place / "scratch"), "MEGARL_WEBHOOK_PRIVATE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(place / "site"), ENVIRONMENT["PYTHONPATH"]])
-    options = f"{{url: {judge.url}, private: true, auth_env: JUDGE_OF_OURS}}"
-    command = command_of(
-        folder,
-        run_dir,
-        *("algorithm=grpo", "run.num_rollout=2", "track.webhook=env:HOOK_OF_OURS"),
-        *("roles={reward: {backend: http, options: " + options + "}}", "guards.alarms=true"),
-        "rollout.tools=[megarl.rollout.tools:calculator]",
-    )
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    watch = Watch(process.pid)
-    watch.start()
-    try:
-        said, _ = process.communicate(timeout=500)
-    finally:
-        process.kill()  # and with it its ranks and engines, where it is late
-        watch.done = True
-        watch.join()
-        judge.close()
+    with Judging() as judge:
+        options = f"{{url: {judge.url}, private: true, auth_env: JUDGE_OF_OURS}}"
+        command = command_of(
+            folder,
+            run_dir,
+            *("algorithm=grpo", "run.num_rollout=2", "track.webhook=env:HOOK_OF_OURS"),
+            *("roles={reward: {backend: http, options: " + options + "}}", "guards.alarms=true"),
+            "rollout.tools=[megarl.rollout.tools:calculator]",
+        )
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        watch = Watch(process.pid)
+        watch.start()
+        try:
+            said, _ = process.communicate(timeout=500)
+        finally:
+            process.kill()  # and with it its ranks and engines, where it is late
+            watch.done = True
+            watch.join()
     assert process.returncode == 0, said[-4000:]
     return {"place": place, "run": run_dir, "said": said, "watch": watch, "judge": judge}
 

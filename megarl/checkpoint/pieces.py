@@ -7,38 +7,20 @@ classes that it is made of. What is held at a time is the tensor that is asked f
 
 from __future__ import annotations
 
-import collections
 import io
-import pathlib
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint import metadata
 
+from megarl.checkpoint.plain_pickles import read_table
 from megarl.config import ConfigError
 
 INDEX = ".metadata"
 OBJECTS = "common.pt"
 """What is no tensor of a parameter: the schedule, and what guards remember."""
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": (
-        metadata,
-        {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"}
-        | {"TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
-    ),
-    "torch.distributed.checkpoint.planner": (
-        planner,
-        {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-    ),
-    "torch.distributed.checkpoint.filesystem": (filesystem, {"_StorageInfo", "_StoragePrefix"}),
-    "torch.serialization": (torch.serialization, {"_get_layout"}),
-    "torch": (torch, {"Size"}),
-    "pathlib": (pathlib, {"PosixPath", "PurePosixPath"}),
-    "collections": (collections, {"OrderedDict"}),
-}
 
 
 class Piece(NamedTuple):
@@ -64,7 +46,7 @@ class Pieces(Mapping[str, Whole]):
         self.folder = folder
         try:
             with (folder / INDEX).open("rb") as stream:
-                found = _OnlyOurs(stream).load()
+                found = read_table(stream)
         except FileNotFoundError:
             raise ConfigError(f"{folder} is no checkpoint of a model: it has no {INDEX}") from None
         except Exception as error:  # noqa: BLE001  a broken pickle raises whatever its bytes happen to mean
@@ -129,15 +111,3 @@ def _whole(name: str, about: Any, places: Mapping[Any, Any]) -> Whole:
             raise ValueError(f"{name} is said to be in {place.relative_path!r}")
         pieces.append(Piece(start, tuple(chunk.sizes), place.relative_path, int(place.offset), int(place.length)))
     return Whole(tuple(about.size), about.properties.dtype, tuple(pieces))
-
-
-class _OnlyOurs(pickle.Unpickler):
-    """That finds nothing but the classes which say where tensors are."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        owner, names = _CLASSES.get(module, (None, ()))
-        if owner is not None and name in names:
-            return getattr(owner, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no such file needs")

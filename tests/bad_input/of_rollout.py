@@ -13,8 +13,10 @@ import pyarrow.parquet as pq
 from case import Case
 
 from megarl.observe.rollout_log import part_file, write_part
+from megarl.observe.rollout_table import FORMAT
 from megarl.types import Prompt, Rollout, Turn
 
+LATER = str(FORMAT + 1)
 REPLAY = ("rollout.replay=FOLDER/recorded",)
 STEP_2 = "FOLDER/recorded/rollouts/step_000002"
 PART = f"{STEP_2}/rank_00001.parquet"
@@ -318,7 +320,9 @@ CASES = [
     Case("a rollout from beyond the step", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", 16)),
     Case("a negative number", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", -1)),
     of_file("a file of another step", about(step="3"), "is of step 3"),
-    of_file("a file of a later program", about(format="4"), "format 4", "format 3 only"),
+    of_file(
+        "a file of a later program", about(format=str(FORMAT + 1)), f"format {FORMAT + 1}", f"format {FORMAT} only"
+    ),
     Case("a prompt with a sample of another", (STEP_2, OTHER), REPLAY, cell("group", 3)),
     Case("a prompt from beyond the step", (STEP_2, OTHER), REPLAY, cell("group", 77)),
     # Damaged files.

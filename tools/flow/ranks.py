@@ -307,8 +307,8 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
             mark("log", 0.0)
         log.step(step, metrics, result.rollouts, result.batch, result.trained)
         with parts.of("log") if watched else nullcontext():
-            if settle := getattr(log, "settle", None):
-                settle()
+            if settling := getattr(log, "settling", None):
+                settling()()
         logged = sum(file.stat().st_size for file in folder.rglob("*") if how.is_own(file, rank))
         sent = written() - wrote - logged
         ranks.barrier()  # all have seen what they have written
