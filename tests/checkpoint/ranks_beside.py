@@ -130,12 +130,20 @@ def asked_to_stop() -> None:
     late(ask)
 
 
-def fails_meanwhile() -> None:
+def fails(where: tuple[int, ...]) -> None:
     def fail(step: int) -> None:
-        if step == 2:
+        if step == 2 and RANK in where:
             raise ValueError("a fault of ours")
 
     late(fail)
+
+
+def all_fail() -> None:
+    fails((0, LAST))
+
+
+def one_fails() -> None:
+    fails((LAST,))
 
 
 EVENTS: dict[str, Callable[[], None]] = {
@@ -148,7 +156,8 @@ EVENTS: dict[str, Callable[[], None]] = {
         killed_when_it_has,
         full,
         asked_to_stop,
-        fails_meanwhile,
+        all_fail,
+        one_fails,
     )
 }
 

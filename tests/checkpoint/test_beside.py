@@ -130,13 +130,16 @@ def test_who_is_asked_to_stop_has_finished_one_and_written_the_next(
     assert same_end(folder, undisturbed)
 
 
-def test_a_run_that_fails_meanwhile_does_not_wait_and_the_next_start_tidies_up(
+def test_a_run_that_fails_meanwhile_does_not_wait_for_others_and_the_next_start_tidies_up(
     run: Run, undisturbed: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    results = run(folder, "fails_meanwhile")
-    assert [result["code"] for result in results] == [1, 1], results
-    assert checkpoints(folder) == ["step_000001.tmp"]
-    results = run(folder, "", "run.resume=auto", "run.save_every=0")
-    assert [result["code"] for result in results] == [0, 0], results
-    assert checkpoints(folder) == [] and same_end(folder, undisturbed)
+    """Where all ranks fail alike they make a checkpoint of it first."""
+    for event, left, there in (("one_fails", "step_000001.tmp", []), ("all_fail", "step_000001", ["step_000001"])):
+        folder = tmp_path / event
+        results = run(folder, event)
+        assert [result["code"] for result in results] == [1, 1], results
+        assert left in checkpoints(folder)
+        results = run(folder, "", "run.resume=auto", "run.save_every=0")
+        assert [result["code"] for result in results] == [0, 0], results
+        assert [name for name in checkpoints(folder) if name != "latest"] == there
+        assert same_end(folder, undisturbed)
