@@ -307,7 +307,8 @@ def _flipped_bit(chain: Chain, findings: Findings, number: int) -> Seen:
     flipped = job.reached("wire")
     ended = job.ended()
     findings.add(ended.status == 2, "exit status 2", f"exit status {ended.status}")
-    named = bool(re.search(r"arrived|checksum|hash|bits", ended.why)) and f"version {step}" in ended.why
+    said = re.search(r"arrived|checksum|hash|bits|other weights than were sent", ended.why)
+    named = bool(said) and f"version {step}" in ended.why
     findings.add(named, shortened(ended.why, 140), shortened(ended.why, 140))
     after = chain.run_dir / "rollouts" / f"step_{step + 1:06d}"
     findings.add(not after.exists(), "nothing was generated with it")
