@@ -29,6 +29,8 @@ HELD = {
 KEYS = f"import secrets\nsecrets.token_urlsafe = lambda length=32: '{MARK}-KEY-OF-AN-ENGINE'\n"
 GIVEN = "-m\0megarl.train"
 """In the command line of those that the user has given the secrets to: the launcher and the ranks."""
+OF_TORCH = "torch_shm_manager"
+"""A program of torch's that a rank starts, with all that the rank has."""
 
 
 def descendants(pid: int) -> list[int]:
@@ -83,7 +85,7 @@ class Watch(threading.Thread):
                     self.kinds.add(said)
                     if MARK in line:
                         self.leaks.add(f"command line: {said}")
-                    if GIVEN not in line:
+                    if GIVEN not in line and OF_TORCH not in line:
                         held = [text.split("=")[0] for text in environ.split("\0") if MARK in text]
                         self.leaks |= {f"environment of {said}: {name}" for name in held}
                     elif "-KEY-OF-" in environ:
