@@ -207,7 +207,7 @@ def _on_the_wire(moment: Moment) -> None:
 
 
 def _in_the_gradient(moment: Moment) -> None:
-    """One number of this rank's gradients is none."""
+    """This rank's gradients are none, whichever part of them it looks after."""
     from megarl.megatron import optimizer
 
     def spoil(whole: Any, *_: Any) -> None:
@@ -215,7 +215,7 @@ def _in_the_gradient(moment: Moment) -> None:
             moment.mark()
             for part in whole.chained_optimizers:
                 for buffer in getattr(part, "buffers", ()):
-                    buffer.grad_data.view(-1)[: max(1, buffer.grad_data.numel() // 2)] = float("nan")
+                    buffer.grad_data.fill_(float("nan"))
 
     _before(optimizer, "take_step", spoil)
 
