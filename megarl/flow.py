@@ -8,6 +8,7 @@ algorithm is written as if there were one process. `workers/README.md` shows a s
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,7 @@ class HybridFlow(Items, Keeping):
                 self.log.say(f"warning: {warning}")
             with ranks.patient(run.storage_timeout_s):
                 self._start()
+            gc.freeze()  # models and modules stay: else a collection in a step goes through all of them
             metrics = self._loop()
             finished = True
             return metrics

@@ -12,6 +12,7 @@ the cores while steps go on, which is much where ranks have no other cores than 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -107,6 +108,7 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
 
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     step()
+    gc.freeze()  # as a run does before its first step
     for turn in range(rounds + 1):
         for number, way in enumerate(WAYS[turn % 3 :] + WAYS[: turn % 3]):
             found = stretch(turn * len(WAYS) + number + 1, way)

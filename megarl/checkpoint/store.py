@@ -20,6 +20,7 @@ import os
 import random
 import re
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,12 +83,15 @@ class CheckpointStore:
         self.layout = list(layout)
         self.origin = dict(origin or {})
         self._under_way: _UnderWay | None = None
+        self._removal: threading.Thread | None = None
         self._say = say or (lambda text: print(text, flush=True) if ranks.is_lead() else None)
 
     def save(self, step: int, host: dict[str, Any], stage: Callable[[Path], Part], needed: int = 0) -> Path:
-        """Write step `step` and wait for it: `begin` and `finish`."""
+        """Write step `step` and wait for all of it: `begin` and `finish`."""
         self.begin(step, host, stage, needed)
-        return self.finish()
+        folder = self.finish()
+        ranks.together(self._await_removal, lead=True)
+        return folder
 
     def begin(self, step: int, host: dict[str, Any], stage: Callable[[Path], Part], needed: int = 0) -> None:
         """Begin to write step `step`, after `finish` of the one before. From here on everything may change.
@@ -136,8 +140,9 @@ class CheckpointStore:
 
     def finish(self) -> Path:
         """Wait until all ranks have written what was begun, and make a checkpoint of it, the newest one; returns its
-        folder. Raises StorageError on all ranks when any rank could not write; the earlier checkpoints are untouched
-        then, and nothing of this one is left."""
+        folder. Older ones that need not stay have lost their names then, and are removed in a thread. Raises
+        StorageError on all ranks when any rank could not write; the earlier checkpoints are untouched then, and nothing
+        of this one is left."""
         assert self._under_way is not None, "begin comes first"
         final, partial, step, finish, written = self._under_way
         with ranks.patient(self.storage_timeout_s):
@@ -150,7 +155,7 @@ class CheckpointStore:
         return final
 
     def leave(self) -> None:
-        """Stop writing; what is there of it stays behind as `.tmp`. Not collective: for a run that ends."""
+        """Stop writing; what is there of it stays behind as `.tmp`. Not collective: for a run that ends by an error."""
         if self._under_way is not None:
             self._under_way.written.leave()
 
@@ -263,7 +268,12 @@ class CheckpointStore:
         room.demand(self.folder, needed)
         partial.mkdir(parents=True)
 
+    def _await_removal(self) -> None:
+        if self._removal is not None:
+            self._removal.join()
+
     def _remove_partial(self) -> None:
+        self._await_removal()
         for left in self.folder.glob("step_*.tmp"):
             shutil.rmtree(left)
 
@@ -287,11 +297,21 @@ class CheckpointStore:
     def _remove_old(self, name: str) -> None:
         steps = self._steps()
         spared = [one for one in steps if self.spare is not None and _step_of(one) < self.spare][-1:]
+        gone = []
         for old in steps[: -self.keep]:
             if old.name != name and old not in spared:  # a run may have begun anew among old ones
-                gone = old.with_suffix(".tmp")
-                os.rename(old, gone)  # half of one is not to be taken for damaged
-                shutil.rmtree(gone)
+                gone.append(old.with_suffix(".tmp"))
+                os.rename(old, gone[-1])  # half of one is not to be taken for damaged
+        # Many files, for which no rank has to wait; the program does, at its end.
+        self._removal = threading.Thread(target=self._remove, args=(gone,), name="checkpoint")
+        self._removal.start()
+
+    def _remove(self, gone: Sequence[Path]) -> None:
+        for folder in gone:
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                self._say(f"checkpoints are written, but {folder} cannot be removed: {error}")
 
     def _steps(self) -> list[Path]:
         """Folders of checkpoints, the oldest first; whatever else lies there is none."""
