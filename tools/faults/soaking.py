@@ -111,7 +111,7 @@ def soak(shop: Workshop, seconds: float, every: float, seed: int = 1) -> Report:
     answers = record(place / "answers", shop.material / "model", range(1, steps + 1), GROUPS, SAMPLES, ranks=2)
     given: dict[str, Any] = {"rollout__replay": answers, "run__num_rollout": steps, "run__timeout_s": TIMEOUT_S}
     given |= {"run__max_restarts": 1000} if RESTARTS in KEYS else {}
-    whole = finished(shop.replayed(place / "undisturbed", **given))
+    whole = finished(shop.replayed(place / "undisturbed", **given), _patience(seconds))
     shop.say(f"soak: undisturbed it takes {whole:.0f} s")
     began = time.time()
     kills, by_hand = _under_kills(shop, place / "run", given, seconds, every, random.Random(seed))
@@ -127,6 +127,11 @@ def soak(shop: Workshop, seconds: float, every: float, seed: int = 1) -> Report:
         same=same_weights(place / "run", place / "undisturbed"),
         missing=len(set(range(1, steps + 1)) - done),
     )
+
+
+def _patience(seconds: float) -> float:
+    """With a run of a soak of so many seconds, on a machine that others use."""
+    return 10 * seconds + 600
 
 
 def _under_kills(
@@ -145,7 +150,7 @@ def _under_kills(
                         kills.append((what, time.time(), step))
                         shop.say(f"soak: killed a {what} behind step {step}")
                     due = time.time() + draw.expovariate(1 / every)
-                if time.time() > began + 10 * seconds + 600:
+                if time.time() > began + _patience(seconds):
                     raise WentOtherwise(f"the soak was not done after {time.time() - began:.0f} s")
                 time.sleep(0.05)
             ended = job.ended()

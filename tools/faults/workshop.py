@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from faults.job import ROOT, Job, WentOtherwise, shortened
+from faults.job import PATIENCE_S, ROOT, Job, WentOtherwise, shortened
 from faults.judging import NOTES
 from faults.played import record
 from faults.points import Point
@@ -190,10 +190,10 @@ def tried(work: Callable[..., Seen], *arguments: Any) -> Seen:
         return Seen(False, shortened(str(error), 300))
 
 
-def finished(job: Job) -> float:
-    """Wait for the end of a run that nothing is to happen to; returns its seconds. Raises WentOtherwise."""
+def finished(job: Job, seconds: float = PATIENCE_S) -> float:
+    """Wait, so long, for the end of a run that nothing is to happen to; returns its seconds. Raises WentOtherwise."""
     with job:
-        done = job.ended()
+        done = job.ended(seconds)
         if done.status:
             raise WentOtherwise(f"a run that nothing was done to ended with status {done.status}: {done.why}")
         return done.at - job.began
