@@ -164,6 +164,7 @@ class HybridFlow(Items, Keeping):
             self.log.ended(error, isinstance(error, ending.ORDERLY), cause)
             raise
         finally:
+            gc.unfreeze()  # what is left at a program's end is taken for lost, and said, by libraries
             self._leave_save()
             for worker in reversed(self.workers):
                 worker.close()

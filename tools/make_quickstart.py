@@ -264,7 +264,9 @@ def write_model(folder: Path, family: str, seed: int, shown: Shown = ()) -> int:
     """Write an HF folder that transformers and SGLang load; returns the number of parameters. shown: as of
     `make_tokenizer`; a conversation of the task by default."""
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # of a file that takes no time
     torch.manual_seed(seed)
     example = [question("1"), tool_call("1"), {"role": "tool", "content": "1"}, statement(1)]
     tokenizer = make_tokenizer(shown or [(example, [calculator.schema])])
