@@ -87,6 +87,7 @@ def train(folder: Path, run_dir: Path, *overrides: str) -> None:
     command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "nanobind" not in done.stdout + done.stderr  # what its libraries say of what an interpreter's end leaves
 
 
 @pytest.fixture(scope="module")
