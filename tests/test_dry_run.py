@@ -636,6 +636,10 @@ def test_the_cluster_recipes_fit_their_gpus() -> None:
         ("qwen2.5_7b", 80, ["algorithm=ppo", "parallel.tp=4"]),
         ("ppo_gsm8k", 40, []),
         ("sft", 80, []),
+        ("qwen2.5_32b_dapo", 80, []),
+        ("llama3_70b", 80, []),
+        ("deepseek_r1", 141, ["parallel.world_size=256", "parallel.ep=16", "rollout.concurrency=512"]),
+        ("deepseek_r1", 96, []),
     ):
         recipe = ROOT / "configs" / f"{name}.yaml"
         hf = ROOT / load_config(recipe).model.hf_config

@@ -25,6 +25,7 @@ LAYERS = (
         "keeping",
         "expected",
         "train",
+        "__main__",
         "ending",
         "launcher",
         "nodes",
@@ -38,7 +39,7 @@ LAYERS = (
     }
     | {"served_models"},
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+LEVEL = {"": 0} | {name: level for level, names in enumerate(LAYERS) for name in names}  # "": the version
 
 # Initialising Megatron's process groups on a machine without GPU needs Megatron-Core fitted to it.
 EXCEPTIONS = {("megarl.parallel.ranks", "megarl.megatron")}

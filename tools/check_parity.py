@@ -179,7 +179,7 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
 
 
 def markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    """README's table: families down, layouts across, the largest log-prob gap in each."""
+    """The table of megarl/megatron/README.md: families down, layouts across, the largest log-prob gap in each."""
     families = list(dict.fromkeys(family for of_layout in results.values() for family in of_layout))
     lines = [["", *results], ["---"] * (len(results) + 1)]
     for family in families:

@@ -24,6 +24,14 @@ def host() -> torch.device:
     return torch.device("cpu")
 
 
+def names() -> list[str]:
+    """The GPUs of this machine with their memory; none where there is none."""
+    if not _HAS_CUDA:
+        return []
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return [f"{one.name} ({one.total_memory / 1e9:.0f} GB)" for one in found]
+
+
 def backend() -> str:
     """torch.distributed backend; with CUDA, host tensors still travel by gloo."""
     return "cpu:gloo,cuda:nccl" if _HAS_CUDA else "gloo"

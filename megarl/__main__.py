@@ -1,0 +1,132 @@
+"""What works on this machine, in a few seconds: .venv/bin/python -m megarl
+
+Version, devices, packages and programs, room. Nothing heavy is imported but torch: that a package is there does not say
+that it imports, and a run looks again before it starts. Ends with 1 where something is missing that every run needs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl import __version__
+from megarl.command_line import Parser
+
+NEEDED = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
+INSTALL = "bash launch/install.sh"
+
+
+class Line(NamedTuple):
+    """state: `yes`, `no` where something can do without it, `MISSING` where nothing runs without it."""
+
+    name: str
+    state: str
+    said: str
+
+
+def installed(name: str) -> str:
+    """The version of a distribution; empty where there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def there(module: str) -> bool:
+    """Whether a module is there, without importing it or its packages."""
+    try:
+        return find_spec(module.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def packages() -> Iterator[Line]:
+    for name, module in NEEDED.items():
+        found = installed(name)
+        good = bool(found) and there(module)
+        yield Line(name, "yes" if good else "MISSING", found or f"{INSTALL} installs it")
+    yield _optional("transformer-engine", "transformer_engine", "fused attention and norms, FP8; needed on a GPU")
+    yield _optional("apex", "apex", "fused optimizers, from NVIDIA's source; nothing needs it")
+
+
+def _optional(name: str, module: str, use: str) -> Line:
+    return Line(name, "yes" if there(module) else "no", installed(name) if there(module) else use)
+
+
+def devices() -> list[Line]:
+    if not installed("torch") or not there("torch"):
+        return [Line("devices", "MISSING", f"torch tells them: {INSTALL}")]
+    from megarl.parallel import device
+
+    names = device.names()
+    cores = f"{len(os.sched_getaffinity(0))} cores"
+    said = ", ".join(names) if names else "no GPU: trains and generates on the CPU"
+    return [Line("devices", "yes", f"{said}; {cores}")]
+
+
+def sandbox() -> Line:
+    """Whether bubblewrap makes a box here. What the sandbox itself asks of one is more, and is asked before a run."""
+    name, remedy = "bubblewrap", "code of the policy runs in no box here: megarl/sandbox/README.md"
+    if not (program := shutil.which("bwrap")):
+        return Line(name, "no", f"not installed; {remedy}")
+    command = [program, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2, errors="replace")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Line(name, "no", f"{type(error).__name__}; {remedy}")
+    said = " ".join(done.stderr.split())[:100]
+    return Line(name, "no", f"{said}; {remedy}") if done.returncode else Line(name, "yes", "makes a box")
+
+
+def slurm() -> Line:
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return Line("Slurm", "yes", f"job {job} on {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes")
+    if shutil.which("sbatch"):
+        return Line("Slurm", "yes", "sbatch slurm/ppo_moe.sh CONFIG")
+    return Line("Slurm", "no", "no sbatch on this machine")
+
+
+def room() -> Iterator[Line]:
+    usage = shutil.disk_usage(".")
+    yield Line("disk", "yes", f"{usage.free / 1e9:.0f} of {usage.total / 1e9:.0f} GB free in {Path.cwd()}")
+    memory = Path("/proc/meminfo")
+    if memory.is_file():
+        values = {line.split()[0]: int(line.split()[1]) * 1024 for line in memory.read_text().splitlines()}
+        yield Line("memory", "yes", f"{values['MemAvailable:'] / 1e9:.0f} of {values['MemTotal:'] / 1e9:.0f} GB free")
+    if Path("/dev/shm").is_dir():
+        shared = shutil.disk_usage("/dev/shm").total
+        short = "" if shared >= 2e9 else "; ranks share memory by it: give the container more (--shm-size)"
+        yield Line("/dev/shm", "no" if short else "yes", f"{shared / 1e9:.1f} GB{short}")
+
+
+def found() -> list[Line]:
+    """All of it, in order."""
+    right = sys.version_info[:2] == (3, 11)
+    odd = "" if right else "; the lists of launch/ are for 3.11"
+    python = Line("Python", "yes" if right else "no", sys.version.split()[0] + odd)
+    return [python, *devices(), *packages(), sandbox(), slurm(), *room()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    Parser(__doc__, prog="python -m megarl").parse_args(arguments)
+    lines = found()
+    print(f"MegaRL {__version__}")
+    for name, state, said in lines:
+        print(f"  {name:<20}{state:<9}{said}")
+    missing = [line.name for line in lines if line.state == "MISSING"]
+    if missing:
+        print(f"\nmissing: {', '.join(missing)}. {INSTALL} installs what is needed.")
+    else:
+        print("\nNext: bash launch/quickstart.sh, or .venv/bin/python -m megarl.train CONFIG --dry-run")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
