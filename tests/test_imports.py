@@ -36,7 +36,7 @@ LAYERS = (
         "named_models",
         "suggest",
     }
-    | {"served_models"},
+    | {"served_models", "evaluation", "eval", "chat"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
