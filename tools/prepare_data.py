@@ -185,13 +185,14 @@ def convert(rows: Iterable[tuple[str, Row]], adapter: Adapter, split: str) -> li
             by_source.check(Prompt(str(index), tuple(messages), data_source=made.source, ground_truth=made.truth))
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
+        extra: Row = {"split": split, "index": index, **made.extra}
         converted.append(
             {
                 "data_source": made.source,
                 "prompt": messages,
                 "ability": made.ability,
                 "reward_model": {"style": "rule", "ground_truth": made.truth},
-                "extra_info": {"split": split, "index": index, **made.extra},
+                "extra_info": extra,
             }
         )
     return converted
