@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
 
 
 def evaluate(options: Namespace) -> int:
-    from megarl.evaluation import targets
+    from megarl import targets
     from megarl.observe.run_folder import look
 
     samples = options.samples or max(options.k)

@@ -11,9 +11,8 @@ import pytest
 from whole_run import make_folder
 
 from megarl import eval as program
-from megarl import train
+from megarl import targets, train
 from megarl.config import load_config
-from megarl.evaluation import targets
 from megarl.observe.rollout_log import part_file, write_part
 from megarl.types import Prompt, Rollout, Turn
 

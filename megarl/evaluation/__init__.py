@@ -1,6 +1,5 @@
-"""How good a policy is: what of is evaluated (`targets.py`), figures with intervals (`pass_at_k.py`, `bootstrap.py`,
-`figures.py`), and talking to it (`talking.py`).
+"""How good answers are, and how sure that is: pass@k (`pass_at_k.py`), intervals (`bootstrap.py`), and the figures of
+an evaluation by data source with their table (`figures.py`).
 
-`megarl.eval` and `megarl.chat` are the programs. The three modules of figures know neither models nor engines. This
-package may import all others; of the others only these two programs import it.
+Pure: it knows `megarl.types` and nothing else. `python -m megarl.eval` is the program; controllers have pass@k from it.
 """
