@@ -51,7 +51,10 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
 def evaluate(options: Namespace) -> int:
     from megarl import targets
     from megarl.observe.run_folder import look
+    from megarl.parallel import meeting
 
+    if meeting.place().launched:
+        raise ConfigError("start megarl.eval without torchrun: it starts as many ranks itself as engines need")
     samples = options.samples or max(options.k)
     if max(options.k) > samples:
         raise ConfigError(f"--k {max(options.k)} needs as many answers to a prompt, and --samples says {samples}")

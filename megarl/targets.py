@@ -50,6 +50,8 @@ class Target:
         ConfigError and OSError."""
         if self.checkpoint is None or self.run is None:
             return self
+        if out.exists() or out.is_symlink():
+            raise ConfigError(f"{out} exists, where the checkpoint would be converted to; name another --out")
         source = Path(self.run.model.path)
         folder_config(str(source), "model.path of the run, which has its tokenizer,")
         hf = load_hf_config(source)

@@ -12,7 +12,7 @@ from whole_run import make_folder
 
 from megarl import eval as program
 from megarl import targets, train
-from megarl.config import load_config
+from megarl.config import ConfigError, from_dict, load_config
 from megarl.observe.rollout_log import part_file, write_part
 from megarl.types import Prompt, Rollout, Turn
 
@@ -109,6 +109,15 @@ def test_bad_targets(say: Say, tmp_path: Path) -> None:
     assert "without a checkpoint and without an export" in say(target=tmp_path / "run")
     (tmp_path / "run/checkpoints/step_000001").mkdir(parents=True)
     assert "has no whole checkpoint" in say(target=tmp_path / "run")
+
+
+def test_what_is_in_the_way(say: Say, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = targets.Target("run", str(model), tmp_path / "step_000001", 1, from_dict({}))
+    with pytest.raises(ConfigError, match="exists, where the checkpoint would be converted to"):
+        target.ready(model)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "without torchrun" in say()
 
 
 def test_missing_data_and_a_folder_that_is_taken(model: Path, tmp_path: Path, capsys: Any) -> None:
