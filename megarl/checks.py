@@ -386,6 +386,10 @@ def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list
             check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
             if declared.item == "prompts" and "reward" in declared.roles:
                 warnings += look_at_truths(config, path)
+    if run.eval_samples > 1 and declared.item == "prompts" and config.rollout.temperature == 0:
+        raise ConfigError(
+            f"run.eval_samples={run.eval_samples} with rollout.temperature=0: all answers are the same; set one of them"
+        )
     if run.eval_every and not data.eval:
         raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
     if run.goes_on and not run.save_every and not (Path(run.dir) / "checkpoints").is_dir():

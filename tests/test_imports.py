@@ -15,7 +15,7 @@ FILES = {
 # Lower layers come first. A module may import its own layer and those below.
 LAYERS = (
     {"types", "config", "forks", "plain_yaml", "strict", "annotated", "command_line", "recipes"},
-    {"algorithms", "models", "data", "parallel", "processes", "sandbox"},
+    {"algorithms", "models", "data", "parallel", "processes", "sandbox", "evaluation"},
     {"megatron", "rollout", "sessions", "rewards", "environments", "reshard", "checkpoint", "observe"},
     {"workers"},
     {"controllers"},
@@ -37,7 +37,7 @@ LAYERS = (
         "named_models",
         "suggest",
     }
-    | {"served_models"},
+    | {"served_models", "eval", "chat", "talking", "targets"},
 )
 LEVEL = {"": 0} | {name: level for level, names in enumerate(LAYERS) for name in names}  # "": the version
 

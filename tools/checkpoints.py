@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint import manifest
+from megarl.checkpoint.finding import chosen, fault_in, folders_of, models_in
 from megarl.checkpoint.manifest import Entry
 from megarl.checkpoint.origin import config_hash
 from megarl.checkpoint.room import gigabytes
@@ -36,49 +37,6 @@ from megarl.config import Config, ConfigError, load_config
 
 PARTS = ("world", "tp", "cp", "pp", "vpp", "ep", "etp")
 """What the numbers of a manifest's layout are."""
-INDEX = ".metadata"
-"""In the folder of a model."""
-
-
-def folders_of(run: Path) -> list[Path]:
-    """Checkpoints of a run, the oldest first, with those that were never finished."""
-    found = {}
-    for path in (run / "checkpoints").iterdir():
-        name = path.name.removesuffix(".tmp")
-        if path.is_dir() and name.startswith("step_") and name[5:].isdecimal():
-            found[int(name[5:]), path.name] = path
-    return [found[key] for key in sorted(found)]
-
-
-def fault_in(folder: Path, hashes: bool) -> str | None:
-    """What is wrong with a checkpoint."""
-    if folder.name.endswith(".tmp"):
-        return "was never finished"
-    found = manifest.read(folder)
-    if isinstance(found, str):
-        return found
-    files = found[1]
-    fault = manifest.size_fault(folder, files, files)
-    if fault is None and hashes:
-        fault = manifest.content_fault(folder, files, files)
-    host = manifest.host_state(folder)
-    return fault or (host if isinstance(host, str) else None)
-
-
-def chosen(path: Path) -> Path:
-    """The checkpoint that a path means. Raises ConfigError."""
-    if not path.is_dir():
-        raise ConfigError(f"there is no folder {path}; name a run folder or a checkpoint in it")
-    if (path / manifest.NAME).is_file():
-        return path
-    if path.name.startswith("step_"):
-        raise ConfigError(f"{path} is no whole checkpoint: {fault_in(path, hashes=False)}")
-    if not (path / "checkpoints").is_dir():
-        raise ConfigError(f"{path} is no checkpoint ({manifest.NAME} is missing) and no run folder with checkpoints")
-    for folder in reversed(folders_of(path)):
-        if fault_in(folder, hashes=False) is None:
-            return folder
-    raise ConfigError(f"{path / 'checkpoints'} has no whole checkpoint")
 
 
 def about(folder: Path, hashes: bool) -> dict[str, Any]:
@@ -110,10 +68,6 @@ def layout_of(tree: Mapping[str, Any]) -> str:
     return f"{ranks} rank{'' if ranks == 1 else 's'}" + "".join(
         f"; {text}" for text in (" ".join(known), *others) if text
     )
-
-
-def models_in(files: Mapping[str, Entry]) -> list[str]:
-    return sorted(name.removesuffix(f"/{INDEX}") for name in files if name.endswith(f"/{INDEX}"))
 
 
 def holds(files: Mapping[str, Entry]) -> list[str]:

@@ -44,6 +44,9 @@ class RunConfig:
     """How many checkpoints stay on disk."""
     eval_every: CountOrNone = 0
     """Evaluate on `data.eval` every so many steps, before the first and after the last; 0 never does."""
+    eval_samples: Annotated[int, Range(1, 1024)] = 1
+    """Sampled answers to each held-out prompt, beside the greedy one; with several there is also `eval/pass_at_<k>`,
+    for k = 1, 2, 4 ... up to so many: an answer whose reward is 0.5 or more is right."""
     export: bool = True
     """Write the policy, or the reward model, as an HF folder, `<run.dir>/export`, at the end."""
     timeout_s: Seconds = 1800.0

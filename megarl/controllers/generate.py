@@ -4,8 +4,8 @@
 
 The engines load the weights themselves, and there is no other model. What it leaves is a run's:
 `tools/view_rollouts.py` shows it, `rollout.replay` trains on it. A step is `data.prompts_per_step` prompts, in the
-order of the file unless `data.shuffle` is set, each with `rollout.samples_per_prompt` answers. With `run.save_every` it
-is gone on with after a stop, as any run.
+order of the file unless `data.shuffle` is set, each with `rollout.samples_per_prompt` answers; with `options.whole` it
+is all prompts of the data. With `run.save_every` it is gone on with after a stop, as any run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class GenerateOptions:
     scored: bool = True
     """Whether answers get a reward, as in training; without, they are recorded as they are."""
+    whole: bool = False
+    """Whether each step takes all prompts, once each, in the order of the files: for an evaluation."""
 
 
 class GenerateController(PolicyController):
@@ -40,11 +42,16 @@ class GenerateController(PolicyController):
     def roles(cls, config: Config) -> tuple[str, ...]:
         return ("rollout", "reward") if cls.read_options(config).scored else ("rollout",)
 
+    def items(self, flow: HybridFlow) -> Sequence[Prompt]:
+        self._all = super().items(flow)
+        return self._all
+
     def eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
         """Nothing where no reward says how good an answer is."""
         return super().eval_items(flow) if self.options.scored else ()
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
+        items = self._all if self.options.whole else items
         rollouts = flow.rollout.generate(items, self.config.rollout.samples_per_prompt)
         if self.options.scored:
             rollouts = flow.reward.score(rollouts)

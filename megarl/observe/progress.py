@@ -40,7 +40,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
 """Title, metric and format of what the display shows; a metric that a run does not have is left out."""
 SHOWN_IF_ANY = ("actor/skipped", "critic/skipped", "reward_model/skipped")
 """Of these, what is left out while it is 0."""
-HELD_OUT = ("eval/reward_", "eval/nll", "eval/accuracy", "eval/margin")
+HELD_OUT = ("eval/reward_", "eval/pass_at_", "eval/nll", "eval/accuracy", "eval/margin")
 """How the names of those begin that are shown of an evaluation."""
 
 

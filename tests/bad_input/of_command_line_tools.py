@@ -242,9 +242,41 @@ RESHARD = [
     ),
 ]
 
-gsm8k = tool("prepare_gsm8k")
+prepared = tool("prepare_data")
+
+
+def gsm8k(name: str, says: tuple[str, ...], *arguments: str, prepare: Prepare = nothing) -> Case:
+    return prepared(f"gsm8k, {name}", says, "gsm8k", *arguments, prepare=prepare)
+
+
+def eval_file(row: dict[str, Any] | bytes) -> Prepare:
+    """FOLDER/rows.jsonl, of this row."""
+
+    def prepare(folder: Path) -> None:
+        (folder / "rows.jsonl").write_bytes(row if isinstance(row, bytes) else json.dumps(row).encode())
+
+    return prepare
+
+
+HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "entry_point": "f", "test": "def check(c):\n    pass"}
 GSM8K = [
-    gsm8k("nothing given", ("SRC", "OUT", "required")),
+    prepared("nothing given", ("NAME", "SOURCE", "OUT", "required")),
+    prepared("an unknown data set", ("'mbpp'", "gsm8k", "humaneval"), "mbpp", "FOLDER/g", "FOLDER/out"),
+    prepared("no file", ("there is no file FOLDER/none",), "aime", "FOLDER/none", "FOLDER/out"),
+    *(
+        prepared(name, says, kind, "FOLDER/rows.jsonl", "FOLDER/out", prepare=eval_file(row))
+        for name, says, kind, row in (
+            ("empty", ("rows.jsonl holds no problems",), "math500", b""),
+            ("a broken line", ("rows.jsonl:1: not JSON",), "math500", b'{"problem": '),
+            ("no ground truth", ("rows.jsonl:1", "no ground truth"), "math500", {"problem": "1+1?"}),
+            ("an empty ground truth", ("rows.jsonl:1", "no ground truth"), "aime", {"problem": "1+1?", "answer": " "}),
+            ("an answer beyond AIME's", ("rows.jsonl:1", "0 to 999"), "aime", {"problem": "1+1?", "answer": "x"}),
+            ("no tests", ("rows.jsonl:1", "'test'"), "humaneval", {"prompt": "def f(): ", "entry_point": "f"}),
+            ("tests that are none", ("rows.jsonl:1",), "humaneval", {**HUMANEVAL, "test": "def check(c:"}),
+            ("tests of nothing", ("rows.jsonl:1",), "humaneval", {**HUMANEVAL, "entry_point": "a b"}),
+        )
+    ),
+    gsm8k("nothing given", ("SOURCE", "OUT", "required")),
     gsm8k("no target", ("OUT", "required"), "FOLDER/g", prepare=texts(PROBLEM)),
     gsm8k("no source", ("there is no folder FOLDER/none",), "FOLDER/none", "FOLDER/out"),
     gsm8k("a source that is a file", ("there is no folder",), "FOLDER/train.jsonl", "FOLDER/out"),

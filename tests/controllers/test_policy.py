@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from megarl.config import Config, from_dict
 from megarl.controllers.base import StepResult, mini_batches
-from megarl.controllers.policy import masked, sampling_metrics, trained
+from megarl.controllers.policy import masked, passed, sampling_metrics, trained
 from megarl.controllers.registry import make_controller
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn
 
@@ -190,6 +191,34 @@ def test_evaluation_is_of_what_was_not_aborted() -> None:
     found = make_controller(config).evaluate(flow, [])
     assert found["eval/reward_greedy"] == found["eval/reward_sampled"] == 0.5
     assert found["eval/aborted_frac_greedy"] == pytest.approx(1 / 3)
+
+
+def test_pass_at_k_of_several_samples_by_hand() -> None:
+    """Two of four are right of prompt 0, one of two scored ones of prompt 1, none of prompt 2, which is of a source."""
+    named = Prompt("p", (), data_source="b")
+    answers = [rollout(0, float(number < 2), "stop") for number in range(4)]
+    answers += [rollout(1, 1.0, "stop"), rollout(1, 0.0, "stop"), rollout(1, 1.0, "aborted")]
+    answers += [unscored(rollout(1, 1.0, "stop"))]
+    answers += [replace(rollout(2, 0.0, "stop"), prompt=named) for _ in range(4)]
+    found = passed(Rollouts.of(answers), 4)
+    of_a = {1: (1 / 2 + 1 / 2) / 2, 2: (5 / 6 + 1) / 2, 4: 1.0}  # prompt 1 has too few for 4
+    assert {k: found[f"eval/pass_at_{k}/other"] for k in (1, 2, 4)} == pytest.approx(of_a)
+    assert [found[f"eval/pass_at_{k}/b"] for k in (1, 2, 4)] == [0.0] * 3
+    assert [found[f"eval/pass_at_{k}"] for k in (1, 2, 4)] == pytest.approx([1 / 3, (5 / 6 + 1) / 3, 1 / 2])
+
+
+def test_an_evaluation_is_stamped_with_the_weights_that_answered() -> None:
+    config = from_dict({"algorithm": "grpo", "run": {"eval_samples": 2}})
+
+    class Answers(Given):
+        def generate(self, prompts: Any, samples: int, greedy: bool = False) -> Rollouts:
+            assert samples == (1 if greedy else 2)
+            return Rollouts.of([rollout(0, 1.0, "stop"), rollout(0, 0.0, "stop")][:samples], version=7)
+
+    found = make_controller(config).evaluate(Answers(config, []), [])  # type: ignore[arg-type]
+    assert found["eval/weight_version"] == 7.0
+    assert (found["eval/reward_greedy"], found["eval/reward_sampled"]) == (1.0, 0.5)
+    assert (found["eval/pass_at_1"], found["eval/pass_at_2"]) == (0.5, 1.0)
 
 
 def test_log_probs_of_older_weights_are_apart_by_hand() -> None:

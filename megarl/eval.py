@@ -1,0 +1,170 @@
+"""How good a policy is on data sets: by the engines alone, turn by turn with tools and environments as in training.
+
+    .venv/bin/python -m megarl.eval TARGET --data FILE [--data FILE2] [--k 1,8] [--samples N] [--out FOLDER]
+                                    [section.key=value ...]
+
+TARGET is a Hugging Face folder (or the Hub's name of one in this machine's cache), a checkpoint, or a run folder, which
+stands for its newest checkpoint. Of a run its tools, sampling and rewards hold, too, unless keys say something else.
+Where nobody says what an answer is worth, its row's data source does (`rewards/SCORERS.md`).
+
+For each data source it prints how many prompts and answers there were, the mean reward and pass@k, each with its
+interval of 95 % (bootstrapped over prompts), the share of answers that were cut off, and their length in tokens.
+OUT is a run folder: eval.json beside the rollouts, which tools/view_rollouts.py shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl import ending, train
+from megarl.command_line import Parser, amount, count, ends_in_a_line, folder_to_write
+from megarl.config import Config, ConfigError
+
+SAMPLES = 100_000
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """The type of `--k`: `1,8`."""
+    one = count(1, SAMPLES)
+    return tuple(sorted({one(part.strip()) for part in text.split(",")}))
+
+
+def parse(arguments: Sequence[str] | None) -> Namespace:
+    parser = Parser(__doc__, prog="python -m megarl.eval")
+    parser.add_argument("target", metavar="TARGET", help="an HF folder or name, a checkpoint or a run folder")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--data", type=Path, action="append", required=True, help="prompts, .parquet or .jsonl")
+    parser.add_argument("--k", type=whole_numbers, default=(1,), help="of pass@k, such as 1,8 (default 1)")
+    parser.add_argument("--samples", type=count(1, SAMPLES), help="answers to each prompt (default the largest k)")
+    parser.add_argument("--right", type=amount(-1e6, 1e6), default=0.5, help="least reward of a right answer (0.5)")
+    parser.add_argument("--out", type=Path, help="folder to write (default runs/eval/NAME-TIME)")
+    return parser.parse_intermixed_args(arguments)
+
+
+def evaluate(options: Namespace) -> int:
+    from megarl import targets
+    from megarl.observe.run_folder import look
+    from megarl.parallel import meeting
+
+    if meeting.place().launched:
+        raise ConfigError("start megarl.eval without torchrun: it starts as many ranks itself as engines need")
+    samples = options.samples or max(options.k)
+    if max(options.k) > samples:
+        raise ConfigError(f"--k {max(options.k)} needs as many answers to a prompt, and --samples says {samples}")
+    target = targets.find(options.target)
+    out: Path = options.out or Path("runs/eval", f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder_to_write(out, "--out")
+    own: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(out), "num_rollout": 1, "max_restarts": 0},
+        "data": {"train": [str(path) for path in options.data], "prompts_per_step": 1},
+        "rollout": {"samples_per_prompt": samples},
+        "options": {"whole": True},
+    }
+    taken = {
+        **targets.TAKEN,
+        "run.dir": "--out says it",
+        "run.num_rollout": "there is one step",
+        "data.train": "--data says it",
+        "data.prompts_per_step": "it is all of the data",
+        "rollout.samples_per_prompt": "--samples says it",
+    }
+    with tempfile.TemporaryDirectory(prefix="megarl-eval-") as place:
+        file = Path(place, "eval.yaml")
+        config = targets.configured(target, own, options.overrides, file, taken)
+        if samples > 1 and config.rollout.temperature == 0:
+            raise ConfigError(
+                f"rollout.temperature=0 gives a prompt the same answer {samples} times; set it above 0, or --k and "
+                "--samples to 1"
+            )
+        look(config)
+        problems = check_truths(config)
+        ready = target.ready(out / "model")
+        config = targets.configured(ready, own, options.overrides, file, taken)
+        began = time.monotonic()
+        status = train.main([str(file), *options.overrides])
+        if status:
+            return status
+        seconds = time.monotonic() - began
+    return report(options, config, ready, samples, problems, seconds)
+
+
+def check_truths(config: Config) -> int:
+    """How many prompts there are. Raises ConfigError for a row of which a reward function says that it cannot judge an
+    answer to it, and for files without rows."""
+    from megarl.data.prompts import each_prompt
+    from megarl.rewards.functions import load_functions
+
+    functions = load_functions(config.reward.functions)
+    checks = [check for function in functions.values() if (check := getattr(function, "check", None))]
+    prompts = 0
+    for path in config.data.train:
+        rows = 0
+        for where, prompt in each_prompt(Path(path), config.data.prompt_key, config.data.label_key):
+            rows += 1
+            for check in checks:
+                try:
+                    check(prompt)
+                except ValueError as error:
+                    missing = "no ground truth: " if prompt.ground_truth is None else ""
+                    raise ConfigError(f"{where}: {missing}{error}") from None
+        if not rows:
+            raise ConfigError(f"{path} holds no prompts")
+        prompts += rows
+    return prompts
+
+
+def report(options: Namespace, config: Config, target: Any, samples: int, problems: int, seconds: float) -> int:
+    """Print the table, and write eval.json."""
+    from megarl.checkpoint.origin import code_revision
+    from megarl.evaluation.figures import figures_of, scored, table
+    from megarl.observe.rollout_log import read_rollouts
+
+    out = Path(config.run.dir)
+    rollouts = read_rollouts(out, 1)
+    answers = scored(rollouts)
+    if not answers:
+        raise ConfigError(f"no answer has a reward; {out}/log.txt says why")
+    found = figures_of(answers, options.k, options.right, config.run.seed)
+    tree = {
+        "target": options.target,
+        "model": target.model,
+        "step": target.step,
+        "data": list(config.data.train),
+        "k": list(options.k),
+        "samples": samples,
+        "right": options.right,
+        "temperature": config.rollout.temperature,
+        "seed": config.run.seed,
+        "reward": list(config.reward.functions),
+        "prompts": problems,
+        "rollouts": len(rollouts),
+        "without_reward": len(rollouts) - len(answers),
+        "seconds": round(seconds, 1),
+        "code": code_revision(),
+        "sources": {name: one.as_json() for name, one in found.items()},
+    }
+    unfinished = out / f".eval.json.{os.getpid()}"
+    unfinished.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(out / "eval.json")
+    weights = f"step {target.step}" if target.step is not None else target.model
+    print(f"{options.target} ({weights}): {samples} answer{'s' if samples > 1 else ''} to each prompt")
+    print(table(found, options.k))
+    if tree["without_reward"]:
+        print(f"{tree['without_reward']} answers without a reward (aborted, or it failed) count in nothing")
+    print(f"{out}/eval.json; tools/view_rollouts.py {out} shows the answers", flush=True)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return ends_in_a_line(lambda: evaluate(parse(arguments)))
+
+
+if __name__ == "__main__":
+    ending.exit_with(main)

@@ -1,0 +1,195 @@
+"""What `megarl.eval` refuses before anything is started, and what it writes of answers that are there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_run import make_folder
+
+from megarl import eval as program
+from megarl import targets, train
+from megarl.config import ConfigError, from_dict, load_config
+from megarl.observe.rollout_log import part_file, write_part
+from megarl.types import Prompt, Rollout, Turn
+
+pytestmark = pytest.mark.alone
+
+ROW = {"prompt": "1+1?", "ground_truth": "2", "data_source": "openai/gsm8k"}
+Say = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe") / "model"
+
+
+@pytest.fixture
+def say(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
+    """The line by which it refuses to evaluate; nothing is started or left then."""
+    monkeypatch.setattr(train, "main", lambda arguments: pytest.fail("it was started"))
+
+    def run(*arguments: str, rows: bytes | None = None, target: Path = model) -> str:
+        data = tmp_path / "rows.jsonl"
+        data.write_bytes(json.dumps(ROW).encode() if rows is None else rows)
+        out = tmp_path / "out"
+        assert program.main([str(target), "--data", str(data), "--out", str(out), *arguments]) == 2
+        assert not out.exists()
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1
+        return said
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--k", "x"), ("--k", "'x'", "whole number")),
+        (("--k", "1,"), ("--k", "whole number")),
+        (("--k", "0"), ("--k", "from 1")),
+        (("--samples", "-1"), ("--samples", "from 1")),
+        (("--right", "much"), ("--right", "number")),
+        (("--k", "8", "--samples", "4"), ("--k 8", "--samples says 4")),
+        (("--k", "8", "rollout.temperature=0"), ("rollout.temperature=0", "same answer 8 times")),
+        (("--samples", "2", "rollout.temperature=0"), ("rollout.temperature=0",)),
+        (("rollout.temprature=1",), ("rollout.temperature",)),
+        (("run.dir=x",), ("run.dir", "--out")),
+        (("data.train=x",), ("data.train", "--data")),
+        (("model.path=x",), ("model.path", "TARGET")),
+        (("algorithm=ppo",), ("algorithm", "nothing is trained")),
+        (("reward.functions=[no.such:thing]",), ("reward.functions", "no.such")),
+    ],
+)
+def test_bad_arguments(say: Say, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    said = say(*arguments)
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        (b"", ("rows.jsonl holds no prompts",)),
+        (b'{"prompt": ', ("rows.jsonl:1", "not JSON")),
+        (json.dumps(ROW).encode() + b"\n{", ("rows.jsonl:2", "not JSON")),
+        (json.dumps({**ROW, "ground_truth": None}).encode(), ("rows.jsonl:1", "no ground truth")),
+        (
+            json.dumps(ROW).encode() + b"\n" + json.dumps({"prompt": "?", "data_source": "openai/gsm8k"}).encode(),
+            ("rows.jsonl:2", "no ground truth"),
+        ),
+        (json.dumps({**ROW, "data_source": "lab/riddles"}).encode(), ("rows.jsonl:1", "lab/riddles", "BySource")),
+        (json.dumps({"ground_truth": "2"}).encode(), ("rows.jsonl:1", "prompt")),
+        (b"\xff\xfe", ("rows.jsonl", "UTF-16")),
+    ],
+)
+def test_bad_data(say: Say, rows: bytes, words: tuple[str, ...]) -> None:
+    said = say(rows=rows)
+    assert all(word in said for word in words), said
+
+
+def test_bad_targets(say: Say, tmp_path: Path) -> None:
+    assert "there is no such folder" in say(target=tmp_path / "none")
+    assert "there is no such folder" in say(target=Path("nobody/no-such-model")) and "hf download" in say(
+        target=Path("nobody/no-such-model")
+    )
+    (tmp_path / "file").write_text("")
+    assert "is a file" in say(target=tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert "is no model" in say(target=tmp_path / "empty")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
+    assert "safetensors" in say(target=tmp_path / "config")
+    (tmp_path / "step_000003").mkdir()
+    assert "is no whole checkpoint" in say(target=tmp_path / "step_000003")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("algorithm: ppo\n")
+    assert "without a checkpoint and without an export" in say(target=tmp_path / "run")
+    (tmp_path / "run/checkpoints/step_000001").mkdir(parents=True)
+    assert "has no whole checkpoint" in say(target=tmp_path / "run")
+
+
+def test_what_is_in_the_way(say: Say, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = targets.Target("run", str(model), tmp_path / "step_000001", 1, from_dict({}))
+    with pytest.raises(ConfigError, match="exists, where the checkpoint would be converted to"):
+        target.ready(model)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "without torchrun" in say()
+
+
+def test_missing_data_and_a_folder_that_is_taken(model: Path, tmp_path: Path, capsys: Any) -> None:
+    assert program.main([str(model), "--data", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    assert program.main([str(model)]) == 2
+    assert "--data" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
+    assert program.main([str(model), "--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "file")]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_runs_settings_hold_unless_said_otherwise(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(
+        "algorithm: grpo\nplacement: {rollout: 4-7}\nparallel: {world_size: 8, tp: 2}\nlora: {rank: 8}\n"
+        "model: {path: /there, dtype: float32}\nrollout: {max_turns: 3, asynchronous: true, temperature: 0.7, tp: 2}\n"
+        "reward: {functions: [megarl.rewards.gsm8k:gsm8k], weights: {gsm8k: 2}}\n"
+        "data: {train: a, prompt_key: question}\n"
+    )
+    (run / "export").symlink_to(model)
+    target = targets.find(str(run))
+    assert target.model == str(run / "export") and target.name == "run"
+    file = tmp_path / "eval.yaml"
+    config = targets.configured(target, {"data": {"train": ["rows.jsonl"]}}, ["rollout.max_turns=4"], file)
+    assert config == load_config(file, ["rollout.max_turns=4"])
+    assert (config.algorithm, config.model.dtype, config.lora.rank, config.placement) == ("generate", "float32", 0, {})
+    assert (config.rollout.max_turns, config.rollout.temperature, config.rollout.asynchronous) == (4, 0.7, False)
+    assert (config.parallel.world_size, config.parallel.tp, config.data.prompt_key) == (2, 1, "question")
+    assert config.reward.weights == {"gsm8k": 2}
+    own = targets.configured(target, {}, ["reward.functions=[sum_reward:even]", "parallel.world_size=4"], file)
+    assert own.reward.functions == ("sum_reward:even",) and not own.reward.weights
+    assert (own.parallel.world_size, own.parallel.ranks_per_node) == (4, 4)
+    assert targets.configured(targets.find(str(model)), {}, [], file).reward.functions == (targets.BY_SOURCE,)
+
+
+def test_the_report_of_recorded_answers(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that answers is put in place of the engines."""
+    rows = [{**ROW, "id": f"p{number}"} for number in range(3)]
+    rows[2]["data_source"] = "aime2024"
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    seen = []
+
+    def answers(arguments: list[str]) -> int:
+        config = load_config(arguments[0], arguments[1:])
+        seen.append(config)
+        rollouts = []
+        for group, row in enumerate(rows):
+            prompt = Prompt(row["id"], ({"role": "user", "content": "1+1?"},), [1, 2], row["data_source"], "2")
+            for sample in range(4):
+                turns = (Turn([1, 2]), Turn([3] * (sample + 1), [0.0] * (sample + 1), True, 0))
+                status = "length" if group == 2 else "stop"
+                rollouts.append(Rollout(prompt, turns, status, float(sample <= group), group=group, messages=()))
+        write_part(part_file(config.run.dir, 1, 0), 1, len(rollouts), range(len(rollouts)), rollouts, None, "")
+        return 0
+
+    monkeypatch.setattr(train, "main", answers)
+    out = tmp_path / "out"
+    arguments = [str(model), "--data", str(tmp_path / "rows.jsonl"), "--k", "2,1", "--samples", "4", "--out", str(out)]
+    assert program.main([*arguments, "run.seed=7"]) == 0
+    assert seen[0].rollout.samples_per_prompt == 4 and seen[0].options == {"whole": True}
+    tree = json.loads((out / "eval.json").read_text())
+    assert (tree["k"], tree["samples"], tree["prompts"], tree["rollouts"]) == ([1, 2], 4, 3, 12)
+    sources = tree["sources"]
+    assert list(sources) == ["openai/gsm8k", "aime2024", "all"]
+    assert sources["openai/gsm8k"]["pass_at"]["1"]["value"] == pytest.approx((1 / 4 + 2 / 4) / 2)
+    assert sources["openai/gsm8k"]["pass_at"]["2"]["value"] == pytest.approx((1 / 2 + 5 / 6) / 2)
+    assert sources["aime2024"]["pass_at"]["2"]["value"] == 1.0 and sources["aime2024"]["cut_off"] == 1.0
+    assert sources["all"]["tokens"] == 2.5
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[2:5]] == list(sources)

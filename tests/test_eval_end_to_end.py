@@ -1,0 +1,71 @@
+"""A policy is evaluated by real engines: that of a run's newest checkpoint, with a tool, on two files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from whole_run import ENVIRONMENT, ROOT, make_folder, with_host
+
+from megarl.checkpoint.hf import open_hf
+from megarl.observe.rollout_log import read_rollouts
+
+ONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
+WRITES = ["rollout.max_new_tokens=40", "rollout.max_context=192", "rollout.tool_call_parser=qwen25"]
+TOOL = "rollout.tools=[megarl.rollout.tools:calculator]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    """Two steps of a warm-up, which needs no engine, saved."""
+    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *ONE, f"model.path={folder}/model"]
+    command += [f"data.train={folder}/sft.jsonl", f"run.dir={folder}/run", "run.num_rollout=2", "run.save_every=1"]
+    command += ["track.progress=false", "run.export=true", "data.prompts_per_step=16", *WRITES]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return folder / "run"
+
+
+def test_the_newest_checkpoint_of_a_run(folder: Path, run: Path, tmp_path: Path, host: str) -> None:
+    rows = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()[:7]]
+    (tmp_path / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:4]))
+    others = ({**row, "data_source": "products", "id": f"p{row['id']}"} for row in rows[4:])
+    (tmp_path / "products.jsonl").write_text("\n".join(map(json.dumps, others)))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "megarl.eval", str(run), "--data", str(tmp_path / "sums.jsonl")]
+    command += ["--data", str(tmp_path / "products.jsonl"), "--k", "1,3", "--out", str(out), TOOL]
+    command += ["reward.functions=[sum_reward:even]", "track.progress=false"]
+    done = subprocess.run(command, cwd=ROOT, env=with_host(host), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    tree = json.loads((out / "eval.json").read_text())
+    assert (tree["step"], tree["samples"], tree["prompts"], tree["rollouts"]) == (2, 3, 7, 21)
+    assert list(tree["sources"]) == ["sums", "products", "all"]
+
+    # The rollouts are a run's, and the figures theirs.
+    rollouts = read_rollouts(out, 1)
+    assert len(rollouts) == 21 and {len(one.prompt.tools) for one in rollouts} == {1}
+    assert {turn.weight_version for one in rollouts for turn in one.turns if turn.is_action} == {0}
+    for name, figures in tree["sources"].items():
+        own = [one for one in rollouts if name in (one.prompt.data_source, "all")]
+        rewards = [one.reward for one in own]
+        assert figures["answers"] == len(own) == 3 * figures["prompts"]
+        assert figures["reward"]["value"] == pytest.approx(sum(rewards) / len(rewards))
+        assert figures["pass_at"]["1"]["value"] == pytest.approx(sum(rewards) / len(rewards))
+        solved = {one.prompt.id for one in own if one.reward}
+        assert figures["pass_at"]["3"]["value"] == pytest.approx(len(solved) / figures["prompts"])
+    assert "products" in done.stdout and "pass@3 [95 %]" in done.stdout
+
+    # The policy is the checkpoint's, which is what the run has exported.
+    made, exported = open_hf(str(out / "model")), open_hf(str(run / "export"))
+    assert set(made.names()) == set(exported.names())
+    shown = [sys.executable, "tools/view_rollouts.py", str(out), "--show", "1"]
+    shown_as = subprocess.run(shown, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True).stdout
+    assert "turn 1: policy" in shown_as and "<|im_start|>" in shown_as  # words, by the tokenizer of the model

@@ -1,0 +1,236 @@
+"""Make verl-style parquet of a published data set, out of files that are on this machine.
+
+    .venv/bin/python tools/prepare_data.py gsm8k|math500|aime|humaneval SOURCE OUT
+
+NAME        SOURCE, as published                                                      reward, by the data source
+gsm8k       folder with train and test: `question`, `answer` (openai/gsm8k)           gsm8k
+math500     file: `problem`, `answer` (HuggingFaceH4/MATH-500)                        math_verify
+aime        file: `problem` or `question`, `answer` (HuggingFaceH4/aime_2024 ...)     math_dapo
+humaneval   file: `prompt`, `test`, `entry_point` (openai/openai_humaneval)           hidden_tests
+
+Files are .jsonl, .json (a list) or .parquet; for a file there may be the folder that it alone lies in. Writes
+OUT/test.parquet, and OUT/train.parquet of gsm8k; all or, where anything is wrong, none. Every ground truth is looked at
+as the reward will.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from megarl.command_line import Parser, ends_in_a_line, folder_to_write
+from megarl.config import ConfigError
+from megarl.data.rows import read_rows
+from megarl.rewards.by_source import by_source
+from megarl.types import Prompt
+
+Row = dict[str, Any]
+
+STEPS = ' Let\'s think step by step and output the final answer after "####".'
+BOXED = "\n\nReason step by step, and put the final answer within \\boxed{}."
+ANSWER = '\n\nReason step by step. The last line is to be "Answer: N", with the result alone for N.'
+COMPLETE = (
+    "Complete this function. Answer with the whole of it, with its imports, in one block of Python.\n\n```python\n"
+)
+LARGEST = 256 << 20
+"""Bytes of a .json file, which is read as a whole."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What is made of a row: `truth` is what the reward compares with."""
+
+    source: str
+    text: str
+    truth: Any
+    ability: str
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A data set: its splits, and what is made of a row, which raises ValueError for what is none of its rows."""
+
+    make: Callable[[Row], Made]
+    splits: tuple[str, ...] = ("test",)
+
+
+def of_gsm8k(row: Row) -> Made:
+    """Cobbe et al., arXiv:2110.14168: the answer ends in `#### <result>`."""
+    question, answer = _text(row, "question", of="GSM8K"), _text(row, "answer", of="GSM8K")
+    _, marker, result = answer.rpartition("####")
+    result = result.strip().replace(",", "")
+    if not marker or not result:
+        raise ValueError("the answer does not end in '#### <result>'")
+    return Made("openai/gsm8k", question + STEPS, result, "math", {"answer": answer, "question": question})
+
+
+def of_math500(row: Row) -> Made:
+    """500 of the problems of MATH (arXiv:2103.03874) that Lightman et al., arXiv:2305.20050, held out."""
+    problem, truth = _text(row, "problem", of="MATH-500"), _truth(row, "MATH-500")
+    kept = {name: row[name] for name in ("subject", "level", "unique_id") if row.get(name) is not None}
+    return Made("HuggingFaceH4/MATH-500", problem + BOXED, truth, "math", kept)
+
+
+def of_aime(row: Row) -> Made:
+    """A problem of the American Invitational Mathematics Examination, whose result is a whole number up to 999."""
+    row = {name.lower(): value for name, value in row.items()}  # some have ID, Problem, Answer
+    problem, truth = _text(row, "problem", "question", of="AIME"), _truth(row, "AIME")
+    if not (truth.isascii() and truth.isdigit() and int(truth) <= 999):
+        raise ValueError(f"the answer {truth[:40]!r} is no whole number from 0 to 999")
+    year = str(row.get("year") or "")
+    kept = {name: str(row[name]) for name in ("id", "url", "year") if row.get(name) is not None}
+    return Made(f"aime{year}" if year.isdigit() else "aime", problem + ANSWER, str(int(truth)), "math", kept)
+
+
+def of_humaneval(row: Row) -> Made:
+    """Chen et al., arXiv:2107.03374."""
+    prompt, test, entry = (_text(row, name, of="HumanEval") for name in ("prompt", "test", "entry_point"))
+    truth = json.dumps({"prompt": prompt, "test": test, "entry_point": entry})
+    kept = {"task_id": str(row.get("task_id") or ""), "entry_point": entry}
+    return Made("openai/openai_humaneval", f"{COMPLETE}{prompt.rstrip()}\n```", truth, "code", kept)
+
+
+ADAPTERS = {
+    "gsm8k": Adapter(of_gsm8k, ("train", "test")),
+    "math500": Adapter(of_math500),
+    "aime": Adapter(of_aime),
+    "humaneval": Adapter(of_humaneval),
+}
+
+
+def _text(row: Row, *names: str, of: str) -> str:
+    """The first of these columns that is a text."""
+    for name in names:
+        if isinstance(row.get(name), str) and row[name].strip():
+            text: str = row[name]
+            return text
+    has = ", ".join(sorted(map(str, row)))[:200] or "none"
+    raise ValueError(f"no text {' or '.join(map(repr, names))}, which a row of {of} has; its columns: {has}")
+
+
+def _truth(row: Row, of: str) -> str:
+    truth = row.get("answer")
+    if isinstance(truth, int | float) and not isinstance(truth, bool):
+        truth = f"{truth:g}"
+    if not isinstance(truth, str) or not truth.strip():
+        raise ValueError(f"no ground truth: 'answer' is {truth!r}; a row of {of} has one")
+    return truth.strip()
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def find_split(source: Path, split: str) -> Path:
+    """The file of a split; ConfigError where there is none or more than one."""
+    if not source.is_dir():
+        raise ConfigError(f"there is no folder {source}; name one with train and test, as published")
+    names = [f"{split}{suffix}" for suffix in (".jsonl", ".json", ".parquet", "-00000-of-00001.parquet")]
+    found = [source / name for name in names if (source / name).is_file()]
+    if len(found) != 1:
+        problem = " and ".join(file.name for file in found) if found else "none"
+        raise ConfigError(f"{source} must have one of {', '.join(names)}; it has {problem}")
+    return found[0]
+
+
+def find_file(source: Path) -> Path:
+    """The file that is meant: itself, or the only one of a data set that the folder has."""
+    if not source.is_dir():
+        if not source.exists():
+            raise ConfigError(f"there is no file {source}; name a .jsonl, .json or .parquet file as published")
+        return source
+    found = sorted(file for file in source.iterdir() if file.suffix.lower() in (".jsonl", ".json", ".parquet"))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found[:8]) or "none"
+        raise ConfigError(f"{source} must have one .jsonl, .json or .parquet file; it has {names}: name the file")
+    return found[0]
+
+
+def rows_of(file: Path) -> Iterable[tuple[str, Row]]:
+    """(where, row) of a file. Raises ConfigError."""
+    return _listed(file) if file.suffix.lower() == ".json" else read_rows(file)
+
+
+def _listed(file: Path) -> Iterator[tuple[str, Row]]:
+    if file.stat().st_size > LARGEST:
+        raise ConfigError(f"{file} has more than {LARGEST >> 20} MiB; make it .jsonl, a row a line")
+    try:
+        rows = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is no JSON: {str(error)[:200]}") from None
+    if not isinstance(rows, list):
+        raise ConfigError(f"{file} holds a {type(rows).__name__}, not a list of rows")
+    for number, row in enumerate(rows):
+        where = f"{file}, row {number}"
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: a {type(row).__name__}, not an object of named columns")
+        yield where, row
+
+
+def convert(rows: Iterable[tuple[str, Row]], adapter: Adapter, split: str) -> list[Row]:
+    """Rows with verl's columns; ConfigError for a row that is none of the data set, or whose truth is of no use."""
+    converted = []
+    for index, (where, row) in enumerate(rows):
+        try:
+            made = adapter.make(row)
+            messages = [{"role": "user", "content": made.text}]
+            by_source.check(Prompt(str(index), tuple(messages), data_source=made.source, ground_truth=made.truth))
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        extra: Row = {"split": split, "index": index, **made.extra}
+        converted.append(
+            {
+                "data_source": made.source,
+                "prompt": messages,
+                "ability": made.ability,
+                "reward_model": {"style": "rule", "ground_truth": made.truth},
+                "extra_info": extra,
+            }
+        )
+    return converted
+
+
+def prepare(name: str, source: Path, target: Path) -> dict[str, int]:
+    """Convert all splits; the number of problems in each. Raises ConfigError or OSError and then leaves nothing."""
+    folder_to_write(target, "OUT")
+    adapter, tables = ADAPTERS[name], {}
+    for split in adapter.splits:
+        file = find_split(source, split) if len(adapter.splits) > 1 else find_file(source)
+        rows = convert(rows_of(file), adapter, split)
+        if not rows:
+            raise ConfigError(f"{file} holds no problems")
+        tables[split] = pyarrow.Table.from_pylist(rows)
+    target.mkdir(parents=True, exist_ok=True)
+    unfinished = {split: target / f".{split}.parquet.{os.getpid()}" for split in tables}
+    try:
+        for split, file in unfinished.items():
+            pyarrow.parquet.write_table(tables[split], file)
+        for split, file in unfinished.items():
+            file.replace(target / f"{split}.parquet")
+    finally:
+        for file in unfinished.values():
+            file.unlink(missing_ok=True)
+    return {split: table.num_rows for split, table in tables.items()}
+
+
+def convert_all() -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("name", metavar="NAME", choices=ADAPTERS, help="gsm8k, math500, aime or humaneval")
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="file or folder, .jsonl, .json or .parquet")
+    parser.add_argument("target", metavar="OUT", type=Path, help="folder for train.parquet and test.parquet")
+    options = parser.parse_args()
+    for split, count in prepare(options.name, options.source, options.target).items():
+        print(f"{options.target / split}.parquet: {count} problems")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(convert_all))
