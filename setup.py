@@ -9,7 +9,12 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
     # What adapters need that a run without them does not; for verifiers see launch/requirements-verifiers.txt.
-    extras_require={"mcp": ["mcp>=1.30,<3"]},
+    extras_require={
+        "mcp": ["mcp>=1.30,<3"],
+        "wandb": ["wandb>=0.19"],
+        "swanlab": ["swanlab>=0.10"],
+        "mlflow": ["mlflow-skinny>=3"],
+    },
     # SGLang loads every plug-in of this group in each of its processes; ours makes its CPU path whole.
     entry_points={"sglang.srt.plugins": ["megarl = megarl.rollout.cpu_plugin:register"]},
 )
