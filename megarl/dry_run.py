@@ -29,6 +29,7 @@ from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.observe.guards import check_guards
 from megarl.observe.recorded import check_replay
+from megarl.observe.trackers.known import check_trackers
 from megarl.observe.webhook import check_webhook
 from megarl.parallel.placement import Placement, check_placement, engine_ranks, placement_of, role_parallel, spans
 from megarl.parallel.roles import role_settings
@@ -114,6 +115,7 @@ def validate(
     passes(check_correction, config, declared)
     passes(check_guards, config, declared, warnings)
     passes(check_webhook, config.track.webhook)
+    passes(check_trackers, config.track.trackers)
     reward = (registered or {}).get("reward", Registered())
     judged = "reward" in declared.roles and ours(config, declared, "reward", reward)
     if judged:

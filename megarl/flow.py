@@ -26,11 +26,13 @@ from megarl.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.environments.describing import Known, known_of
 from megarl.items import Items
 from megarl.keeping import Keeping
+from megarl.models.flops import peak_flops
 from megarl.models.registry import load_hf_config
 from megarl.named_models import vocabulary_hash
 from megarl.observe.clock import Clock
 from megarl.observe.control import Control
 from megarl.observe.hangs import Lookout
+from megarl.observe.meter import Gpu, speed
 from megarl.observe.metrics import batch_metrics, rollout_metrics
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, last_words, ranks, watching
@@ -43,6 +45,7 @@ from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
+from megarl.workers.model import ModelWorker
 from megarl.workers.reference import ReferenceWorker
 from megarl.workers.registry import Registered, find_workers
 from megarl.workers.reward import RewardWorker
@@ -75,6 +78,7 @@ class HybridFlow(Items, Keeping):
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
         self.registered: dict[str, Registered] = {}
         self.lookout: Lookout | None = None
+        self.gpu: Gpu | None = None
         self.step = 0
         self.stagings, self.lost = {}, None
 
@@ -170,6 +174,8 @@ class HybridFlow(Items, Keeping):
                 worker.close()
             if self.lookout is not None:
                 self.lookout.close()
+            if self.gpu is not None:
+                self.gpu.close()
             if hasattr(self, "clock"):
                 watching.watch(None)
                 self.log.spans(self.clock.spans())
@@ -221,6 +227,10 @@ class HybridFlow(Items, Keeping):
         self.log.spans(self.clock.spans())
         if result.batch is not None:
             metrics |= batch_metrics(result.batch, metrics["time/step"], self.job.world)
+        works = [worker.work for worker in self.workers if isinstance(worker, ModelWorker) and worker.work]
+        metrics |= speed(works, metrics, self.job.world, peak_flops(device.gpu_name()))
+        if self.gpu is not None:
+            metrics |= self.gpu.figures()
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
         return self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)
 
@@ -277,6 +287,8 @@ class HybridFlow(Items, Keeping):
                 tell=lambda rank, text: ending.tell_launcher("late", text, rank),
             )
             self.lookout.start()
+        if self.log.writes:
+            self.gpu = Gpu(device.gpu_load)
         newest = self._find_checkpoint()
         critic = config.critic.path or config.model.path if "critic" in self.declared.roles else None
         self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config, self.declared)

@@ -279,7 +279,7 @@ def test_a_rank_is_named_by_its_roles_where_it_has_its_own() -> None:
 def train(folder: Path, quickstart: Path, *overrides: str) -> subprocess.Popen[str]:
     """Two ranks of SFT, which go on for as long as one lets them; TMPDIR is a folder of its own."""
     given = [f"run.dir={folder}/run", f"model.path={quickstart}/model", f"data.train={quickstart}/sft.jsonl"]
-    given += ["run.num_rollout=100000", "data.prompts_per_step=4", "track.tensorboard=false", "track.progress=false"]
+    given += ["run.num_rollout=100000", "data.prompts_per_step=4", "track.trackers=[]", "track.progress=false"]
     command = [sys.executable, "-m", "megarl.train", str(ROOT / "configs/quickstart_sft.yaml"), *given, *overrides]
     return start(command, folder)
 

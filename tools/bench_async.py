@@ -43,7 +43,7 @@ def settings(options: argparse.Namespace) -> list[str]:
         "placement={actor: 0, rollout: 1}",
         *("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"),
         *(f"model.path={folder}/model", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"),
-        *("run.eval_every=0", "run.export=false", "track.progress=false", "track.tensorboard=false"),
+        *("run.eval_every=0", "run.export=false", "track.progress=false", "track.trackers=[]"),
         *(
             f"run.num_rollout={options.steps + WARM}",
             f"run.epochs={options.epochs}",

@@ -59,7 +59,7 @@ def settings(options: argparse.Namespace, name: str, lag: int, seed: int) -> lis
         *("parallel.world_size=2", "parallel.ranks_per_node=2"),
         *trials.quickstart(options.folder),
         *(f"run.num_rollout={options.steps}", f"run.eval_every={options.steps}", "run.export=false"),
-        *("track.tensorboard=false", "track.rollouts=false"),
+        *("track.trackers=[]", "track.rollouts=false"),
         *options.overrides,
         *(f"run.seed={seed}", f"rollout.max_lag={lag}", *CORRECTIONS[name]),
     ]

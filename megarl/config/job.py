@@ -165,8 +165,9 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class TrackConfig:
-    tensorboard: bool = True
-    """Write TensorBoard events into the run folder."""
+    trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = ("tensorboard",)
+    """Who is told the metrics, beside metrics.jsonl. Keys and projects of W&B, SwanLab and MLflow are in environment
+    variables of theirs (WANDB_API_KEY, WANDB_MODE=offline, ...); without key or network the run goes on."""
     rollouts: bool = True
     """Record every rollout in the run folder, as parquet."""
     records: bool = True

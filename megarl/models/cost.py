@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, param_count
 
 
 def met_weights(hf: HFConfig) -> float:
-    """How many weights a token meets: all but the embedding's, and of the experts those chosen."""
+    """How many weights a token meets: all but the embedding's, and of the experts those chosen; norms and biases among
+    them, which `flops.py` leaves out: this is for comparing sequences."""
     settings, counts = family_of(hf).megatron_config(hf), param_count(hf)
     met = float(sum(counts.values()) - counts["embedding"] - counts["experts"])
     if experts := settings.get("num_moe_experts"):
@@ -23,10 +27,12 @@ def quadratic_cost(hf: HFConfig) -> float:
     2's spares an eighth of the pairs of its longest sequences.
     """
     settings = family_of(hf).megatron_config(hf)
-    if settings.get("multi_latent_attention"):
-        query = settings["qk_head_dim"] + settings["qk_pos_emb_head_dim"]
-        value = settings["v_head_dim"]
-    else:
-        query = value = settings["kv_channels"]
-    pairs = settings["num_layers"] * settings["num_attention_heads"] * (query + value)
+    pairs = settings["num_layers"] * settings["num_attention_heads"] * attention_width(settings)
     return float(pairs / (2 * met_weights(hf)))
+
+
+def attention_width(settings: Mapping[str, Any]) -> int:
+    """Elements of a query and of a value of one head. settings: of Megatron's TransformerConfig."""
+    if settings.get("multi_latent_attention"):
+        return int(settings["qk_head_dim"] + settings["qk_pos_emb_head_dim"] + settings["v_head_dim"])
+    return 2 * int(settings["kv_channels"])

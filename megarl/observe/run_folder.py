@@ -63,6 +63,7 @@ logs/            what each SGLang engine said; the traceback of a rank that fail
                  when one of them hung
 metrics.jsonl    one line of metrics per step and per evaluation: {"step": 12, "time": ..., "rollout/reward_mean": ...}
 tensorboard/     the same for TensorBoard: .venv/bin/python -m tensorboard.main --logdir <this folder>
+wandb/ swanlab/ mlflow/   and for other trackers, where track.trackers names them; trackers/ has how far these are
 rollouts/        step_000012/ holds every conversation of step 12, a part of them in the file of each rank: words, turns
                  with token ids, log-probs and advantages, reward, seed. Look:
                  .venv/bin/python tools/view_rollouts.py <this folder> --step 12
@@ -114,7 +115,7 @@ class RunFolder:
         """Write config.yaml and README.txt; the run goes on after step `step`, from which on the changes hold that are
         returned. Raises ConfigError where that cannot be written."""
         changes = earlier_run(self.path, self._config, self.resumes)
-        text = yaml.safe_dump(_without_secrets(self._config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(without_secrets(self._config), sort_keys=False, allow_unicode=True)
         try:
             for change in changes:
                 record = {"step": step + 1, **change._asdict(), "time": time.time()}
@@ -235,7 +236,7 @@ def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
     return changes
 
 
-def _without_secrets(config: Config) -> dict[str, Any]:
+def without_secrets(config: Config) -> dict[str, Any]:
     """The configuration as others may read it. `track.webhook` by the name of a variable is none."""
     tree = to_dict(config)
     if not config.track.webhook.startswith(BY_NAME):

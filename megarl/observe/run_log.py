@@ -18,9 +18,10 @@ from megarl.observe.clock import Span
 from megarl.observe.guards import Guards
 from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import RolloutLog, remove_after
-from megarl.observe.run_folder import Change, RunFolder, claim
+from megarl.observe.run_folder import Change, RunFolder, claim, without_secrets
 from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
+from megarl.observe.trackers.tables import rows_of
 from megarl.observe.webhook import Webhook, url_of
 from megarl.parallel import ranks
 from megarl.rewards.unscored import unscored_reasons
@@ -64,7 +65,10 @@ class RunLog:
             bands=bands_of(config.guards),
         )
         self.guards = Guards(config.guards, self.say, self.alarm)
-        self._tracker = Tracker(self.run_dir, config.track.tensorboard, self._warn) if self.writes else None
+        self._tracker: Tracker | None = None
+        if self.writes:
+            self._tracker = Tracker(self.run_dir, config.track.trackers, self._warn, without_secrets(config))
+        self._shows_rollouts = config.track.rollouts
         url = url_of(config.track.webhook) if self.writes and config.track.webhook else ""
         self._webhook = Webhook(url, config.run.dir) if url else None
         self._rollouts: RolloutLog | None = None
@@ -99,7 +103,7 @@ class RunLog:
             self.say(f"changed, from step {step + 1} on: {change}")
 
     def alarm(self, text: str) -> None:
-        """What must not be overlooked: in the log, in TensorBoard, and posted to `track.webhook`."""
+        """What must not be overlooked: in the log, in the trackers, and posted to `track.webhook`."""
         self.say(f"ALARM: {text}")
         if self._tracker is not None:
             self._tracker.alarm(self._step, text)
@@ -198,6 +202,8 @@ class RunLog:
     def _write(self, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
         assert self._tracker is not None
         self._tracker.log(step, metrics)
+        if rollouts is not None and self._shows_rollouts:
+            self._tracker.table(step, rows_of(step, rollouts.here))
         if rollouts is not None and (reasons := abort_reasons(rollouts)):
             self.say(f"step {step}: aborted rollouts, which nothing is trained on: {reasons}")
         if rollouts is not None and (reasons := unscored_reasons(rollouts)):

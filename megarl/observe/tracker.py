@@ -1,33 +1,45 @@
-"""Where metrics go: `metrics.jsonl` always, TensorBoard where asked for. A full disk costs metrics, never the run."""
+"""Where metrics go: `metrics.jsonl` always, and the trackers that are asked for. A full disk costs metrics, never the
+run."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.observe import exact_json
+from megarl.observe.trackers.known import KNOWN, opened
+from megarl.observe.trackers.outlet import Outlet
+from megarl.observe.trackers.sink import Row, Standing, Told
 
 
 class Tracker:
-    """Writes the metrics of one run folder. On rank 0 only. warn: is told, once, what cannot be written."""
+    """Writes the metrics of one run folder. On rank 0 only. warn: is told, once, what cannot be written. config: what
+    trackers may show of it."""
 
-    def __init__(self, run_dir: Path, tensorboard: bool = True, warn: Callable[[str], None] = warnings.warn) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        names: Sequence[str] = ("tensorboard",),
+        warn: Callable[[str], None] = warnings.warn,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         self._warn = warn
         self.path = run_dir / "metrics.jsonl"
-        self._tensorboard_dir = run_dir / "tensorboard" if tensorboard else None
-        self._writer: Any = None
         self._started = False
         self._failed: set[str] = set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
-        self._under_way: Future[None] | None = None
+        told = Told(run_dir, config=config or {})
+        self._outlets = [
+            Outlet(KNOWN[name].title, partial(opened, name), told, Standing(run_dir / "trackers" / f"{name}.json"))
+            for name in dict.fromkeys(names)
+        ]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line `{"step": ..., "time": seconds since 1970, name: value, ...}`, and the same to TensorBoard, in
-        the background, since all ranks wait for the one that writes.
+        """Append a line `{"step": ..., "time": seconds since 1970, name: value, ...}`, and give the same to the
+        trackers, which write in the background, since all ranks wait for the one that writes.
 
         A step may have several lines (training, evaluation); after a resume the last value of a name counts.
         """
@@ -36,27 +48,30 @@ class Tracker:
             self._try("metrics.jsonl", lambda: self._forget(step, metrics))
         line = exact_json.dumps({"step": step, "time": time.time(), **metrics}) + "\n"
         self._try("metrics.jsonl", lambda: self._append(line))
-        self._settle()
-        if "TensorBoard" not in self._failed:  # else its writer is gone for good; the file may find room again
-            self._under_way = self._thread.submit(self._write_tensorboard, step, dict(metrics))
+        for outlet in self._outlets:
+            outlet.metrics(step, metrics)
+        self._look()
 
     def alarm(self, step: int, text: str) -> None:
-        """For TensorBoard, among its texts."""
-        if "TensorBoard" not in self._failed:
-            self._settle()
-            self._under_way = self._thread.submit(self._write_text, step, text)
+        """For the trackers, among their texts."""
+        for outlet in self._outlets:
+            outlet.text(step, text)
 
-    def _settle(self) -> None:
-        """Wait until TensorBoard has what it was given before."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            self._try("TensorBoard", under_way.result)
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """For the trackers: some of the step's rollouts, by `trackers.sink.COLUMNS`."""
+        if rows:
+            for outlet in self._outlets:
+                outlet.table(step, rows)
+
+    def _look(self) -> None:
+        for outlet in self._outlets:
+            if failure := outlet.failure():
+                self._warn(failure)
 
     def close(self) -> None:
-        self._settle()
-        self._thread.shutdown()
-        if self._writer is not None:
-            self._try("TensorBoard", self._writer.close)
+        for outlet in self._outlets:
+            outlet.close()
+        self._look()
 
     def _append(self, line: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -73,27 +88,6 @@ class Tracker:
         partial = self.path.with_suffix(".tmp")
         partial.write_text("".join(exact_json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         partial.replace(self.path)
-
-    def _write_tensorboard(self, step: int, metrics: Mapping[str, float]) -> None:
-        if (writer := self._open(step)) is None:
-            return
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    def _write_text(self, step: int, text: str) -> None:
-        if (writer := self._open(step)) is not None:
-            writer.add_text("alarms", text, step)
-            writer.flush()
-
-    def _open(self, step: int) -> Any:
-        """TensorBoard's writer, which is made before the first step's figures; None where it is not wanted."""
-        if self._tensorboard_dir is not None and self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # seconds to import, so not at the head of the file
-
-            again = self._tensorboard_dir.is_dir() and any(self._tensorboard_dir.iterdir())
-            self._writer = SummaryWriter(str(self._tensorboard_dir), purge_step=step + 1 if again else None)
-        return self._writer
 
     def _try(self, what: str, write: Any) -> None:
         """Do it; the first failure of each kind is said, further ones are silent and every one is survived."""

@@ -60,3 +60,19 @@ def peak_memory_bytes() -> int:
     if _HAS_CUDA:
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def gpu_name() -> str:
+    """What CUDA calls this rank's device; empty where there is none."""
+    return torch.cuda.get_device_name(device()) if _HAS_CUDA else ""
+
+
+def gpu_load() -> tuple[float, int] | None:
+    """The share of the last moments in which the device was at work, and how many of its bytes are taken, by NVML; None
+    where there is no device, or nobody who knows. Never raises."""
+    if not _HAS_CUDA:
+        return None
+    try:
+        return torch.cuda.utilization(device()) / 100, int(torch.cuda.device_memory_used(device()))
+    except Exception:  # noqa: BLE001  no pynvml, no rights, a driver of another version: a figure less
+        return None

@@ -13,7 +13,9 @@ from megarl.config import Config, ConfigError
 from megarl.megatron.build import Role
 from megarl.megatron.distribution import Distribution
 from megarl.megatron.model import NAMES, MegatronModel
+from megarl.models.flops import model_flops
 from megarl.observe.clock import ELSEWHERE
+from megarl.observe.meter import Work
 from megarl.parallel import ranks
 from megarl.parallel.placement import placement_of
 from megarl.types import ALONE, ModelOutput, TrainBatch
@@ -40,13 +42,19 @@ class ModelWorker(Worker):
         """Of the role that it plays; what `role` says is what kind of model it has."""
         self.members = placement_of(self.config).of(self.name)
         self.apart = len(self.members) < self.job.world
+        self.work: Work | None = None
+        """What its model has computed, as every rank can say; there once it is built."""
 
     def build(self, hf: Mapping[str, Any], path: str, config: Config, trains: bool = True) -> None:
         """The model, from a folder, on the ranks that have it."""
         with self.clock.phase("load"):
             if self.name not in self.context.layouts:
                 raise ConfigError(f"roles.{self.name}.model is not set; it must name the HF folder of the {self._name}")
+            lora = config.lora if trains else None
+            flops = model_flops(hf, lora, valued=self.role != "actor")
+            phase = f"{self.role}_update"
             layout = self.context.layouts[self.name]
+            self.work = Work(self.name, flops, phase, max(1, len(self.members)), layout is not None)
             if layout is None:
                 return
             updates = self.context.updates[self.name] if trains else 1
@@ -86,6 +94,8 @@ class ModelWorker(Worker):
         """what: the numbers' name. within: entered on the role's ranks meanwhile. every: whether all numbers must be
         finite; if not, those of action tokens are, of at least half of the sequences; None where none must."""
         names = NAMES[self.role]
+        if self.work is not None:
+            self.work.looked(batch.lengths.tolist())
         if self.model is None:
             read = self.distribution.forward_elsewhere(batch, names)
         else:

@@ -37,6 +37,8 @@ class TrainingWorker(ModelWorker):
         given = {name: getattr(batch, name) for name in read_by(loss_fn, batch)}
         self.require_finite({f"{name} in the batch": x for name, x in given.items() if x.is_floating_point()}, batch)
         mine: dict[str, float] | None = None
+        if self.work is not None:
+            self.work.learned(batch.lengths.tolist())
         with self.clock.phase(f"{self.role}_update", self.at_work):
             if self.model is None or self._back.pauses(self.step):
                 self.distribution.train_elsewhere(batch, given)

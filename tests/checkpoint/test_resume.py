@@ -29,7 +29,7 @@ model: {dtype: bfloat16}
 data: {prompts_per_step: 8}
 rollout: {max_context: 256, max_new_tokens: 64}
 actor_optimizer: {lr: 0.01, min_lr: 0.001, schedule: linear, warmup_fraction: 0.0}
-track: {progress: false, tensorboard: false}
+track: {progress: false, trackers: []}
 """
 
 

@@ -148,7 +148,7 @@ def test_the_others_are_trained_on_and_no_mean_is_spoilt(algorithm: str, who: st
 
 def test_they_are_kept_for_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
-    log = RunLog(from_dict({"run": {"dir": str(tmp_path)}, "track": {"tensorboard": False}}), Job(0, 1, 0))
+    log = RunLog(from_dict({"run": {"dir": str(tmp_path)}, "track": {"trackers": []}}), Job(0, 1, 0))
     odd = [{"prompt": f"p{i}", "group": i, "seed": i, "not_finite": {"logprobs": 1}} for i in range(5)]
     log.quarantined(3, odd)
     log.close()

@@ -31,7 +31,7 @@ def place(rank: int) -> Job:
 
 
 def config(run_dir: Path, **run: str) -> Config:
-    return from_dict({"run": {"dir": str(run_dir), "num_rollout": 2, **run}, "track": {"tensorboard": False}})
+    return from_dict({"run": {"dir": str(run_dir), "num_rollout": 2, **run}, "track": {"trackers": []}})
 
 
 def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(
 
 
 def test_no_timeline_where_none_is_wanted(tmp_path: Path) -> None:
-    wanted = from_dict({"run": {"dir": str(tmp_path)}, "track": {"tensorboard": False, "timeline": False}})
+    wanted = from_dict({"run": {"dir": str(tmp_path)}, "track": {"trackers": [], "timeline": False}})
     log = RunLog(wanted, place(0))
     log.spans([Span("step 1", "step", "main", 1.0, 2.0)])
     log.close()
@@ -175,7 +175,7 @@ def test_guards_are_said_counted_and_kept(tmp_path: Path) -> None:
     """Rank 1 has the same figures and says nothing; both end together."""
 
     def guarded(folder: Path) -> Config:
-        tree = {"run": {"dir": str(folder)}, "track": {"tensorboard": False}}
+        tree = {"run": {"dir": str(folder)}, "track": {"trackers": []}}
         return from_dict({**tree, "guards": {"ppo_kl": 0.05, "alarms": True}})
 
     logs = [RunLog(guarded(tmp_path), place(rank)) for rank in (0, 1)]

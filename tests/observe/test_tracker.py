@@ -30,17 +30,17 @@ def test_file_and_tensorboard_hold_the_same(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_forgets_what_it_does_again(tmp_path: Path) -> None:
-    first = Tracker(tmp_path, tensorboard=False)
+    first = Tracker(tmp_path, names=())
     for step in range(1, 5):
         first.log(step, {"x": float(step)})
     (tmp_path / "metrics.jsonl").open("a").write('{"step": 5, "x"')  # the crash came in the middle of a line
-    second = Tracker(tmp_path, tensorboard=False)
+    second = Tracker(tmp_path, names=())
     second.log(2, {"eval/reward_greedy": 0.5})
     second.log(3, {"x": 30.0})
     assert read_metrics(tmp_path) == {1: {"x": 1.0}, 2: {"x": 2.0, "eval/reward_greedy": 0.5}, 3: {"x": 30.0}}
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 3]
-    third = Tracker(tmp_path, tensorboard=False)
+    third = Tracker(tmp_path, names=())
     third.log(2, {"x": 20.0})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 2], "the step that is done again is there once"
@@ -53,7 +53,8 @@ def test_a_full_disk_is_said_once_and_survived(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path)
     with pytest.warns(UserWarning) as said:
         tracker.log(1, {"x": 1.0})
-        tracker.log(2, {"x": 2.0})  # TensorBoard is written in the background, and says so with the next step
+        tracker.log(2, {"x": 2.0})
+        tracker.close()  # TensorBoard is written in the background: it is said with a later step, or at the end
     texts = [str(warning.message) for warning in said]
     assert sum("metrics.jsonl" in text and "No space left" in text for text in texts) == 1
     assert sum("TensorBoard" in text for text in texts) == 1

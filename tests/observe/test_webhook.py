@@ -66,7 +66,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(run_dir: Path, url: str) -> Config:
-    return from_dict({"run": {"dir": str(run_dir)}, "track": {"tensorboard": False, "webhook": url}})
+    return from_dict({"run": {"dir": str(run_dir)}, "track": {"trackers": [], "webhook": url}})
 
 
 def test_an_alarm_is_posted_as_others_take_it(server: Server) -> None:

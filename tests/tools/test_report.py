@@ -38,7 +38,7 @@ def tool(name: str) -> ModuleType:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "first"
     prepare(folder, dataclasses.replace(Config(), algorithm="grpo"), resume=False).release()
-    tracker = Tracker(folder, tensorboard=False)
+    tracker = Tracker(folder, names=())
     tracker.log(0, {"eval/reward_greedy": 0.0, "eval/reward_sampled": 0.25})
     for step in range(1, 11):
         times = {"time/generate": 3.0, "time/actor_update": 1.0, "time/step": 6.0}

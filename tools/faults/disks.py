@@ -181,7 +181,7 @@ def _full_for_logs(shop: Workshop) -> Seen:
             disk.prefix if disk else (),
             **alone,
             run__export=False,
-            track__tensorboard=True,
+            track__trackers=["tensorboard"],
             track__timeline=True,
         ) as job:
             if disk:

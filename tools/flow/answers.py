@@ -104,7 +104,7 @@ def config_of(order: Mapping[str, Any], folder: Path) -> Config:
             "rollout": {"samples_per_prompt": samples, "max_context": longest, "tp": order["engine_tp"]},
             "data": {"prompts_per_step": sequences // samples},
             "train": {"token_budget": order["token_budget"], "replay_routing": bool(order["shape"]["layers"])},
-            "track": {"progress": False, "tensorboard": False},
+            "track": {"progress": False, "trackers": []},
         }
     )
 

@@ -1,0 +1,139 @@
+"""Floating point operations of a model by its own shapes, and what GPUs can do: what model FLOPs utilisation is made of
+(MFU, arXiv:2204.02311 appendix B).
+
+Matrix products are counted, 2 operations for each multiplication, and nothing else: norms, activations, rotations and
+softmax are below a hundredth. What is computed again to save memory does not count, nor does padding. Of causal
+attention the pairs count that exist, n (n + 1) / 2 of a sequence, fewer where a layer has a sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.config import LoraConfig
+from megarl.models.adapters import adapted_weights
+from megarl.models.cost import attention_width
+from megarl.models.cuts import Param
+from megarl.models.family import HFConfig
+from megarl.models.registry import family_of, part_of
+
+PEAKS: dict[str, float] = {
+    "B200": 2250e12,  # Blackwell architecture brief: 2.25 PFLOP/s dense of a HGX B200's GPU
+    "GB200": 2500e12,  # GB200 NVL72 datasheet: 180 PFLOP/s dense of 72
+    "H200": 989.4e12,  # H200 datasheet, SXM, half of what it says with sparsity
+    "H100 PCIe": 756e12,  # H100 datasheet
+    "H100 NVL": 835e12,  # H100 NVL datasheet
+    "H100": 989.4e12,  # H100 datasheet, SXM
+    "H800": 989.4e12,  # of the same chip, with slower links
+    "H20": 148e12,  # H20 datasheet
+    "GH200": 989.4e12,  # GH200 datasheet
+    "A100": 312e12,  # A100 datasheet
+    "A800": 312e12,  # of the same chip, with slower links
+    "L40S": 362.05e12,  # L40S datasheet, without sparsity
+    "L40": 181.05e12,  # L40 datasheet
+    "L4": 121e12,  # L4 datasheet, half of 242 with sparsity
+    "A40": 149.7e12,  # A40 datasheet
+    "A10": 125e12,  # A10 datasheet
+    "RTX 4090": 165.2e12,  # Ada whitepaper: with fp32 accumulation
+    "RTX 3090": 71e12,  # Ampere GA102 whitepaper: with fp32 accumulation
+}
+"""Dense bf16 operations per second on tensor cores, by what is in the name that CUDA has for the GPU."""
+
+
+def peak_flops(gpu: str) -> float | None:
+    """Of a GPU by its name; None for one that is not in the table."""
+    words = gpu.replace("-", " ").split()
+    fits = [name for name in PEAKS if set(name.split()) <= set(words)]
+    return PEAKS[max(fits, key=len)] if fits else None
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of a model.
+
+    met: for each token in the forward pass. returned: for each token in the backward pass: gradients of activations
+    and of the weights that are trained. head, head_back: the same of the output layer, for each token with logits.
+    pair: of attention, for each pair of tokens, in all layers without a window. windowed: the same of the layers with
+    one. window: keys that a query of theirs sees, itself among them.
+    """
+
+    met: float
+    returned: float
+    head: float
+    head_back: float
+    pair: float
+    windowed: float = 0.0
+    window: int = 0
+
+    def forward(self, lengths: Iterable[int], logits: int | None = None) -> float:
+        """Of sequences of so many tokens. logits: how many of the tokens get them; all where nothing is said."""
+        tokens, attention = self._of(lengths)
+        return tokens * self.met + (tokens if logits is None else logits) * self.head + attention
+
+    def backward(self, lengths: Iterable[int], logits: int | None = None) -> float:
+        """After that: attention has the gradients of both factors of both of its products."""
+        tokens, attention = self._of(lengths)
+        return tokens * self.returned + (tokens if logits is None else logits) * self.head_back + 2 * attention
+
+    def _of(self, lengths: Iterable[int]) -> tuple[int, float]:
+        """Tokens, and operations of attention."""
+        tokens, attention = 0, 0.0
+        for length in lengths:
+            tokens += length
+            attention += self.pair * (length * (length + 1) / 2) + self.windowed * windowed_pairs(length, self.window)
+        return tokens, attention
+
+
+def windowed_pairs(length: int, window: int) -> float:
+    """Pairs of a query and one of the last `window` keys, its own among them."""
+    near = min(length, window)
+    return near * (near + 1) / 2 + (length - near) * near
+
+
+def model_flops(hf: HFConfig, lora: LoraConfig | None = None, valued: bool = False) -> Flops:
+    """Of the model that config.json describes, without layers of multi-token prediction. lora: where only adapters are
+    trained. valued: a critic or reward model, whose head is a single row. Raises ConfigError as its family does."""
+    family = family_of(hf)
+    settings, table = family.megatron_config(hf), family.params(hf, 1)
+    experts = int(settings.get("num_moe_experts") or 0)
+    chosen = int(settings["moe_router_topk"]) / experts if experts else 1.0
+    layers = [param for param in table if part_of(param) not in ("embedding", "head", "norms") and not param.buffer]
+    base = 2 * sum(_share(param, chosen) * param.size for param in layers if _is_matrix(param))
+    adapters = 0.0
+    trains_all = lora is None or lora.rank == 0
+    if lora is not None and lora.rank:
+        for param in adapted_weights(table, lora.targets):
+            rows, columns = sum(tensor.shape[0] for tensor in param.hf), param.hf[0].shape[1]
+            adapters += 2 * _share(param, chosen) * lora.rank * (rows + columns)
+    words = 1 if valued else int(hf["vocab_size"])
+    head = 2.0 * words * int(settings["hidden_size"])
+    # A critic's head is trained in any case, and a row.
+    found = Flops(
+        met=base + adapters,
+        returned=(2 if trains_all else 1) * base + 2 * adapters,
+        head=head,
+        head_back=(2 if trains_all or valued else 1) * head,
+        pair=0.0,
+    )
+    return _with_attention(found, settings)
+
+
+def _with_attention(found: Flops, settings: Mapping[str, Any]) -> Flops:
+    count = int(settings["num_layers"])
+    each = 2.0 * int(settings["num_attention_heads"]) * attention_width(settings)
+    window, pattern = settings.get("window_size"), settings.get("window_attn_skip_freq")
+    if not window:
+        return replace(found, pair=count * each)
+    near = sum(pattern) if isinstance(pattern, list) else count
+    return replace(found, pair=(count - near) * each, windowed=near * each, window=int(window[0]) + 1)
+
+
+def _share(param: Param, chosen: float) -> float:
+    """Of the tokens that meet a weight."""
+    return chosen if param.expert is not None else 1.0
+
+
+def _is_matrix(param: Param) -> bool:
+    return len(param.hf[0].shape) == 2

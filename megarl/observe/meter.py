@@ -1,0 +1,99 @@
+"""How fast the models of a run compute, in operations of their own shapes, and how busy the GPU is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from megarl.models.flops import Flops
+
+EVERY_S = 2.0
+"""Between two looks at the GPU."""
+
+
+@dataclass
+class Work:
+    """What the model of the role `name` has computed in the step so far, of all its ranks together, in operations of
+    `models.flops`. phase: the one in which it is updated. ranks: how many have it. here: whether this one does, so that
+    its clock knows how long it took."""
+
+    name: str
+    flops: Flops
+    phase: str = ""
+    ranks: int = 1
+    here: bool = True
+    forward: float = 0.0
+    update: float = 0.0
+
+    def looked(self, lengths: Iterable[int]) -> None:
+        """It was asked what it says of sequences of so many tokens."""
+        self.forward += self.flops.forward(lengths)
+
+    def learned(self, lengths: Iterable[int]) -> None:
+        """It was updated by these."""
+        known = list(lengths)
+        self.update += self.flops.forward(known) + self.flops.backward(known)
+
+
+def speed(works: Iterable[Work], times: Mapping[str, float], world: int, peak: float | None) -> dict[str, float]:
+    """Of a step, whose figures begin anew: `perf/tflops_per_gpu` of all that models have computed on Megatron over the
+    whole step and all ranks, and `perf/<role>_tflops_per_gpu` of the role's updates over their time and its ranks;
+    with `peak`, what a GPU can do in a second, the same as shares of it, `perf/mfu` and `perf/<role>_mfu`.
+
+    times: of the clock. What engines compute is in none of them, so that the first two say how much of the machine
+    training had, and the others how well it used it.
+    """
+    rates: dict[str, float] = {}
+    whole = 0.0
+    for work in works:
+        whole += work.forward + work.update
+        seconds = times.get(f"time/{work.phase}", 0.0)
+        if work.here and work.update and seconds > 0:
+            rates[f"{work.name}_"] = work.update / seconds / work.ranks
+        work.forward = work.update = 0.0
+    if whole and times.get("time/step", 0.0) > 0:
+        rates[""] = whole / times["time/step"] / world
+    figures = {f"perf/{who}tflops_per_gpu": rate / 1e12 for who, rate in rates.items()}
+    if peak:
+        figures |= {f"perf/{who}mfu": rate / peak for who, rate in rates.items()}
+    return figures
+
+
+class Gpu:
+    """Looks at this rank's GPU every two seconds. look: the share of time it was at work lately, and bytes of its
+    memory that are taken, by whatever process; None where that cannot be known, and then it is not asked again."""
+
+    def __init__(self, look: Callable[[], tuple[float, int] | None]) -> None:
+        self._look = look
+        self._seen: list[tuple[float, int]] = []
+        self._ends = threading.Event()
+        self._lock = threading.Lock()
+        if self._sample():
+            threading.Thread(target=self._watch, name="gpu", daemon=True).start()
+
+    def figures(self) -> dict[str, float]:
+        """Since the last call: `perf/gpu_utilization`, the mean share of time in which it was at work, and
+        `perf/gpu_memory_gib`, the most memory taken on it, the engine's and others' included."""
+        with self._lock:
+            seen, self._seen = self._seen, []
+        if not seen:
+            return {}
+        return {
+            "perf/gpu_utilization": sum(busy for busy, _ in seen) / len(seen),
+            "perf/gpu_memory_gib": max(taken for _, taken in seen) / 2**30,
+        }
+
+    def close(self) -> None:
+        self._ends.set()
+
+    def _watch(self) -> None:
+        while not self._ends.wait(EVERY_S) and self._sample():
+            pass
+
+    def _sample(self) -> bool:
+        found = self._look()
+        if found is not None:
+            with self._lock:
+                self._seen.append(found)
+        return found is not None

@@ -1,0 +1,62 @@
+"""MLflow: at MLFLOW_TRACKING_URI, else in files in `<run>/mlflow`; MLFLOW_EXPERIMENT_NAME as everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from megarl.observe.trackers.sink import COLUMNS, PROJECT, Row, Told, plain_name
+
+_AT_ONCE = 1000
+"""Figures that a server takes in one request."""
+
+
+class MLflow:
+    appends: ClassVar[bool] = True
+
+    def __init__(self, told: Told) -> None:
+        place = os.environ.get("MLFLOW_TRACKING_URI")
+        if not place:
+            place = (told.run_dir / "mlflow").resolve().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it would rather have a server
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._metric, self._client = Metric, MlflowClient(tracking_uri=place)
+        self.id = told.id if told.id and self._there(told.id) else self._new(told)
+
+    def _there(self, run: str) -> bool:
+        try:
+            self._client.update_run(run, status="RUNNING")
+        except Exception:  # noqa: BLE001  its store was removed: then it begins anew
+            return False
+        return True
+
+    def _new(self, told: Told) -> str:
+        wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        found = self._client.get_experiment_by_name(wanted)
+        experiment = found.experiment_id if found else self._client.create_experiment(wanted)
+        run: str = self._client.create_run(experiment, run_name=told.name).info.run_id
+        self._client.log_text(run, json.dumps(dict(told.config), indent=1, default=str), "config.json")
+        return run
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        figures = [self._metric(plain_name(name), float(value), now, step) for name, value in values.items()]
+        for first in range(0, len(figures), _AT_ONCE):
+            self._client.log_batch(self.id, metrics=figures[first : first + _AT_ONCE])
+
+    def text(self, step: int, text: str) -> None:
+        self._client.log_text(self.id, text, f"alarms/step_{step:06d}_{time.time_ns()}.txt")
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """A file of its own for each step: MLflow's own table would be read and written anew each time."""
+        table = {"columns": COLUMNS, "data": rows}
+        self._client.log_text(self.id, json.dumps(table, default=str), f"rollouts/step_{step:06d}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)

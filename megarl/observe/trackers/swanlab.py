@@ -1,0 +1,49 @@
+"""SwanLab. `SWANLAB_API_KEY` or `swanlab login`; SWANLAB_PROJECT and SWANLAB_MODE as everywhere.
+
+With SWANLAB_MODE=offline what `swanlab sync` sends is in `<run>/swanlab`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from megarl.observe.trackers.sink import COLUMNS, PROJECT, Row, Told, plain_name
+
+
+class SwanLab:
+    appends: ClassVar[bool] = True
+
+    def __init__(self, told: Told) -> None:
+        import swanlab
+
+        self._swanlab = swanlab
+        self.id = told.id or secrets.token_hex(8)
+        folder = told.run_dir / "swanlab"
+        folder.mkdir(exist_ok=True)
+        self._run = swanlab.init(
+            project=os.environ.get("SWANLAB_PROJECT") or PROJECT,
+            name=told.name,
+            id=self.id,
+            resume="allow",
+            log_dir=str(folder),
+            mode=os.environ.get("SWANLAB_MODE") or None,  # type: ignore[arg-type]
+            config=dict(told.config),
+            settings=swanlab.Settings(interactive=False),
+        )
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({plain_name(name): value for name, value in values.items()}, step=step)
+
+    def text(self, step: int, text: str) -> None:
+        self._run.log({"alarms": self._swanlab.Text(text)}, step=step)
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        table = self._swanlab.echarts.Table()
+        table.add(list(COLUMNS), [list(row) for row in rows])
+        self._run.log({"rollouts": table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

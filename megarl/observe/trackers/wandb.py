@@ -1,0 +1,66 @@
+"""Weights & Biases. `WANDB_API_KEY` or `wandb login`; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE as everywhere.
+
+With WANDB_MODE=offline what `wandb sync` sends is in `<run>/wandb`.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+from megarl.observe.trackers.sink import COLUMNS, PROJECT, Row, Told
+
+
+class Wandb:
+    appends: ClassVar[bool] = True  # it refuses a step before the last one
+
+    def __init__(self, told: Told) -> None:
+        _needs_key()
+        import wandb
+
+        self._wandb = wandb
+        self.id = told.id or secrets.token_hex(4)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=os.environ.get("WANDB_NAME") or told.name,
+            id=self.id,
+            resume="allow",
+            dir=str(told.run_dir),
+            config=dict(told.config),
+            # Nothing of the terminal, the code or the command line: only what it is given here.
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True
+            ),
+        )
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def text(self, step: int, text: str) -> None:
+        self._run.alert(title=f"step {step}", text=text)
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        data = [list(row) for row in rows]
+        self._run.log({"rollouts": self._wandb.Table(columns=list(COLUMNS), data=data)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _needs_key() -> None:
+    """Raise where it would ask for a key, on a terminal that nobody looks at."""
+    if os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
+    try:
+        known = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        known = None
+    if known is None:
+        raise RuntimeError("there is no key: export WANDB_API_KEY, or WANDB_MODE=offline")

@@ -1,0 +1,120 @@
+"""Operations counted beside those that torch counts of transformers' own models, and by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.config import LoraConfig
+from megarl.models.flops import PEAKS, Flops, model_flops, peak_flops, windowed_pairs
+
+pytestmark = pytest.mark.alone
+
+TESTS = Path(__file__).resolve().parents[1]
+CONFIGS = TESTS.parent / "configs/models"
+LENGTH = 40
+
+
+def tiny() -> Any:
+    spec = importlib.util.spec_from_file_location("tiny", TESTS / "megatron/tiny.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TINY = tiny()
+
+
+def whole_square(flops: Flops, length: int) -> float:
+    """What attention costs where all pairs are computed, and half of them masked, as transformers' eager one does."""
+    return (flops.pair + flops.windowed) * length**2 - flops.forward([length]) + length * (flops.met + flops.head)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3", "llama", "gemma2"])
+def test_within_a_hundredth_of_what_torch_counts(family: str) -> None:
+    hf = TINY.HF[family]
+    model = TINY.hf_model(family)
+    model.set_attn_implementation("eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # others compute what no token has chosen
+    ids = torch.randint(0, 200, (1, LENGTH))
+    counted = {}
+    with FlopCounterMode(display=False) as counter:
+        logits = model(ids, use_cache=False).logits
+    counted["forward"] = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        logits.sum().backward()
+    counted["backward"] = counter.get_total_flops()
+    flops = model_flops(hf)
+    more = whole_square(flops, LENGTH)
+    assert flops.forward([LENGTH]) + more == pytest.approx(counted["forward"], rel=0.01)
+    assert flops.backward([LENGTH]) + 2 * more == pytest.approx(counted["backward"], rel=0.01)
+
+
+def test_adapters_alone_are_trained() -> None:
+    """W x + B (A x), of which torch counts the passes."""
+    hf = TINY.HF["llama"]
+    whole, adapted = model_flops(hf), model_flops(hf, LoraConfig(rank=4, targets=("linear_proj",)))
+    x = torch.randn(LENGTH, 64, requires_grad=True)
+    w, a, b = torch.randn(32, 64), torch.randn(4, 64, requires_grad=True), torch.randn(32, 4, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        y = x @ w.T + x @ a.T @ b.T
+    forward = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    of_weight = 2 * 32 * 64 * LENGTH
+    layers = 2
+    added = adapted.forward([LENGTH]) - whole.forward([LENGTH])
+    assert added == layers * (forward - of_weight)
+    frozen = whole.returned / 2 + counter.get_total_flops() * layers / LENGTH - layers * of_weight / LENGTH
+    assert adapted.returned == pytest.approx(frozen)
+    assert adapted.head_back == whole.head_back / 2
+
+
+def test_of_experts_those_chosen_and_of_a_critic_one_row() -> None:
+    hf = TINY.HF["qwen3_moe"]
+    once, twice = (model_flops({**hf, "num_experts_per_tok": n}).met for n in (2, 3))
+    assert twice - once == 2 * 2 * 3 * 32 * 24  # layers; gate, up and down of an expert
+    assert model_flops(hf, valued=True).head == 2 * 32
+
+
+def test_by_hand_of_a_large_one() -> None:
+    """DeepSeek-V3: 37e9 active weights, of which the embedding of 0.93e9 is none that is multiplied."""
+    flops = model_flops(json.loads((CONFIGS / "deepseek_v3.json").read_text()))
+    assert flops.met + flops.head == pytest.approx(2 * 36.6e9, rel=0.01)
+    assert flops.backward([100]) == 2 * flops.forward([100])
+    assert flops.forward([100], logits=10) == flops.forward([100]) - 90 * flops.head
+
+
+def test_pairs() -> None:
+    for length, window in ((1, 4), (4, 4), (9, 4)):
+        assert windowed_pairs(length, window) == sum(min(n + 1, window) for n in range(length))
+    flops = Flops(0.0, 0.0, 0.0, 0.0, pair=1.0)
+    assert flops.forward([3, 2]) == 6 + 3, "sequences do not see each other"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_peaks_by_the_name_that_cuda_has(name: str, known: str) -> None:
+    assert peak_flops(name) == PEAKS[known]
+
+
+def test_of_an_unknown_gpu_there_is_none() -> None:
+    assert peak_flops("AMD Instinct MI300X") is None and peak_flops("") is None

@@ -1,0 +1,59 @@
+"""Speed in operations of the models' own shapes, and shares of what the GPU can do."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from megarl.models.flops import Flops
+from megarl.observe import meter
+from megarl.observe.meter import Gpu, Work, speed
+
+pytestmark = pytest.mark.alone
+
+FLOPS = Flops(met=8e9, returned=16e9, head=2e9, head_back=4e9, pair=0.0)
+
+
+def test_a_step_of_two_roles() -> None:
+    actor, critic = Work("actor", FLOPS, "actor_update", 2), Work("critic", FLOPS, "critic_update", 2, here=False)
+    actor.looked([60, 40])
+    actor.learned([100])
+    critic.learned([100])
+    times = {"time/actor_update": 0.5, "time/critic_update": 0.0, "time/step": 2.0}
+    found = speed([actor, critic], times, world=4, peak=10e12)
+    assert found == pytest.approx(
+        {
+            "perf/tflops_per_gpu": (1e12 + 3e12 + 3e12) / 2 / 4 / 1e12,
+            "perf/actor_tflops_per_gpu": 3e12 / 0.5 / 2 / 1e12,
+            "perf/mfu": (1e12 + 3e12 + 3e12) / 2 / 4 / 10e12,
+            "perf/actor_mfu": 3e12 / 0.5 / 2 / 10e12,
+        }
+    )
+    assert speed([actor, critic], times, 4, 10e12) == {}, "each step begins anew"
+
+
+def test_without_a_gpu_there_is_no_share_of_it() -> None:
+    work = Work("actor", FLOPS, "actor_update")
+    work.learned([10])
+    assert speed([work], {"time/step": 1.0}, 1, None).keys() == {"perf/tflops_per_gpu"}
+
+
+def test_a_gpu_is_looked_at_until_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "EVERY_S", 0.001)
+    seen, asked = iter([(0.5, 2**30), (1.0, 2**31)]), threading.Event()
+
+    def look() -> tuple[float, int] | None:
+        if (found := next(seen, None)) is None:
+            asked.set()
+        return found
+
+    gpu = Gpu(look)
+    assert asked.wait(60)
+    assert gpu.figures() == {"perf/gpu_utilization": 0.75, "perf/gpu_memory_gib": 2.0}
+    assert gpu.figures() == {}
+    gpu.close()
+
+
+def test_without_a_gpu_nothing_is_looked_at() -> None:
+    assert Gpu(lambda: None).figures() == {}

@@ -1,0 +1,151 @@
+"""The trackers themselves, without a network, where they are installed; and what is said of one that is not."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError, from_dict
+from megarl.observe.tracker import Tracker
+from megarl.observe.trackers import known
+from megarl.observe.trackers.known import KNOWN, check_trackers
+
+pytestmark = pytest.mark.alone
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+ROW = (1, "two and two?", "<script>alert(1)</script> | 4", 1.0, 12, "stop")
+FIGURES = {"rollout/reward_mean": 0.5, "actor/grad_norm": math.nan, "x|odd/../name": math.inf, "loss": -math.inf}
+
+
+@pytest.fixture(autouse=True)
+def away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No account, no network."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("SWANLAB_API_KEY", KEY)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def a_run(folder: Path, name: str, first: int = 1, last: int = 2) -> None:
+    """Steps of a run, or of one that goes on; nothing may be warned of, and no key may be in its folder."""
+    folder.mkdir(exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message="could not write")
+        tracker = Tracker(folder, [name], config={"run": {"dir": "a", "seed": 1}})
+        for step in range(first, last + 1):
+            tracker.log(step, FIGURES)
+            tracker.table(step, [ROW])
+        tracker.alarm(last, "actor/entropy is low")
+        tracker.close()
+    for file in folder.rglob("*"):
+        assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
+
+
+def test_a_tracker_that_is_not_installed_is_a_mistake_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_trackers(["tensorboard"])
+    monkeypatch.setitem(known.KNOWN, "wandb", KNOWN["wandb"]._replace(package="no_such_package"))
+    with pytest.raises(ConfigError, match="track.trackers: wandb is not installed; `pip install wandb`"):
+        check_trackers(["tensorboard", "wandb"])
+    with pytest.raises(ConfigError, match="did you mean wandb"):
+        from_dict({"track": {"trackers": ["wandbb"]}})
+
+
+def test_all_that_can_be_named_are_known() -> None:
+    assert set(from_dict({"track": {"trackers": list(KNOWN)}}).track.trackers) == set(KNOWN)
+
+
+def test_what_a_policy_wrote_is_only_text_in_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    a_run(tmp_path / "run", "tensorboard")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    (_, event) = events.Tensors("rollouts/text_summary")
+    (text,) = event.tensor_proto.string_val
+    assert b"<script" not in text and b"&lt;script" in text and b"&#124; 4" in text
+    assert [scalar.value for scalar in events.Scalars("rollout/reward_mean")] == [0.5, 0.5]
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    folder = tmp_path / "run"
+    a_run(folder, "wandb")
+    a_run(folder, "wandb", first=2, last=3)  # step 2 is taken again
+    runs = sorted((folder / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2 and len({next(run.glob("*.wandb")).name for run in runs}) == 1, "the same run's"
+    found = [history(run) for run in runs]
+    assert [[line["_step"] for line in lines] for lines in found] == [[1, 2], [2, 3]]
+    assert found[0][0]["rollout/reward_mean"] == 0.5
+    assert any(name.startswith("rollouts/") for name in found[0][0])
+    assert "rollout/reward_mean" not in found[1][0] and found[1][1]["rollout/reward_mean"] == 0.5
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """What `wandb sync` would send of a run's figures, a step each."""
+    from wandb.proto import wandb_internal_pb2
+
+    lines = []
+    for data in records(next(run.glob("*.wandb")).read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.HasField("history"):
+            items = record.history.item
+            lines.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return lines
+
+
+def records(log: bytes) -> Iterator[bytes]:
+    """Of a file in LevelDB's log format, behind a head of 7 bytes: blocks of 32 KiB, of pieces of records."""
+    at, whole = 7, b""
+    while at + 7 <= len(log):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", log[at : at + 7])
+        whole, at = whole + log[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or its last piece
+            yield whole
+            whole = b""
+
+
+def test_wandb_without_a_key_is_said_and_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.delenv("WANDB_API_KEY")
+    said: list[str] = []
+    tracker = Tracker(tmp_path, ["wandb"], said.append)
+    tracker.log(1, FIGURES)
+    tracker.close()
+    (text,) = said
+    assert "W&B: there is no key: export WANDB_API_KEY, or WANDB_MODE=offline" in text
+
+
+def test_mlflow_in_the_run_folder(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    folder = tmp_path / "run"
+    a_run(folder, "mlflow")
+    a_run(folder, "mlflow", first=2, last=3)
+    client = mlflow.MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
+    steps = [one.step for one in client.get_metric_history(run.info.run_id, "rollout/reward_mean")]
+    assert steps == [1, 2, 3], "the same run, and no step twice"
+    assert run.data.metrics.keys() == {"rollout/reward_mean", "actor/grad_norm", "x_odd/_/name", "loss"}
+    files = [path.name for path in (folder / "mlflow").rglob("step_*.json")]
+    assert sorted(files) == ["step_000001.json", "step_000002.json", "step_000003.json"]
+
+
+def test_swanlab_offline(tmp_path: Path) -> None:
+    pytest.importorskip("swanlab")
+    folder = tmp_path / "run"
+    a_run(folder, "swanlab")
+    a_run(folder, "swanlab", first=2, last=3)
+    assert list((folder / "swanlab").rglob("*.swanlab"))
