@@ -71,12 +71,15 @@ def gaps_of(records: Sequence[Record], version: int) -> Gaps:
     engine, replayed, free, rest_of, lag, choices, number, place = columns
     own = np.where(np.isnan(free), replayed, free)
     keep = np.isfinite(engine) & np.isfinite(own) & np.isfinite(replayed)
-    routing, rest = free - replayed, replayed - engine
-    at = np.stack([number, place], 1).astype(np.int64)
     return Gaps(
-        *(column[keep] for column in (engine, own, routing, rest)),
-        *(column[keep].astype(kind) for column, kind in ((rest_of, np.int8), (lag, np.int32), (choices, np.int32))),
-        at[keep],
+        engine=engine[keep],
+        trainer=own[keep],
+        routing=(free - replayed)[keep],
+        rest=(replayed - engine)[keep],
+        rest_of=rest_of[keep].astype(np.int8),
+        lag=lag[keep].astype(np.int32),
+        choices=choices[keep].astype(np.int32),
+        at=np.stack([number, place], 1).astype(np.int64)[keep],
         unseen=sum(record.trainer is None for record in records),
         not_finite=int((~keep).sum()),
     )
