@@ -52,6 +52,9 @@ def test_episodes_are_recorded_with_their_branches(run: Path) -> None:
     for one in found:
         parts = one.reward_parts
         assert one.reward == pytest.approx(parts["even"] + parts["environment"])
+    assert all(one.branch is not None for one in found)
+    said = [(one.branch.number, one.branch.forks) for one in by_agent["branching"] if one.branch is not None]
+    assert said == [(0, 1), (1, 1)] * 4  # in the table, as in `agents/forks`
     for episode in {(one.group, one.episode) for one in by_agent["branching"]}:
         first, last = [one for one in by_agent["branching"] if (one.group, one.episode) == episode]
         assert first.reward == last.reward

@@ -65,6 +65,24 @@ def test_training_without_an_engine_needs_no_sglang(trained: Path) -> None:
     assert "rollout/logprob_diff_mean_unreplayed" in rows[0]
 
 
+def test_its_mismatch_is_taken_apart(trained: Path) -> None:
+    """As the metrics of the step have it: all tokens are of few words, and routing was looked at in the first step."""
+    rows = {row["step"]: row for row in metrics_of(trained) if "rollout/logprob_diff" in row}
+    for step in (1, 2):
+        command = [sys.executable, "tools/mismatch.py", str(trained), "--step", str(step), "--json"]
+        done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found, row = json.loads(done.stdout), rows[step]
+        causes = {cause["name"]: cause for cause in found["causes"]}
+        assert set(causes) == ({"routing"} if step == 1 else set()) | {"cut-off sampling", "all"}
+        assert len({cause["tokens"] for cause in causes.values()}) == 1 and found["not_finite"] == 0
+        assert causes["cut-off sampling"]["largest"] == pytest.approx(row["rollout/logprob_diff"], rel=1e-5)
+        assert causes["cut-off sampling"]["mean"] == pytest.approx(row["rollout/logprob_diff_mean"], rel=1e-5)
+        whole = row["rollout/logprob_diff_mean" + ("_unreplayed" if step == 1 else "")]
+        assert causes["all"]["mean"] == pytest.approx(whole, rel=1e-5)
+        assert found["worst"][0]["choices"] == recorded_run.CHOICES and found["worst"][0]["text"]
+
+
 def test_a_recorded_step_is_taken_again_in_a_debugger_bit_for_bit(trained: Path) -> None:
     """From the checkpoint before it; the run stays as it was."""
     before = {path: path.stat().st_mtime_ns for name in RESULTS for path in (trained / name).rglob("*")}

@@ -87,6 +87,8 @@ def head_line(record: Record) -> str:
     parts = [f"prompt {rollout.prompt.id}", f"group {rollout.group}"]
     if rollout.episode >= 0:
         parts.append(f"episode {rollout.episode}")
+    if (branch := rollout.branch) is not None:
+        parts.append(f"branch {branch.number}, {branch.forks} forks{', drifted' if branch.drift else ''}")
     parts.append(reward)
     if len(rollout.reward_parts) > 1:
         parts.append("(" + ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items()) + ")")

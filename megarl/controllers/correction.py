@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.corrections import correction, correction_figures, log_ratios
 from megarl.config import Config, ConfigError
-from megarl.controllers.policy import drawn_by, sampling_metrics, unreplayed_metrics
+from megarl.controllers.policy import drawn_by, looked_at
 from megarl.types import ModelOutput, TrainBatch
 from megarl.types.declared import Declared
 
@@ -35,8 +35,9 @@ def corrected(
     flow: HybridFlow, batch: TrainBatch, policy: ModelOutput, steps: int
 ) -> tuple[TrainBatch, dict[str, float]]:
     """The batch with the log-probs that the ratio of the loss is to and, where a correction weighs or rejects, weights;
-    and figures of how far apart the sampling policy and the one that learns are. policy: of `before_updates`. steps:
-    how many have been taken: without the trainer's log-probs it is looked at each `rollout.verify_every` only."""
+    with the trainer's own, which are recorded; and figures of how far apart the sampling policy and the one that learns
+    are. policy: of `before_updates`. steps: how many have been taken: without the trainer's log-probs it is looked at
+    each `rollout.verify_every` only."""
     config, settings = flow.config, flow.config.correction
     if policy.logprobs is None:
         return batch, {}
@@ -46,7 +47,7 @@ def corrected(
         if steps % config.rollout.verify_every:
             return batch, {}
         policy = flow.actor.forward(batch)
-    metrics = sampling_metrics(batch, policy) | unreplayed_metrics(flow, batch, steps)
+    batch, metrics = looked_at(flow, batch, policy, steps)
     if settings.kind == "none" and batch.lag is None:
         return batch, metrics
     assert policy.logprobs is not None

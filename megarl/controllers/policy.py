@@ -189,9 +189,15 @@ def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -
     return metrics
 
 
-def unreplayed_metrics(flow: HybridFlow, batch: TrainBatch, steps: int) -> dict[str, float]:
-    """`sampling_metrics` as they would be if the trainer chose its experts itself, which costs another forward pass:
-    of the first step and each `rollout.verify_every`-th. `steps`: how many have been taken."""
+def looked_at(
+    flow: HybridFlow, batch: TrainBatch, policy: ModelOutput, steps: int
+) -> tuple[TrainBatch, dict[str, float]]:
+    """The batch with what the trainer says of its tokens, which is recorded, and `sampling_metrics` of it; also as they
+    would be if the trainer chose its experts itself, which costs another forward pass: of the first step and each
+    `rollout.verify_every`-th. `steps`: how many have been taken."""
+    metrics = sampling_metrics(batch, policy)
+    said = batch.with_(trainer_logprobs=policy.logprobs)
     if batch.routing is None or steps % flow.config.rollout.verify_every:
-        return {}
-    return sampling_metrics(batch, flow.actor.forward(batch.with_(routing=None)), "_unreplayed")
+        return said, metrics
+    free = flow.actor.forward(batch.with_(routing=None))
+    return said.with_(unreplayed_logprobs=free.logprobs), metrics | sampling_metrics(batch, free, "_unreplayed")

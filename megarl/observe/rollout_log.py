@@ -23,7 +23,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config import ConfigError
-from megarl.observe.rollout_table import FORMAT, RECORDS, REPEATED, SCHEMA, Record, rows, to_batch, to_record
+from megarl.observe.rollout_table import (
+    FORMAT,
+    LATER,
+    RECORDS,
+    REPEATED,
+    SCHEMA,
+    Record,
+    TrainerSays,
+    rows,
+    to_batch,
+    to_record,
+)
 from megarl.types import Rollout
 
 SHARE = 1 << 20
@@ -93,11 +104,13 @@ class RolloutLog:
         numbers: Sequence[int],
         rollouts: Sequence[Rollout],
         advantages: Sequence[np.ndarray | None] | None = None,
+        trainer: Sequence[TrainerSays | None] | None = None,
     ) -> None:
         """Hand over this rank's rollouts of a step; `numbers` says which they are of its `total`. Once per step.
 
-        advantages: [tokens] float32 of each, None for one that was not trained on. What is handed over must not be
-        changed later. Waits until the step before is on disk, so that never more than one is held for that.
+        advantages: [tokens] float32 of each, None for one that was not trained on; trainer: likewise. What is handed
+        over must not be changed later. Waits until the step before is on disk, so that never more than one is held for
+        that.
         """
         self.settle()
         if rollouts:
@@ -106,7 +119,7 @@ class RolloutLog:
                 rollouts = [replace(rollout, routing=None, support=None) for rollout in rollouts]
             file = part_file(self._run_dir, step, self._rank)
             self._under_way = self._thread.submit(
-                write_part, file, step, total, numbers, rollouts, given, self._vocabulary
+                write_part, file, step, total, numbers, rollouts, given, self._vocabulary, trainer
             )
 
     def settle(self) -> None:
@@ -142,12 +155,14 @@ def write_part(
     rollouts: Sequence[Rollout],
     advantages: Sequence[np.ndarray | None] | None = None,
     vocabulary: str = "",
+    trainer: Sequence[TrainerSays | None] | None = None,
 ) -> None:
     """Write some of a step's `total` rollouts, as `RolloutLog.write` is given them; the file appears under its name
     when it is whole. Raises OSError, and ValueError or OverflowError for values that the columns cannot hold."""
     about = {"megarl.format": FORMAT, "megarl.step": step, "megarl.total": total, "megarl.vocabulary": vocabulary}
     schema = SCHEMA.with_metadata({name: str(value) for name, value in about.items()})
     own = [None] * len(rollouts) if advantages is None else advantages
+    says = [None] * len(rollouts) if trainer is None else trainer
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}")  # readers of whole folders leave out what begins with a dot
     try:
@@ -156,7 +171,7 @@ def write_part(
         ) as writer:
             for first, end in _shares(rollouts):
                 part = slice(first, end)
-                writer.write_batch(to_batch(numbers[part], rollouts[part], own[part]))
+                writer.write_batch(to_batch(numbers[part], rollouts[part], own[part], says[part]))
         partial.replace(file)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -238,9 +253,7 @@ def _opened(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]
     for file in sorted(file for file in step_folder(run_dir, step).glob("rank_*") if _NAME.fullmatch(file.name)):
         with _readable(file):
             part = pq.ParquetFile(file, page_checksum_verification=True)
-        if (found := _about(file, part, "format")) != FORMAT:
-            raise ConfigError(f"{file} is of format {found}, and this program reads format {FORMAT} only")
-        names = SCHEMA.names
+        names = _columns(file, part)
         if wrong := [name for name in names if name not in part.schema_arrow.names]:
             raise ConfigError(f"{file} is not a file of recorded rollouts: it has no column {wrong[0]!r}")
         if wrong := [name for name in names if not part.schema_arrow.field(name).equals(SCHEMA.field(name))]:
@@ -253,6 +266,15 @@ def _opened(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]
     return parts
 
 
+def _columns(file: Path, part: pq.ParquetFile) -> list[str]:
+    """That a file of its format has. Raises ConfigError for a format that is not read."""
+    known = range(min(LATER) - 1, FORMAT + 1)
+    if (found := _about(file, part, "format")) not in known:
+        raise ConfigError(f"{file} is of format {found}, and this program reads formats {known[0]} to {FORMAT} only")
+    later = {name for format, names in LATER.items() if format > found for name in names}
+    return [name for name in SCHEMA.names if name not in later]
+
+
 def _about(file: Path, part: pq.ParquetFile, name: str) -> int:
     """A number in the file's metadata."""
     value = (part.schema_arrow.metadata or {}).get(f"megarl.{name}".encode(), b"")
@@ -262,11 +284,13 @@ def _about(file: Path, part: pq.ParquetFile, name: str) -> int:
 
 
 def rows_of(file: Path, part: pq.ParquetFile, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """These columns of each row. Raises ConfigError."""
+    """These columns of each row, with None where the file is of a format before a column's. Raises ConfigError."""
+    there = set(_columns(file, part))
+    missing = dict.fromkeys(name for name in columns if name not in there)
     for group in range(part.num_row_groups):
         with _readable(file):
-            found = list(rows(part.read_row_group(group, columns)))
-        yield from found
+            found = list(rows(part.read_row_group(group, [name for name in columns if name in there])))
+        yield from ({**row, **missing} for row in found) if missing else found
 
 
 def vocabulary_of(part: pq.ParquetFile) -> str:

@@ -29,8 +29,14 @@ tokens of all turns of a rollout end to end; `turn_lengths` says where one turn 
     routing_shape        [int32]  its tokens, MoE layers and experts of a token; of a byte each, or of two
     support_counts       [int32]  of each token that the policy wrote, how many it could have been, where it was cut off
     support_ids          [int32]  which, token after token
+    branch, forks        int32    of an agent's episode which branch it is, from 0; how often its client has left the
+                                  history that it had begun, the same on all branches
+    drift                bool     whether its last answer would have been asked for with other ids, rendered afresh
+    trainer_logprobs     [float]  the trainer's before the step's updates, as those are; of steps that have looked
+    unreplayed_logprobs  [float]  likewise, of experts that the trainer chose itself; with `train.replay_routing`
 
-The last four are null where there is no such record, or `track.records` is off. JSON is `exact_json`: NaN is
+The four of records are null where there is none, or `track.records` is off; the next three of what is no agent's. Files
+of earlier formats lack the columns of later ones (`LATER`), which are read as null. JSON is `exact_json`: NaN is
 {"float": "nan"}. In a plain string half a surrogate pair, which parquet cannot hold, is written as \\ud800. The file's
 metadata say `megarl.format`, `megarl.step`, `megarl.total`, the number of rollouts of the whole step, of which other
 files have those that are not in this one, and `megarl.vocabulary`, a hash of the words that the ids stand for.
@@ -46,9 +52,9 @@ import pyarrow as pa
 import torch
 
 from megarl.observe import exact_json
-from megarl.types import Prompt, Rollout, Status, Support, Turn, no_logprobs
+from megarl.types import Branch, Prompt, Rollout, Status, Support, Turn, no_logprobs
 
-FORMAT = 4
+FORMAT = 5
 """Another number for other columns."""
 
 
@@ -57,7 +63,7 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 
 _KINDS: dict[pa.DataType, tuple[str, ...]] = {
-    pa.int32(): ("number", "tool_calls", "tool_errors", "drafted", "accepted"),
+    pa.int32(): ("number", "tool_calls", "tool_errors", "drafted", "accepted", "branch", "forks"),
     pa.int64(): ("group", "episode", "seed"),
     pa.float64(): ("reward", "advantage", "logprob"),
     pa.string(): (
@@ -75,8 +81,9 @@ _KINDS: dict[pa.DataType, tuple[str, ...]] = {
     _list(pa.int32()): ("turn_lengths", "turn_weight_version", "token_ids", "prompt_token_ids")
     + ("routing_shape", "support_counts", "support_ids"),
     pa.large_binary(): ("routing",),
+    pa.bool_(): ("drift",),
     _list(pa.bool_()): ("turn_is_action",),
-    _list(pa.float32()): ("logprobs", "advantages"),
+    _list(pa.float32()): ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs"),
     _list(pa.float64()): ("turn_rewards",),
 }
 _TYPES = {name: kind for kind, names in _KINDS.items() for name in names}
@@ -87,13 +94,28 @@ _ORDER = (
     *("turn_versions", "turn_rewards"),
     *("token_ids", "logprobs", "advantages", "messages", "id", "data_source", "ground_truth", "tools", "extra"),
     *("prompt_messages", "prompt_token_ids", "routing", "routing_shape", "support_counts", "support_ids"),
+    *("branch", "forks", "drift", "trainer_logprobs", "unreplayed_logprobs"),
 )
 RECORDS = ("routing", "support_counts", "support_ids")
 """Columns that only a trainer reads, and which may be larger than all others."""
-NULLABLE = ("advantage", "logprob", "advantages", "turn_versions", "prompt_token_ids", "routing_shape", *RECORDS)
+LATER: dict[int, tuple[str, ...]] = {
+    4: ("routing_shape", *RECORDS),
+    5: ("branch", "forks", "drift", "trainer_logprobs", "unreplayed_logprobs"),
+}
+"""Columns by the first format that has them; those of format 3 are in all that are read."""
+_ADDED = tuple(name for names in LATER.values() for name in names)
+NULLABLE = ("advantage", "logprob", "advantages", "turn_versions", "prompt_token_ids", *_ADDED)
 SCHEMA = pa.schema([pa.field(name, _TYPES[name], nullable=name in NULLABLE) for name in _ORDER])
 REPEATED = [name for name in _ORDER if _TYPES[name] == pa.string() and name != "messages"]
 """Columns in which values come again and again, which a dictionary makes small."""
+
+
+class TrainerSays(NamedTuple):
+    """[tokens] float32 log-probs of a rollout by the trainer's weights before the updates of its step, 0 for what the
+    policy did not write. unreplayed: of experts that it chose itself, None where none were to be replayed."""
+
+    logprobs: np.ndarray
+    unreplayed: np.ndarray | None = None
 
 
 class Record(NamedTuple):
@@ -106,16 +128,20 @@ class Record(NamedTuple):
     """Mean over the policy's tokens; None where it was not trained on."""
     advantages: np.ndarray | None
     """[tokens] float32, of all turns end to end."""
+    trainer: TrainerSays | None = None
 
 
 # --- rollouts to rows -----------------------------------------------------------------------------------------
 
 
 def to_batch(
-    numbers: Sequence[int], rollouts: Sequence[Rollout], advantages: Sequence[np.ndarray | None]
+    numbers: Sequence[int],
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[np.ndarray | None],
+    trainer: Sequence[TrainerSays | None] | None = None,
 ) -> pa.RecordBatch:
-    """One row per rollout. `advantages` are as long as the rollouts' tokens. Raises ValueError or OverflowError for
-    what the columns cannot hold."""
+    """One row per rollout. `advantages`, and what the trainer says, are as long as the rollouts' tokens. Raises
+    ValueError or OverflowError for what the columns cannot hold."""
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = np.array([len(turn.token_ids) for turn in turns], np.int32)
     written = np.array([turn.is_action for turn in turns], bool)
@@ -126,10 +152,8 @@ def to_batch(
     logprobs = _joined(
         [turn.logprobs if turn.is_action else nothing[: len(turn.token_ids)] for turn in turns], np.float32
     )
-    own = [np.zeros(0, np.float32) if values is None else values for values in advantages]
-    sizes = np.diff(ends).tolist()
-    if wrong := [i for i, values in enumerate(advantages) if values is not None and len(values) != sizes[i]]:
-        raise ValueError(f"{len(own[wrong[0]])} advantages for a rollout of {sizes[wrong[0]]} tokens")
+    sizes, says = np.diff(ends).tolist(), [None] * len(rollouts) if trainer is None else trainer
+    branches = [rollout.branch for rollout in rollouts]
     spans = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
     mask = np.repeat(written, lengths)
     starts = [_starts_with_prompt(rollout) for rollout in rollouts]
@@ -164,7 +188,7 @@ def to_batch(
         "turn_rewards": (turn_ends, np.array([turn.reward for turn in turns], np.float64)),
         "token_ids": (ends, tokens),
         "logprobs": (ends, logprobs),
-        "advantages": (_ends(map(len, own)), _joined(own, np.float32), [values is None for values in advantages]),
+        "advantages": _floats(advantages, sizes, "advantages"),
         "messages": [exact_json.dumps(rollout.messages) for rollout in rollouts],
         **dict(zip(_OF_PROMPT, prompts, strict=True)),
         "prompt_token_ids": (_ends(map(len, prompt_ids)), _joined(prompt_ids, np.int32), starts),
@@ -172,6 +196,11 @@ def to_batch(
         "routing_shape": _lists([None if rollout.routing is None else rollout.routing.shape for rollout in rollouts]),
         "support_counts": _lists([None if rollout.support is None else rollout.support.counts for rollout in rollouts]),
         "support_ids": _lists([None if rollout.support is None else rollout.support.ids for rollout in rollouts]),
+        "branch": [None if branch is None else branch.number for branch in branches],
+        "forks": [None if branch is None else branch.forks for branch in branches],
+        "drift": [None if branch is None else branch.drift for branch in branches],
+        "trainer_logprobs": _floats([None if one is None else one.logprobs for one in says], sizes, "log-probs"),
+        "unreplayed_logprobs": _floats([None if one is None else one.unreplayed for one in says], sizes, "log-probs"),
     }
     return pa.record_batch([_array(columns[name], _TYPES[name]) for name in _ORDER], schema=SCHEMA)
 
@@ -215,6 +244,15 @@ def _joined(parts: Sequence[Any], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 
 
+def _floats(values: Sequence[np.ndarray | None], sizes: Sequence[int], what: str) -> tuple[Any, ...]:
+    """A column with one for each token, of which some are None."""
+    for own, size in zip(values, sizes, strict=True):
+        if own is not None and len(own) != size:
+            raise ValueError(f"{len(own)} {what} for a rollout of {size} tokens")
+    found = [np.zeros(0, np.float32) if own is None else own for own in values]
+    return _ends(map(len, found)), _joined(found, np.float32), [own is None for own in values]
+
+
 def _lists(values: Sequence[Any]) -> tuple[Any, ...]:
     """A column of lists of whole numbers, of which some are None."""
     found = [np.zeros(0, np.int32) if value is None else np.asarray(value, np.int32) for value in values]
@@ -244,8 +282,8 @@ def rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def to_record(row: dict[str, Any]) -> Record:
-    """The rollout that a row was made of, without records where the row lacks `RECORDS`. Raises ValueError where it is
-    no such row."""
+    """The rollout that a row was made of, without records where the row lacks `RECORDS`, and without what is `LATER`
+    than its format. Raises ValueError where it is no such row."""
     check_turns(row)
     tokens, logprobs = row["token_ids"], row["logprobs"]
     ends = _ends(row["turn_lengths"]).tolist()
@@ -286,15 +324,24 @@ def to_record(row: dict[str, Any]) -> Record:
         unscored=unscored,
         routing=_routing(row, len(tokens)),
         support=_support(row),
+        branch=_branch(row),
         **{name: row[name] for name in names},
     )
-    if row["advantages"] is not None and len(row["advantages"]) != len(tokens):
-        raise ValueError(f"{len(row['advantages'])} advantages for a rollout of {len(tokens)} tokens")
-    return Record(row["number"], rollout, row["advantage"], row["advantages"])
+    for name in ("advantages", "trainer_logprobs", "unreplayed_logprobs"):
+        if (values := row.get(name)) is not None and len(values) != len(tokens):
+            raise ValueError(f"{len(values)} {name} for a rollout of {len(tokens)} tokens")
+    logs = row.get("trainer_logprobs")
+    says = None if logs is None else TrainerSays(logs, row.get("unreplayed_logprobs"))
+    return Record(row["number"], rollout, row["advantage"], row["advantages"], says)
+
+
+def _branch(row: dict[str, Any]) -> Branch | None:
+    number, forks, drift = (row.get(name) for name in ("branch", "forks", "drift"))
+    return None if number is None or forks is None or drift is None else Branch(number, forks, drift)
 
 
 def _routing(row: dict[str, Any], tokens: int) -> torch.Tensor | None:
-    content, shape = row.get("routing"), row["routing_shape"]
+    content, shape = row.get("routing"), row.get("routing_shape")
     if content is None:
         return None
     size = 0 if shape is None or len(shape) != 3 or shape.min() < 0 else int(np.prod(shape, dtype=np.int64))

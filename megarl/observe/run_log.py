@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megarl.config import Config, ConfigError
 from megarl.observe.bands import bands_of
@@ -18,6 +19,7 @@ from megarl.observe.clock import Span
 from megarl.observe.guards import Guards
 from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import RolloutLog, remove_after
+from megarl.observe.rollout_table import TrainerSays
 from megarl.observe.run_folder import Change, RunFolder, claim, without_secrets
 from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
@@ -184,8 +186,9 @@ class RunLog:
         of the guards. Raises ConfigError on all ranks where a guard ends the run."""
         metrics = {**metrics, **self.guards.look(step, metrics)}
         if rollouts is not None and self._rollouts is not None:
-            own = advantages_of(rollouts, batch, rollouts if trained is None else trained)
-            self._rollouts.write(step, len(rollouts), rollouts.own.tolist(), rollouts.here, own)
+            of = rollouts if trained is None else trained
+            own, says = advantages_of(rollouts, batch, of), trainer_of(rollouts, batch, of)
+            self._rollouts.write(step, len(rollouts), rollouts.own.tolist(), rollouts.here, own, says)
             self._recorded = step
         if self.writes:
             self._write(step, metrics, rollouts)
@@ -281,8 +284,28 @@ class RunLog:
 def advantages_of(rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts) -> list[np.ndarray | None]:
     """[tokens] float32 for each rollout that is here, a view of the batch that was made of the `trained` ones, in their
     order; None for others, and without advantages."""
-    if batch is None or batch.advantages is None:
+    return _each(rollouts, batch, trained, None if batch is None else batch.advantages)
+
+
+def trainer_of(rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts) -> list[TrainerSays | None]:
+    """Likewise what the trainer says of their tokens, where it has looked."""
+    logs, unreplayed = (
+        _each(rollouts, batch, trained, _of_actions(batch, name))
+        for name in ("trainer_logprobs", "unreplayed_logprobs")
+    )
+    return [None if own is None else TrainerSays(own, free) for own, free in zip(logs, unreplayed, strict=True)]
+
+
+def _of_actions(batch: TrainBatch | None, name: str) -> torch.Tensor | None:
+    column = None if batch is None else getattr(batch, name)
+    return None if batch is None or column is None else torch.where(batch.loss_mask, column, 0.0)
+
+
+def _each(
+    rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts, column: torch.Tensor | None
+) -> list[np.ndarray | None]:
+    if batch is None or column is None:
         return [None] * len(rollouts.here)
     ends = batch.cu_seqlens[1:-1].tolist()
-    own = dict(zip(map(id, trained.here), np.split(batch.advantages.numpy(), ends), strict=False))
+    own = dict(zip(map(id, trained.here), np.split(column.numpy(), ends), strict=False))
     return [own.get(id(rollout)) for rollout in rollouts.here]

@@ -13,7 +13,20 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.environments.sessions import Session
-from megarl.types import Failed, Ids, Message, Prompt, Reward, Rollout, Status, Support, Turn, Verdict, as_branches
+from megarl.types import (
+    Branch,
+    Failed,
+    Ids,
+    Message,
+    Prompt,
+    Reward,
+    Rollout,
+    Status,
+    Support,
+    Turn,
+    Verdict,
+    as_branches,
+)
 
 Put = Callable[[npt.NDArray[Any]], int]
 """Keeps an array; what it is found again by."""
@@ -29,8 +42,8 @@ class Partial:
     where it is to begin its turn. whole: that turn is over, and its calls were not answered. taken: the policy's turns
     that are over. status: of a conversation that has ended, None of all others. task: the prompt as the data set has
     it, where an environment has made another of it. before: of an agent's episode that became several sequences, its
-    branches before this one, which is the last. session: its tools and environment, where it has been begun here; a
-    record is without.
+    branches before this one, which is the last; branch: which of them this is. session: its tools and environment,
+    where it has been begun here; a record is without these three.
     """
 
     prompt: Prompt
@@ -51,6 +64,7 @@ class Partial:
     verdict: Verdict | None = None
     task: Prompt | None = None
     before: tuple[Partial, ...] = ()
+    branch: Branch | None = None
     session: Session | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
@@ -114,6 +128,7 @@ class Partial:
             accepted=self.accepted,
             failure=self.failure,
             verdict=self.verdict,
+            branch=self.branch,
         )
 
 
@@ -135,7 +150,7 @@ def joined(turn: Turn, more: Turn) -> Turn:
 def to_record(partial: Partial, put: Put) -> dict[str, Any]:
     """As plain values that JSON can hold (`observe.exact_json` where a prompt's own may be odd), for a checkpoint; its
     arrays, which routing makes large, go through `put`."""
-    gone = ("session", "before")  # no agent's is gone on with
+    gone = ("session", "before", "branch")  # no agent's is gone on with
     record = {item.name: getattr(partial, item.name) for item in dataclasses.fields(Partial) if item.name not in gone}
     record["prompt"] = _of_prompt(partial.prompt, put)
     record["task"] = None if partial.task is None else _of_prompt(partial.task, put)

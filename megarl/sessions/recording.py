@@ -24,7 +24,7 @@ from megarl.sessions.messages import Digest, Refused, extended, histories, norma
 from megarl.sessions.rendering import Rendering, Shown, TooMuch, last_of
 from megarl.sessions.telling import Field, Telling
 from megarl.sessions.tree import Node, Schemas, Tree
-from megarl.types import Ids, Message, Prompt
+from megarl.types import Branch, Ids, Message, Prompt
 
 T = TypeVar("T")
 _MOST_OVER = 32
@@ -114,6 +114,7 @@ class Recording:
         self._broken: Exception | None = None
         self._asked: Counter[bytes] = Counter()
         self._first = _first(around.rendering.chat, prompt)
+        self._drifted: dict[Node, bool] = {}
 
     # --- for its owner
 
@@ -133,7 +134,11 @@ class Recording:
         of the policy. Raises what the policy raised where that was of more than one request."""
         if self._broken is not None:
             raise self._broken
-        found = self.tree.branches(self._prompt, self._seed)
+        forks, leaves = self.tree.forks, self.tree.leaves()
+        found = tuple(
+            replace(one, branch=Branch(number, forks, self._drifts(leaf)))
+            for number, (one, leaf) in enumerate(zip(self.tree.branches(self._prompt, self._seed), leaves, strict=True))
+        )
         failure = self.failure or next(iter(self._unanswered.values()), "")
         if not found:
             failure = failure or "the session asked the policy for nothing"
@@ -144,7 +149,13 @@ class Recording:
         """Have the figures of what only its end can say."""
         leaves = self.tree.leaves()
         self.figures.branches = len(leaves)
-        self.figures.drift = sum(map(self._around.rendering.drifts, leaves))
+        self.figures.drift = sum(map(self._drifts, leaves))
+
+    def _drifts(self, leaf: Node) -> bool:
+        """As of `Rendering.drifts`, which renders it all, and is asked once."""
+        if leaf not in self._drifted:
+            self._drifted[leaf] = self._around.rendering.drifts(leaf)
+        return self._drifted[leaf]
 
     async def close(self) -> None:
         """Cancel the requests under way; nothing more is answered."""

@@ -44,11 +44,13 @@ record covers those before it.
 distribution over these.
 
 `rollouts.py` has the host side, `batch.py` the training side; `arrays.py`, `support.py` and `everyone.py` what they
-are made of. Where an agent's conversation became several sequences, these are one episode: `episodes.py`.
+are made of. Where an agent's conversation became several sequences, these are one episode: `episodes.py`; what its
+session saw of each is `branches.py`.
 """
 
 from megarl.types.arrays import Ids, Logprobs, ids_of, no_logprobs
 from megarl.types.batch import COLUMNS, Counts, ModelOutput, Shares, TokenLoss, TrainBatch
+from megarl.types.branches import Branch
 from megarl.types.episodes import Episodes
 from megarl.types.everyone import ALONE, Alone, Everyone, Total, alone
 from megarl.types.reads import reads
@@ -64,6 +66,7 @@ __all__ = [
     "FIGURES",
     "STATUSES",
     "Alone",
+    "Branch",
     "Everyone",
     "Failed",
     "Ids",

@@ -51,6 +51,8 @@ class TrainBatch:
     sequence_reward: torch.Tensor  # [N] reward of each sequence, that of its turns included
     rollout_logprobs: torch.Tensor  # [T] as the engine reported them
     old_logprobs: torch.Tensor | None = None  # [T] of the policy before the first update on this batch
+    trainer_logprobs: torch.Tensor | None = None  # [T] likewise, also of tokens that older weights chose; to be read
+    unreplayed_logprobs: torch.Tensor | None = None  # [T] likewise, where the trainer has chosen its experts itself
     ref_logprobs: torch.Tensor | None = None  # [T]
     values: torch.Tensor | None = None  # [T]
     rewards: torch.Tensor | None = None  # [T] token rewards: outcome plus, where asked for, the KL penalty

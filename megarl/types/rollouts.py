@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megarl.types.arrays import Ids, Logprobs, ids_of, joined, no_ids, no_logprobs, read_only, same
+from megarl.types.branches import Branch
 from megarl.types.episodes import Episodes, numbered
 from megarl.types.everyone import ALONE, Everyone
 from megarl.types.support import Support
@@ -138,6 +139,8 @@ class Rollout:
     """Shared by the branches of one episode of an agent, within a group; -1 where the conversation is all of it. How it
     ended and its reward are the same on all of them; tokens that the policy chose, calls and drafts are each counted in
     one, and in the others the tokens are of turns with `is_action` False."""
+    branch: Branch | None = None
+    """Of an agent's episode, alone or not, which one it is; None of all others."""
 
     @property
     def token_ids(self) -> Ids:

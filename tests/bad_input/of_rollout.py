@@ -321,7 +321,10 @@ CASES = [
     Case("a negative number", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", -1)),
     of_file("a file of another step", about(step="3"), "is of step 3"),
     of_file(
-        "a file of a later program", about(format=str(FORMAT + 1)), f"format {FORMAT + 1}", f"format {FORMAT} only"
+        "a file of a later program",
+        about(format=str(FORMAT + 1)),
+        f"format {FORMAT + 1}",
+        f"formats 3 to {FORMAT} only",
     ),
     Case("a prompt with a sample of another", (STEP_2, OTHER), REPLAY, cell("group", 3)),
     Case("a prompt from beyond the step", (STEP_2, OTHER), REPLAY, cell("group", 77)),

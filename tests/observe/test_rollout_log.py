@@ -30,9 +30,9 @@ from megarl.observe.rollout_log import (
     vocabulary_of,
     write_part,
 )
-from megarl.observe.rollout_table import SCHEMA
-from megarl.observe.run_log import advantages_of
-from megarl.types import Prompt, Rollout, Rollouts, Support, TrainBatch, Turn
+from megarl.observe.rollout_table import LATER, SCHEMA, TrainerSays
+from megarl.observe.run_log import advantages_of, trainer_of
+from megarl.types import Branch, Prompt, Rollout, Rollouts, Support, TrainBatch, Turn
 
 NAN = math.nan
 
@@ -85,6 +85,7 @@ def written(run_dir: Path, rollouts: Sequence[Rollout], advantages: Any = None, 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     rollouts = [example(), example(group=3), Rollout(Prompt(id="empty", messages=()), turns=(Turn((1,)),))]
     rollouts.append(example(status="aborted", failure="it was late", episode=2**40))
+    rollouts += [example(branch=Branch(0, 2, False)), example(episode=1, branch=Branch(3, 2, True))]
     rollouts.append(example(turns=(Turn(()), Turn((), (), is_action=True, weight_version=3), Turn((2**31 - 1,)))))
     file = written(tmp_path, rollouts)
     assert file == tmp_path / "rollouts/step_000012/rank_00000.parquet"
@@ -231,6 +232,41 @@ def test_advantages_stand_beside_the_rollouts_that_were_trained_on(tmp_path: Pat
     ]
     assert advantages_of(Rollouts.of(rollouts), None, Rollouts.of(rollouts)) == [None] * 3
     assert advantages_of(Rollouts.of(rollouts), batch.with_(advantages=None), Rollouts.of(rollouts)) == [None] * 3
+
+
+def test_what_the_trainer_says_stands_beside_what_the_engine_said(tmp_path: Path) -> None:
+    """Of the tokens that the policy wrote, of the rollouts that were trained on, where the trainer has looked."""
+    first, last = example(), example(group=1)
+    aborted = dataclasses.replace(first, status="aborted")
+    rollouts, trained = Rollouts.of([first, aborted, last]), Rollouts.of([first, last])
+    batch = TrainBatch.from_rollouts([first, last])
+    assert trainer_of(rollouts, None, trained) == trainer_of(rollouts, batch, trained) == [None] * 3
+    batch = batch.with_(trainer_logprobs=-torch.arange(1.0, 17))
+    says = trainer_of(rollouts, batch, trained)
+    assert says[0] is not None and says[0].unreplayed is None
+    says = trainer_of(rollouts, batch.with_(unreplayed_logprobs=-torch.arange(16.0)), trained)
+    write_part(part_file(tmp_path, 12, 0), 12, 3, range(3), rollouts.here, None, "", says)
+    found = [record.trainer for record in read_records(tmp_path, 12)]
+    assert found[0] is not None and found[1] is None and found[2] is not None
+    assert found[0].logprobs.tolist() == [0, 0, 0, -4, -5, 0, 0, -8]
+    assert found[2].unreplayed is not None and found[2].unreplayed.tolist() == [0, 0, 0, -11, -12, 0, 0, -15]
+    short = [TrainerSays(np.zeros(7, np.float32)), None, None]
+    with pytest.raises(ValueError, match="7 log-probs for a rollout of 8 tokens"):
+        write_part(part_file(tmp_path, 13, 0), 13, 3, range(3), rollouts.here, None, "", short)
+
+
+def test_files_of_earlier_formats_are_read_without_what_came_later(tmp_path: Path) -> None:
+    rollouts = [example(branch=Branch(1, 1, True), support=Support.of([[7], [8], [9]])), example()]
+    file = written(tmp_path, rollouts)
+    table, about = pq.read_table(file, partitioning=None), pq.read_schema(file).metadata
+    for format in (4, 3):
+        table = table.drop_columns(list(LATER[format + 1]))
+        pq.write_table(
+            table.replace_schema_metadata({**about, b"megarl.format": str(format).encode()}), file, compression="zstd"
+        )
+        found = read_rollouts(tmp_path, 12, whole=True)
+        assert found == [dataclasses.replace(one, branch=None) for one in rollouts] and is_whole(tmp_path, 12)
+        assert [one.support is None for one in found] == [format < 4, True]
 
 
 def test_arrays_and_objects_that_json_does_not_know_are_written_somehow() -> None:
@@ -393,7 +429,11 @@ def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
         last = column.data_page_offset + column.total_compressed_size - 1  # of its only page
         says(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :], damaged)
     says(lambda table: table.replace_schema_metadata(None), "no megarl.format")
-    says(lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}), "format 7", "format 4 only")
+    says(
+        lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}),
+        "format 7",
+        "formats 3 to 5 only",
+    )
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.step": b"3"}), "is of step 3")
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.total": b"-1"}), "no megarl.total")
     says(lambda table: table.drop_columns("seed"), "has no column 'seed'")

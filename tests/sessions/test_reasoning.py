@@ -72,6 +72,8 @@ def test_reasoning_is_left_out_by_its_ids_behind_the_next_question(template: str
         assert served.recording.figures.forks == 2
 
         first, second, third = served.recording.branches()
+        branches = [one.branch for one in (first, second, third) if one.branch is not None]
+        assert [(one.number, one.forks) for one in branches] == [(0, 2), (1, 2), (2, 2)]
         texts = [
             [("*" if t.is_action else "") + chat.text(t.token_ids) for t in one.turns] for one in (first, second, third)
         ]

@@ -16,7 +16,7 @@ from scripted import CHAT, CONFIG, END, HEAD, PROMPT, call, ids
 from serving import ASK, PARAMS, Numbered, Served, run, serving
 
 from megarl.rollout.multi_turn import Halted
-from megarl.types import ids_of
+from megarl.types import Branch, ids_of
 
 TOOLS = [CHAT.tools["calculator"].schema]
 FIRST = ids("<|im_start|>user\nWhat is 1+2?<|im_end|>\n<|im_start|>assistant\n")
@@ -74,6 +74,7 @@ def test_a_conversation_is_gone_on_with_by_its_ids() -> None:
             "*Yes<|im_end|>",
         ]
         assert (branch.tool_calls, branch.tool_errors, branch.taken) == (1, 0, 3)
+        assert branch.branch == Branch(0, 0, True) and branch.status and branch.rollout(0).branch == branch.branch
         asked = [known for known, *_ in policy.calls]
         assert [routed for _, _, routed, _ in policy.calls] == [0, *(len(known) - 1 for known in _ends(policy)[:-1])]
         assert asked[2] == branch.token_ids.tolist()[: len(asked[2])]

@@ -1,0 +1,158 @@
+"""The gap between trainer and engine, log p_trainer - log p_engine of the same token, taken apart into its causes.
+
+Of each token that the policy chose a recorded rollout has what the engine said when it drew it, and, of a step that has
+looked, what the trainer says before its updates (`rollout_table`). With `train.replay_routing` that is twice: through
+the experts that the engine chose, and through those that the trainer chooses. So the gap is a sum:
+
+    log p_trainer - log p_engine  =  (own experts - replayed experts)  +  (replayed experts - log p_engine)
+                                      routing                              staleness, or cut-off sampling, or the rest
+
+*Routing* is measured: the difference of two passes of the same weights and kernels. Training with replay does not have
+it. Without replay there is one pass, and routing is within the rest. The other part has one cause for each token, the
+first of these that holds:
+
+    staleness   weights before those that the trainer has now chose it, or, where routing is replayed, a token before
+                it in its rollout: the engine has kept or read again what stands behind those
+    cut-off     what it could be was cut off (`rollout.top_p`, `top_k`, `min_p`): both sides are over the words that
+                the engine kept, so what is left are kernels, which a small set of words makes larger or smaller. With
+                one word left it is 0
+    kernels     the same weights over all words: kernels of the two sides and the engine's cache, in the first turn
+
+    later turns likewise, behind an earlier turn of the policy: there the engine may go on from keys and values that it
+                computed token by token, where the trainer computes all at once
+
+Which tokens the engine served from its cache is not on record, so kernels and cache are not told apart beyond that: in
+a first turn only a prompt can come from the cache; where `kernels` and `later turns` are alike, the cache adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.observe.rollout_table import Record
+
+RESTS = ("staleness", "cut-off sampling", "kernels and cache, first turn", "kernels and cache, later turns")
+"""Causes of the part that is not routing, by their numbers in `Gaps.rest_of`."""
+ROUTING = "routing"
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Of n tokens that the policy chose, and of which both sides have said something that is finite."""
+
+    engine: np.ndarray  # [n] float64 log-probs
+    trainer: np.ndarray  # [n] float64, through experts that it chose itself, where it has looked at that
+    routing: np.ndarray  # [n] float64, the part of routing; nan where it was not looked at
+    rest: np.ndarray  # [n] float64, the other part
+    rest_of: np.ndarray  # [n] int8, place in RESTS
+    lag: np.ndarray  # [n] int32, versions by which the weights that chose it are older
+    choices: np.ndarray  # [n] int32 words that it could be; 0 for all
+    at: np.ndarray  # [n, 2] int64: which of the records, which of its tokens
+    unseen: int = 0  # rollouts of which the trainer has said nothing
+    not_finite: int = 0  # tokens left out
+
+    def __len__(self) -> int:
+        return len(self.engine)
+
+    @property
+    def gap(self) -> np.ndarray:
+        """[n] log p_trainer - log p_engine."""
+        return self.trainer - self.engine
+
+
+def gaps_of(records: Sequence[Record], version: int) -> Gaps:
+    """version: of the trainer's weights in their step. Records of what could be drawn must have been read, too."""
+    parts = [found for number, record in enumerate(records) if (found := _of(number, record, version)) is not None]
+    columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0) for i in range(8)]
+    engine, replayed, free, rest_of, lag, choices, number, place = columns
+    own = np.where(np.isnan(free), replayed, free)
+    keep = np.isfinite(engine) & np.isfinite(own) & np.isfinite(replayed)
+    return Gaps(
+        engine=engine[keep],
+        trainer=own[keep],
+        routing=(free - replayed)[keep],
+        rest=(replayed - engine)[keep],
+        rest_of=rest_of[keep].astype(np.int8),
+        lag=lag[keep].astype(np.int32),
+        choices=choices[keep].astype(np.int32),
+        at=np.stack([number, place], 1).astype(np.int64)[keep],
+        unseen=sum(record.trainer is None for record in records),
+        not_finite=int((~keep).sum()),
+    )
+
+
+def _of(number: int, record: Record, version: int) -> tuple[np.ndarray, ...] | None:
+    """Columns of one rollout's tokens that the policy chose."""
+    rollout, says = record.rollout, record.trainer
+    if says is None or not rollout.num_actions:
+        return None
+    lengths = [len(turn.token_ids) for turn in rollout.turns]
+    written = np.repeat([turn.is_action for turn in rollout.turns], lengths)
+    engine = np.concatenate([turn.logprobs for turn in rollout.turns if turn.is_action]).astype(np.float64)
+    lag = np.concatenate([version - turn.token_versions for turn in rollout.turns if turn.is_action]).clip(min=0)
+    which = np.cumsum([turn.is_action for turn in rollout.turns])
+    turn = np.repeat(which, lengths)[written]
+    support = rollout.support
+    choices = np.zeros(len(engine), np.int32) if support is None else support.counts.numpy()
+    stale = lag > 0 if says.unreplayed is None else np.maximum.accumulate(lag) > 0
+    rest_of = np.select([stale, choices > 0, turn <= 1], [0, 1, 2], 3)
+    free = np.full(len(engine), np.nan) if says.unreplayed is None else says.unreplayed[written].astype(np.float64)
+    place = np.flatnonzero(written)
+    return engine, says.logprobs[written].astype(np.float64), free, rest_of, lag, choices, place * 0 + number, place
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One part of the gap. tokens: that have it; mean, p99, largest: of its |part| over these, in nats; share: of the
+    sum of |part| over all parts and tokens."""
+
+    name: str
+    tokens: int
+    mean: float
+    p99: float
+    largest: float
+    share: float
+
+
+def causes_of(gaps: Gaps) -> list[Cause]:
+    """One for each cause that has tokens, largest share first, and the whole gap last, under the name `all`."""
+    measured = ~np.isnan(gaps.routing)
+    parts = {ROUTING: np.abs(gaps.routing[measured])}
+    parts |= {name: np.abs(gaps.rest[gaps.rest_of == i]) for i, name in enumerate(RESTS)}
+    total = sum(float(part.sum()) for part in parts.values())
+    found = [_cause(name, part, total) for name, part in parts.items() if len(part)]
+    whole = np.abs(gaps.gap)
+    return [*sorted(found, key=lambda cause: -cause.share), *([_cause("all", whole, 0.0)] if len(whole) else [])]
+
+
+def _cause(name: str, part: np.ndarray, total: float) -> Cause:
+    whole = float(part.sum())
+    share = whole / total if total else 1.0 if name == "all" else 0.0
+    p99 = float(np.quantile(part, 0.99, method="higher"))
+    return Cause(name, len(part), float(part.mean()), p99, float(part.max()), share)
+
+
+def worst_of(gaps: Gaps, count: int) -> list[dict[str, Any]]:
+    """The tokens with the largest gap: where they are, what both sides said, and the cause of the larger part."""
+    order = np.argsort(-np.abs(gaps.gap), kind="stable")[:count]
+    found = []
+    for i in order.tolist():
+        routing = float(np.nan_to_num(gaps.routing[i]))
+        found.append(
+            {
+                "record": int(gaps.at[i, 0]),
+                "token": int(gaps.at[i, 1]),
+                "gap": float(gaps.gap[i]),
+                "engine": float(gaps.engine[i]),
+                "trainer": float(gaps.trainer[i]),
+                "routing": routing,
+                "lag": int(gaps.lag[i]),
+                "choices": int(gaps.choices[i]),
+                "cause": ROUTING if abs(routing) > abs(gaps.rest[i]) else RESTS[gaps.rest_of[i]],
+            }
+        )
+    return found

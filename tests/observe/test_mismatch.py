@@ -1,0 +1,92 @@
+"""Gaps of a few tokens by hand, each with one cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from megarl.observe.mismatch import RESTS, ROUTING, causes_of, gaps_of, worst_of
+from megarl.observe.rollout_table import Record, TrainerSays
+from megarl.types import Prompt, Rollout, Support, Turn
+
+pytestmark = pytest.mark.alone
+
+STALE, CUT, FIRST, LATER = RESTS
+PROMPT = Prompt("p", ())
+
+
+def record(turns: tuple[Turn, ...], logprobs: list[float], free: list[float] | None = None, **more: object) -> Record:
+    says = TrainerSays(np.array(logprobs, np.float32), None if free is None else np.array(free, np.float32))
+    return Record(0, dataclasses.replace(Rollout(PROMPT, turns), **more), None, None, says)  # type: ignore[arg-type]
+
+
+def two_turns(*versions: int) -> tuple[Turn, ...]:
+    """A prompt of two tokens, a turn of two by the first version, a result of one, a turn of one."""
+    first = Turn((7, 8), (-1.0, -2.0), is_action=True, weight_version=versions[0])
+    return Turn((1, 2)), first, Turn((4,)), Turn((9,), (-0.5,), is_action=True, weight_version=versions[-1])
+
+
+def test_one_pass_of_new_weights_is_kernels_by_turn() -> None:
+    gaps = gaps_of([record(two_turns(3), [0, 0, -1.25, -2, 0, -0.375])], 3)
+    assert gaps.gap.tolist() == [-0.25, 0, 0.125] and np.isnan(gaps.routing).all()
+    assert [RESTS[i] for i in gaps.rest_of] == [FIRST, FIRST, LATER]
+    assert gaps.at.tolist() == [[0, 2], [0, 3], [0, 5]]
+    first, later, whole = causes_of(gaps)
+    assert (first.name, first.tokens, first.mean, first.p99, first.largest) == (FIRST, 2, 0.125, 0.25, 0.25)
+    assert (later.name, later.tokens, later.mean) == (LATER, 1, 0.125)
+    assert (first.share, later.share) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert (whole.name, whole.tokens, whole.mean, whole.share) == ("all", 3, 0.125, 1)
+
+
+def test_routing_is_what_two_passes_differ_by_and_comes_on_top() -> None:
+    replayed, free = [0, 0, -1.125, -2, 0, -0.5], [0, 0, -1.125, -3, 0, -0.25]
+    gaps = gaps_of([record(two_turns(3), replayed, free)], 3)
+    assert gaps.routing.tolist() == [0, -1, 0.25] and gaps.rest.tolist() == [-0.125, 0, 0]
+    assert gaps.gap.tolist() == [-0.125, -1, 0.25] == (gaps.routing + gaps.rest).tolist()
+    found = {cause.name: cause for cause in causes_of(gaps)}
+    assert (found[ROUTING].tokens, found[ROUTING].largest) == (3, 1)
+    assert found[ROUTING].share == pytest.approx(1.25 / 1.375) and found[FIRST].share == pytest.approx(0.125 / 1.375)
+    assert [one["cause"] for one in worst_of(gaps, 3)] == [ROUTING, ROUTING, FIRST]
+
+
+def test_older_weights_and_where_routing_is_replayed_what_stands_behind_their_tokens() -> None:
+    said = [0, 0, -1.5, -2, 0, -0.5]
+    fresh = gaps_of([record(two_turns(2, 3), said)], 3)
+    assert [RESTS[i] for i in fresh.rest_of] == [STALE, STALE, LATER] and fresh.lag.tolist() == [1, 1, 0]
+    replayed = gaps_of([record(two_turns(2, 3), said, said)], 3)
+    assert [RESTS[i] for i in replayed.rest_of] == [STALE] * 3
+    mixed = Turn((7, 8), (-1.0, -2.0), is_action=True, weight_version=3, versions=((1, 1), (3, 1)))
+    gaps = gaps_of([record((Turn((1,)), mixed), [0, -1.5, -2])], 3)
+    assert [RESTS[i] for i in gaps.rest_of] == [STALE, FIRST] and gaps.lag.tolist() == [2, 0]
+    assert worst_of(gaps, 1) == [
+        {
+            "record": 0,
+            "token": 1,
+            "gap": -0.5,
+            "engine": -1.0,
+            "trainer": -1.5,
+            "routing": 0.0,
+            "lag": 2,
+            "choices": 0,
+            "cause": STALE,
+        }
+    ]
+
+
+def test_tokens_that_could_be_few_words_are_apart() -> None:
+    gaps = gaps_of([record(two_turns(3), [0, 0, -1.5, -2, 0, -0.5], support=Support.of([[7, 3], [], [9]]))], 3)
+    assert [RESTS[i] for i in gaps.rest_of] == [CUT, FIRST, CUT] and gaps.choices.tolist() == [2, 0, 1]
+
+
+def test_what_is_not_there_or_no_number_is_counted_and_left_out() -> None:
+    said = [0, 0, math.nan, -math.inf, 0, -0.5]
+    silent = Record(1, Rollout(PROMPT, two_turns(3)), None, None)
+    gaps = gaps_of([record(two_turns(3), said), silent, record((Turn((1,)),), [0])], 3)
+    assert (len(gaps), gaps.unseen, gaps.not_finite) == (1, 1, 2) and causes_of(gaps)[-1].tokens == 1
+    nothing = gaps_of([silent], 3)
+    assert len(nothing) == 0 and causes_of(nothing) == [] == worst_of(nothing, 3)
+    equal = gaps_of([record(two_turns(3), [0, 0, -1, -2, 0, -0.5])], 3)
+    assert [cause.share for cause in causes_of(equal)] == [0, 0, 1]

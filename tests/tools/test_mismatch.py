@@ -1,0 +1,69 @@
+"""The program on a run's folder: its table, its worst tokens, its JSON, and steps in which nobody has looked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.observe.rollout_log import part_file, write_part
+from megarl.observe.rollout_table import TrainerSays
+from megarl.types import Prompt, Rollout, Turn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import mismatch  # noqa: E402
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three steps; the trainer has looked at the second, of which a turn is by older weights."""
+    for step in (1, 2, 3):
+        turns = Turn((1, 2)), Turn((7, 8), (-1.0, -2.0), True, 1), Turn((3,)), Turn((9,), (-1.0,), True, 0)
+        says = TrainerSays(np.array([0, 0, -1, -2.25, 0, -2], np.float32)) if step == 2 else None
+        rollout = Rollout(Prompt("odd \x1b[31m", ()), turns)
+        write_part(part_file(tmp_path / "r", step, 0), step, 1, [0], [rollout], None, "", [says])
+    return tmp_path / "r"
+
+
+def test_the_last_step_that_was_looked_at(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mismatch.main([str(run), "--worst", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 2: 3 tokens of 1 rollouts" in shown and "routing was not measured apart" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["staleness", "1", "1.00e+00", "1.00e+00", "1.00e+00", "80.0%"] in rows
+    assert ["all", "3", "4.17e-01", "1.00e+00", "1.00e+00"] in rows
+    assert "token 5: gap -1.000e+00, engine -1.0000, trainer -2.0000: staleness, 1 versions behind" in shown
+    assert "1 2 7 8 3 >>9<<" in shown and "\x1b" not in shown
+
+
+def test_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mismatch.main([str(run), "--step", "2", "--worst", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["tokens"], found["routing_measured"]) == (2, 3, False)
+    assert [cause["name"] for cause in found["causes"]] == ["staleness", "kernels and cache, first turn", "all"]
+    assert found["worst"][0]["text"] == "9" and found["worst"][0]["rollout"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["none"], "there is no run folder"),
+        (["r", "--step", "9"], "has no rollouts of step 9; it has steps 1 to 3"),
+        (["r", "--step", "3"], "has no log-probs of the trainer for step 3: the trainer looks every"),
+        (["r", "--worst", "-1"], "--worst"),
+        (["r/rollouts"], "has no recorded rollouts"),
+    ],
+)
+def test_what_cannot_be_taken_apart(
+    run: Path, given: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    assert mismatch.main(given) == 2
+    said = capsys.readouterr().err
+    assert says in said and len(said.splitlines()) == 1

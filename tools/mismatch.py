@@ -1,0 +1,157 @@
+"""Take apart what engine and trainer say of the same tokens differently: staleness, routing, cut-off sampling, kernels.
+
+    .venv/bin/python tools/mismatch.py RUN_DIR [--step N] [--worst N] [--json]
+
+Of one step (by default the last one in which the trainer has looked: `rollout.verify_every` says how often it does
+where its loss does not need these log-probs anyway). The table has a line for each cause: tokens, |gap| in nats as
+mean, 99th percentile and largest, and the share of all that is apart. Below stand the worst tokens, with what comes
+before them. megarl/observe/mismatch.py says how causes are told apart, and what of them cannot be told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.config import ConfigError
+from megarl.observe.mismatch import Gaps, causes_of, gaps_of, worst_of
+from megarl.observe.rollout_log import is_whole, parts_of, read_records, recorded_steps, rows_of
+from megarl.observe.rollout_table import Record
+
+BEFORE = 12
+"""Tokens that are shown before one of the worst."""
+REMEDY = (
+    "the trainer looks every rollout.verify_every steps, and in every step where its loss needs it (run.num_update "
+    "above 1, correction.kind); set rollout.verify_every=1 to have it of all"
+)
+
+
+def looked(run: Path, step: int) -> bool:
+    """Whether the trainer has said something of a step's rollouts."""
+    return any(
+        row["trainer_logprobs"] is not None
+        for file, part in parts_of(run, step)
+        for row in rows_of(file, part, ["trainer_logprobs"])
+    )
+
+
+def find_step(run: Path, step: int | None) -> int:
+    """The one asked for, or the last in which the trainer has looked. Raises ConfigError."""
+    if not run.is_dir():
+        raise ConfigError(f"there is no run folder {run}; name one, such as runs/quickstart/run-1")
+    steps = recorded_steps(run)
+    if not steps:
+        raise ConfigError(f"{run} has no recorded rollouts (track.rollouts writes them)")
+    if step is not None:
+        if step not in steps:
+            raise ConfigError(f"{run} has no rollouts of step {step}; it has steps {steps[0]} to {steps[-1]}")
+        if not looked(run, step):
+            raise ConfigError(f"{run} has no log-probs of the trainer for step {step}: {REMEDY}")
+        return step
+    if len(steps) > 1 and not is_whole(run, steps[-1]):
+        steps.pop()  # it is being written
+    for last in reversed(steps):
+        if looked(run, last):
+            return last
+    raise ConfigError(f"{run} has no log-probs of the trainer, of any step: {REMEDY}")
+
+
+def decoder(run: Path) -> Any:
+    """Of ids to text: the tokenizer of the run's model, or of its export; where neither is here, numbers."""
+    try:
+        model = Path(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]["path"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
+        model = run / "export"
+    for folder in (model, run / "export"):
+        if (folder / "tokenizer_config.json").is_file():
+            from transformers import AutoTokenizer
+
+            try:
+                return AutoTokenizer.from_pretrained(folder, local_files_only=True).decode
+            except Exception:  # whatever the readers of a broken file raise
+                continue
+    return lambda ids: " ".join(map(str, ids))
+
+
+def described(records: Sequence[Record], gaps: Gaps, worst: int, decode: Any) -> list[dict[str, Any]]:
+    """The worst tokens, with their rollout's number, prompt and words."""
+    found = []
+    for one in worst_of(gaps, worst):
+        record, place = records[one.pop("record")], one["token"]
+        ids = record.rollout.token_ids.tolist()
+        about = {"rollout": record.number, "prompt": record.rollout.prompt.id, **one}
+        found.append({**about, "text": decode([ids[place]]), "before": decode(ids[max(0, place - BEFORE) : place])})
+    return found
+
+
+def shown(text: str) -> str:
+    """In a line, without characters that would steer the terminal."""
+    return json.dumps(text, ensure_ascii=False)[1:-1] if text.isprintable() else ascii(text)[1:-1]
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    rows = [f"{'cause':<31}{'tokens':>10}{'mean':>11}{'p99':>11}{'largest':>11}{'share':>8}"]
+    for one in found["causes"]:
+        figures = "".join(f"{one[name]:>11.2e}" for name in ("mean", "p99", "largest"))
+        share = f"{one['share']:>7.1%}" if one["name"] != "all" else ""
+        rows.append(f"{one['name']:<31}{one['tokens']:>10,}{figures} {share}".rstrip())
+    for one in found["worst"]:
+        rows.append(
+            f"\nrollout {one['rollout']}, prompt {shown(one['prompt'])}, token {one['token']}: gap {one['gap']:+.3e}, "
+            f"engine {one['engine']:.4f}, trainer {one['trainer']:.4f}: {one['cause']}"
+            + (f", {one['lag']} versions behind" if one["lag"] else "")
+            + (f", one of {one['choices']} words" if one["choices"] else "")
+        )
+        rows.append(f"  {shown(one['before'])} >>{shown(one['text'])}<<")
+    return rows
+
+
+def take_apart(options: argparse.Namespace) -> int:
+    step = find_step(options.run, options.step)
+    records = read_records(options.run, step, whole=True)
+    gaps = gaps_of(records, step - 1)
+    found: dict[str, Any] = {
+        "run": str(options.run),
+        "step": step,
+        "tokens": len(gaps),
+        "rollouts": len(records) - gaps.unseen,
+        "routing_measured": bool((gaps.routing == gaps.routing).any()),
+        "not_finite": gaps.not_finite,
+        "causes": [dataclasses.asdict(cause) for cause in causes_of(gaps)],
+        "worst": described(records, gaps, options.worst, decoder(options.run)) if options.worst else [],
+    }
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    print(f"{options.run}, step {step}: {found['tokens']:,} tokens of {found['rollouts']} rollouts")
+    if not found["routing_measured"]:
+        print("routing was not measured apart (train.replay_routing is off): it is within the others")
+    if gaps.not_finite:
+        print(f"{gaps.not_finite} tokens are left out: a log-prob of theirs is not finite")
+    print("\n".join(table(found)))
+    return 0
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--step", type=count(), help="which step (default: the last in which the trainer has looked)")
+    parser.add_argument("--worst", type=count(0), default=8, help="how many of the worst tokens (default 8)")
+    parser.add_argument("--json", action="store_true", help="all of it as one object of JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    return ends_in_a_line(lambda: take_apart(parse(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
