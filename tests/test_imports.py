@@ -16,7 +16,7 @@ FILES = {
 LAYERS = (
     {"types", "config", "forks", "plain_yaml", "strict", "annotated", "command_line", "recipes"},
     {"algorithms", "models", "data", "parallel", "processes", "sandbox", "evaluation"},
-    {"megatron", "rollout", "sessions", "rewards", "environments", "reshard", "checkpoint", "observe"},
+    {"megatron", "rollout", "sessions", "rewards", "environments", "reshard", "checkpoint", "observe", "view"},
     {"workers"},
     {"controllers"},
     {

@@ -1,0 +1,117 @@
+"""One rollout with its turns and what is on record of each token, as plain data for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from megarl.observe import exact_json
+from megarl.view.packing import plain
+from megarl.view.parts import BROKEN, Notes, Part, cell, lists_of, one_line, open_parts, read_group
+from megarl.view.words import Words
+
+_FIGURES = ("number", "group", "episode", "status", "failure", "reward", "advantage", "logprob", "tool_calls")
+_FIGURES += ("tool_errors", "seed", "id", "data_source", "branch", "forks", "drift")
+_JSON = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages")
+_TURNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards")
+_TOKENS = ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs")
+"""Of a float each; the last two are in files of runs that have looked."""
+COLUMNS = (*_FIGURES, *_JSON, *_TURNS, "token_ids", *_TOKENS)
+DIGITS = 5
+"""Of a number on a token, which is drawn as a colour and read as a few digits."""
+
+
+class Detail(dict[str, Any]):
+    """A rollout as a page has it: figures; `turns` of {tokens, written, version, runs, reward}; [tokens] `words`,
+    `ids`, `logprobs`, `advantages`, `trainer`, `unreplayed` (None each where it is not on record)."""
+
+
+def read_details(
+    run_dir: Path, step: int, numbers: set[int] | None, words: Words, notes: Notes | None = None
+) -> Iterator[Detail]:
+    """Those of a step that are asked for, all where None. What is broken is noted and left out."""
+    notes = Notes() if notes is None else notes
+    for part in open_parts(run_dir, step, notes):
+        for group in range(part.file.num_row_groups):
+            yield from _of_group(part, group, step, numbers, words, notes)
+
+
+def _of_group(
+    part: Part, group: int, step: int, numbers: set[int] | None, words: Words, notes: Notes
+) -> Iterator[Detail]:
+    own = read_group(part, group, ["number"], notes)
+    if own is None:
+        return
+    wanted = list(range(own.num_rows))
+    if numbers is not None:
+        asked = pc.is_in(own.column("number"), pa.array(sorted(numbers), pa.int32()))
+        wanted = np.flatnonzero(asked.to_numpy()).tolist()
+    if not wanted:
+        return
+    table = read_group(part, group, [name for name in COLUMNS if name in part.names], notes)
+    if table is None:
+        return
+    for row in wanted:
+        try:
+            yield _detail(table.slice(row, 1), step, words)
+        except (*BROKEN, RecursionError) as error:
+            number = own.column("number")[row].as_py()
+            notes.say(f"{part.path}: rollout {number} makes no sense and is left out: {one_line(error)}")
+
+
+def _detail(row: pa.Table, step: int, words: Words) -> Detail:
+    found = Detail(step=step, **{name: plain(cell(row, name, 0)) for name in _FIGURES})
+    texts = {name: cell(row, name, 0) for name in _JSON}
+    of = {name: None if text is None else exact_json.loads(text) for name, text in texts.items()}
+    found["reward_parts"] = {str(name): plain(value) for name, value in (of["reward_parts"] or {}).items()}
+    found["unscored"] = {str(part): str(why) for part, why in (of["unscored"] or {}).items()}
+    found["ground_truth"] = texts["ground_truth"]
+    found["messages"] = [_message(message) for message in of["messages"] or ()]
+    lengths, written = (lists_of(row, name)[0] for name in _TURNS[:2])
+    versions, rewards = (
+        lists_of(row, name)[0].tolist() if name in row.column_names else [None] * len(lengths) for name in _TURNS[2:]
+    )
+    several = of["turn_versions"] or {}
+    if not len(lengths) == len(written) == len(versions) == len(rewards):
+        raise ValueError("its turns are not as many in every column")
+    found["turns"] = [
+        {
+            "tokens": int(count),
+            "written": bool(own),
+            "version": version,
+            "runs": [[int(one), int(tokens)] for one, tokens in several.get(str(at), ())],
+            "reward": plain(reward),
+        }
+        for at, (count, own, version, reward) in enumerate(zip(lengths, written, versions, rewards, strict=True))
+    ]
+    ids = lists_of(row, "token_ids")[0] if "token_ids" in row.column_names else np.zeros(int(lengths.sum()), np.int32)
+    if int(lengths.sum()) != len(ids):
+        raise ValueError(f"turns of {int(lengths.sum())} tokens with {len(ids)} token ids")
+    found["ids"], found["words"] = ids.tolist(), words.of(ids.tolist())
+    for name in _TOKENS:
+        found[name.removesuffix("_logprobs")] = _of_tokens(row, name, len(ids))
+    return found
+
+
+def _of_tokens(row: pa.Table, name: str, tokens: int) -> list[float | None] | None:
+    if name not in row.column_names or not row.column(name)[0].is_valid:
+        return None
+    values = lists_of(row, name)[0]
+    if len(values) != tokens:
+        raise ValueError(f"{len(values)} {name} for {tokens} tokens")
+    return [plain(round(value, DIGITS)) for value in values.astype(np.float64).tolist()]
+
+
+def _message(message: Any) -> dict[str, str]:
+    """Role and text; calls of tools as JSON."""
+    if not isinstance(message, dict):
+        return {"role": "?", "text": str(message)}
+    content = message.get("content")
+    text = content if isinstance(content, str) else "" if content is None else exact_json.dumps(content)
+    calls = message.get("tool_calls")
+    return {"role": str(message.get("role", "?")), "text": text + ("\n" + exact_json.dumps(calls) if calls else "")}

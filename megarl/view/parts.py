@@ -1,0 +1,132 @@
+"""Files of recorded rollouts as they are: one that is broken, missing or of another version costs what it holds, and no
+more. `megarl.observe.rollout_log` reads steps that must be whole; a viewer looks at what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.observe.rollout_log import recorded_steps, step_folder
+from megarl.observe.rollout_table import FORMAT, SCHEMA
+
+ESSENTIAL = ("number", "group", "status", "reward", "turn_lengths", "turn_is_action")
+"""Columns without which a file says nothing of rollouts."""
+BROKEN = (pa.ArrowException, OSError, ValueError, LookupError, TypeError)
+MOST_NOTES = 20
+
+
+class Part(NamedTuple):
+    path: Path
+    file: pq.ParquetFile
+
+    @property
+    def names(self) -> set[str]:
+        return set(self.file.schema_arrow.names)
+
+    def about(self, name: str) -> int:
+        """A number of the file's metadata, -1 where it is not there."""
+        value = (self.file.schema_arrow.metadata or {}).get(f"megarl.{name}".encode(), b"")
+        return int(value) if value.isdigit() else -1
+
+
+class Notes(list[str]):
+    """Sentences about what is wrong, each once, and not too many."""
+
+    def say(self, text: str) -> None:
+        if text in self:
+            return
+        if len(self) < MOST_NOTES:
+            self.append(text)
+        elif len(self) == MOST_NOTES:
+            self.append("and more of the kind, which is not said")
+
+
+def steps_of(run_dir: Path, notes: Notes) -> list[int]:
+    """Steps with a folder, ascending. Notes where there are none."""
+    try:
+        found = recorded_steps(run_dir)
+    except OSError as error:
+        notes.say(f"{run_dir / 'rollouts'} cannot be read: {error.strerror}")
+        return []
+    if not found:
+        notes.say(f"{run_dir} has no recorded rollouts: none is done yet, or track.rollouts is off")
+    return found
+
+
+def open_parts(run_dir: Path, step: int, notes: Notes) -> list[Part]:
+    """The files of a step that can be opened; what is wrong with others is noted."""
+    parts: list[Part] = []
+    for path in sorted(step_folder(run_dir, step).glob("rank_*.parquet")):
+        try:
+            part = Part(path, pq.ParquetFile(path, page_checksum_verification=True))
+            missing = [name for name in ESSENTIAL if name not in part.names]
+            wrong = [name for name in part.names & set(SCHEMA.names) if not _fits(part, name)]
+        except BROKEN as error:
+            notes.say(f"{path} is damaged, or no file of recorded rollouts, and is left out: {one_line(error)}")
+            continue
+        if missing or any(name in ESSENTIAL for name in wrong):
+            notes.say(
+                f"{path} is no file of recorded rollouts and is left out: column {(missing + wrong)[0]!r} is amiss"
+            )
+            continue
+        if (found := part.about("format")) != FORMAT:
+            notes.say(
+                f"{path.parent.parent} has files of format {found}, and this program knows format {FORMAT}: shown is "
+                "what they have in common"
+            )
+        parts.append(part)
+    if not parts:
+        notes.say(f"{step_folder(run_dir, step)} has no file that can be read")
+    elif (total := parts[0].about("total")) > (there := sum(part.file.metadata.num_rows for part in parts)):
+        notes.say(f"{step_folder(run_dir, step)} has {there} of the {total} rollouts of its step: it is half written")
+    return parts
+
+
+def _fits(part: Part, name: str) -> bool:
+    return bool(part.file.schema_arrow.field(name).type == SCHEMA.field(name).type)
+
+
+def groups_of(part: Part, columns: Sequence[str], notes: Notes) -> Iterator[tuple[int, pa.Table]]:
+    """Number and content of each row group, with those of these columns that the file has. A broken one is noted."""
+    there = [name for name in columns if name in part.names]
+    for group in range(part.file.num_row_groups):
+        if (table := read_group(part, group, there, notes)) is not None:
+            yield group, table
+
+
+def read_group(part: Part, group: int, columns: Sequence[str], notes: Notes) -> pa.Table | None:
+    try:
+        return part.file.read_row_group(group, list(columns))
+    except BROKEN as error:
+        rows = part.file.metadata.row_group(group).num_rows
+        notes.say(f"{part.path}: {rows} rollouts are damaged and left out: {one_line(error)}")
+        return None
+
+
+def lists_of(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values of a column of lists end to end, and [n + 1] where each begins."""
+    column = table.column(name).combine_chunks()
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy(zero_copy_only=False)
+    return values[offsets[0] : offsets[-1]], offsets - offsets[0]
+
+
+def sums(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """[n] sum of each of the n lists that lie end to end."""
+    running = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+    found: np.ndarray = running[ends[1:]] - running[ends[:-1]]
+    return found
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def cell(table: pa.Table, name: str, row: int) -> Any:
+    """One value, None where the file has no such column."""
+    return table.column(name)[row].as_py() if name in table.column_names else None

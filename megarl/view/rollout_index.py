@@ -1,0 +1,147 @@
+"""A row of figures for each rollout of a run: what a table shows, sorts and filters without the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.observe import exact_json
+from megarl.types import STATUSES
+from megarl.view.packing import pack
+from megarl.view.parts import BROKEN, Notes, groups_of, lists_of, one_line, open_parts, steps_of, sums
+
+_NEEDED = ("number", "group", "status", "reward", "unscored", "advantage", "logprob", "tool_calls", "tool_errors")
+_NEEDED += ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_versions", "id", "data_source")
+_WHOLE = ("step", "number", "group", "length", "actions", "turns", "tool_calls", "tool_errors", "lag")
+_WHOLE += ("status", "prompt", "source")
+_FLOATS = ("reward", "advantage", "logprob")
+
+
+@dataclass
+class Index:
+    """columns: [n] each, by the names of `query.COLUMNS`; status, prompt and source are places in `texts`."""
+
+    columns: dict[str, np.ndarray]
+    texts: dict[str, list[str]]
+    notes: Notes = field(default_factory=Notes)
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def plain(self) -> dict[str, Any]:
+        """For the page, columns packed."""
+        return {
+            "size": len(self),
+            "columns": {name: pack(column) for name, column in self.columns.items()},
+            "texts": self.texts,
+        }
+
+
+class _Texts:
+    """Places of texts in a list of each once."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, int] = {}
+
+    def places(self, column: pa.ChunkedArray) -> np.ndarray:
+        coded = column.combine_chunks().dictionary_encode()
+        if isinstance(coded, pa.ChunkedArray):
+            coded = coded.combine_chunks()
+        own = [self._at.setdefault(str(text), len(self._at)) for text in coded.dictionary.to_pylist()]
+        indices = coded.indices.fill_null(0).to_numpy(zero_copy_only=False)
+        return np.asarray(own or [0], np.int64)[indices]
+
+    def all(self) -> list[str]:
+        return list(self._at)
+
+
+def read_index(run_dir: Path) -> Index:
+    """Of all recorded steps. Nothing is raised for what is broken; `notes` say it."""
+    notes = Notes()
+    texts = {"prompt": _Texts(), "source": _Texts()}
+    found: list[dict[str, np.ndarray]] = []
+    for step in steps_of(run_dir, notes):
+        of_step = []
+        for part in open_parts(run_dir, step, notes):
+            for _, table in groups_of(part, _NEEDED, notes):
+                try:
+                    of_step.append(_figures(table, texts))
+                except BROKEN as error:
+                    notes.say(
+                        f"{part.path}: {table.num_rows} rollouts make no sense and are left out: {one_line(error)}"
+                    )
+        if not of_step:
+            continue
+        joined = {name: np.concatenate([one[name] for one in of_step]) for name in of_step[0]}
+        newest, oldest = joined.pop("newest"), joined["lag"]
+        joined["lag"] = np.where(oldest >= 0, newest.max() - oldest, 0)
+        joined["step"] = np.full(len(newest), step, np.int64)
+        order = np.argsort(joined["number"], kind="stable")
+        found.append({name: column[order] for name, column in joined.items()})
+    columns = {name: np.concatenate([np.zeros(0, np.int64), *(one[name] for one in found)]) for name in _WHOLE}
+    columns |= {name: np.concatenate([np.zeros(0), *(one[name] for one in found)]) for name in _FLOATS}
+    return Index(columns, {"status": list(STATUSES), **{name: of.all() for name, of in texts.items()}}, notes)
+
+
+def _figures(table: pa.Table, texts: dict[str, _Texts]) -> dict[str, np.ndarray]:
+    """[n] each, without the step; `lag` is the oldest version of weights that wrote a token, -1 where none did, and
+    `newest` the newest."""
+    size = table.num_rows
+    lengths, ends = lists_of(table, "turn_lengths")
+    written, other_ends = lists_of(table, "turn_is_action")
+    if not np.array_equal(ends, other_ends) or (len(lengths) and lengths.min() < 0):
+        raise ValueError("turns are not as many in every column, or of a negative length")
+    figures = {
+        "length": sums(lengths, ends),
+        "actions": sums(lengths * written, ends),
+        "turns": sums(written, ends),
+        "lag": np.full(size, -1, np.int64),
+        "newest": np.full(size, -1, np.int64),
+    }
+    if "turn_weight_version" in table.column_names:
+        versions, version_ends = lists_of(table, "turn_weight_version")
+        if np.array_equal(ends, version_ends):
+            figures["lag"], figures["newest"] = _versions(table, versions, written.astype(bool), ends)
+    for name in ("number", "group", "tool_calls", "tool_errors"):
+        figures[name] = _numbers(table, name, np.int64)
+    for name in _FLOATS:
+        figures[name] = _numbers(table, name, np.float64)
+    if "unscored" in table.column_names:
+        scored = np.array([text == "{}" for text in table.column("unscored").to_pylist()], bool)
+        figures["reward"] = np.where(scored, figures["reward"], np.nan)
+    known = {name: place for place, name in enumerate(STATUSES)}
+    figures["status"] = np.array([known[text] for text in table.column("status").to_pylist()], np.int64)
+    for name, column in (("prompt", "id"), ("source", "data_source")):
+        there = table.column(column) if column in table.column_names else pa.chunked_array([pa.array(["?"] * size)])
+        figures[name] = texts[name].places(there)
+    return figures
+
+
+def _numbers(table: pa.Table, name: str, kind: type) -> np.ndarray:
+    if name not in table.column_names:
+        return np.full(table.num_rows, 0 if kind is np.int64 else np.nan, kind)
+    column = table.column(name).combine_chunks()
+    if kind is np.int64:
+        column = column.fill_null(0)
+    return np.asarray(column.to_numpy(zero_copy_only=False), kind)
+
+
+def _versions(
+    table: pa.Table, versions: np.ndarray, written: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """[n] oldest and newest version that wrote a token, -1 where none did."""
+    size, of_turn = len(ends) - 1, np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+    there = written & (versions >= 0)
+    oldest, newest = np.full(size, 2**31, np.int64), np.full(size, -1, np.int64)
+    np.minimum.at(oldest, of_turn[there], versions[there])
+    np.maximum.at(newest, of_turn[there], versions[there])
+    if "turn_versions" in table.column_names:  # of turns during which the weights changed the first is the oldest
+        column = table.column("turn_versions").combine_chunks()
+        for row in np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)):
+            runs = exact_json.loads(column[int(row)].as_py())
+            oldest[row] = min([oldest[row], *(int(version) for spans in runs.values() for version, _ in spans)])
+    return np.where(oldest < 2**31, oldest, -1), newest

@@ -1,0 +1,106 @@
+"use strict";
+// Data by name: of this page, of a file beside it, or of the server that it came from. All texts are shown by
+// textContent or as text nodes; nothing here ever makes HTML of a string.
+const megarl = { known: new Map(), waiting: new Map(), views: {}, count: 0 };
+
+megarl.inline = (name) => {
+  const found = document.getElementById("block-" + name);
+  return found ? JSON.parse(found.textContent) : undefined;
+};
+
+// Called by files of data.
+megarl.take = (name, value) => {
+  const waits = megarl.waiting.get(name);
+  megarl.waiting.delete(name);
+  if (waits) waits.done(value);
+};
+
+megarl.fetch = (name) => {
+  if (!megarl.waiting.has(name)) {
+    const wait = {};
+    wait.promise = new Promise((done, failed) => Object.assign(wait, { done, failed }));
+    megarl.waiting.set(name, wait);
+    const script = document.createElement("script");
+    script.src = megarl.page.folder + name + ".js" + (megarl.overview.live ? "?" + ++megarl.count : "");
+    script.onload = () => script.remove();
+    script.onerror = () => {
+      script.remove();
+      megarl.waiting.delete(name);
+      wait.failed(new Error(megarl.overview.live ? "the server does not answer; does tools/view.py still run?"
+        : `the file ${script.getAttribute("src")} is not beside this page; keep the two together`));
+    };
+    document.head.append(script);
+  }
+  return megarl.waiting.get(name).promise;
+};
+
+megarl.need = (name) => {
+  if (!megarl.known.has(name)) {
+    const own = megarl.inline(name);
+    const found = own === undefined ? megarl.fetch(name) : Promise.resolve(own);
+    found.catch(() => megarl.known.delete(name));
+    megarl.known.set(name, found);
+  }
+  return megarl.known.get(name);
+};
+
+const KINDS = { u8: Uint8Array, u16: Uint16Array, i32: Int32Array, f32: Float32Array };
+
+// A packed column as numbers; what is none is NaN.
+megarl.column = async (packed) => {
+  const bytes = Uint8Array.from(atob(packed.data), (one) => one.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const values = new KINDS[packed.kind](await new Response(stream).arrayBuffer());
+  if (!packed.among) return values;
+  const among = packed.among.map((one) => (one === null ? NaN : one));
+  const found = new Float64Array(values.length);
+  for (let i = 0; i < values.length; i++) found[i] = among[values[i]];
+  return found;
+};
+
+// Figures of all rollouts of a run: {size, texts, columns: {name: numbers}}.
+megarl.table = async (run) => {
+  const name = "index-" + run;
+  const content = await megarl.need(name);
+  if (!content.open) {
+    const names = Object.keys(content.columns);
+    content.open = Promise.all(names.map((one) => megarl.column(content.columns[one]))).then((columns) => ({
+      size: content.size,
+      texts: content.texts,
+      columns: Object.fromEntries(names.map((one, i) => [one, columns[i]])),
+    }));
+  }
+  return content.open;
+};
+
+// One rollout with its tokens.
+megarl.rollout = async (run, step, number) => {
+  let found;
+  if (megarl.overview.live) {
+    found = await megarl.need(`tokens-${run}-${step}-${number}`);
+    if (found.error) throw new Error(found.error);
+  } else {
+    const places = (await megarl.need("places-" + run))[step] || [];
+    const at = places.findIndex((numbers) => numbers.includes(number));
+    if (at < 0) throw new Error("The tokens of this rollout are not beside this page. " +
+      "Write it with a higher --details, or look with tools/view.py --serve.");
+    found = await megarl.need(`tokens-${run}-${step}-${at}`);
+  }
+  return found.find((one) => one.number === number);
+};
+
+function el(tag, props, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(props || {})) {
+    if (name === "class") made.className = value;
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else made[name] = value;
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+const shade = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16", "#64748b", "#d97706"];
+const said = (value, digits = 4) => (value === null || value === undefined || Number.isNaN(value) ? "–"
+  : Number.isInteger(value) ? String(value) : String(+value.toPrecision(digits)));

@@ -1,0 +1,114 @@
+"""Look at runs in a browser: one page that needs neither server nor network.
+
+    .venv/bin/python tools/view.py RUN [RUN ...] [-o page.html] [--details N]
+    .venv/bin/python tools/view.py RUN [RUN ...] --serve [PORT]
+
+Writes page.html (by default view.html in the first run folder): curves with their bands and alarms, where the time
+went, all rollouts as a table that sorts and filters, one with its tokens in colour, prompts, and where two runs part.
+The tokens of at most N rollouts (20,000) lie beside it, in page_files/: all of a small run, of a large one those of the
+first and last steps and the best and worst of others. `--serve` shows any, and figures anew as the run goes on; its
+address is for this machine alone.
+
+What a run folder has lost, or holds of another version, is said on the page and here, and the rest is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timeline
+
+from megarl.command_line import Parser, count, ends_in_a_line, file_to_write, folder_to_write
+from megarl.config import ConfigError
+from megarl.view.page import DETAILS, load, write_page
+from megarl.view.serving import Server
+
+SHOWN_STEPS, MOST_ROWS, MOST_SPANS = 3, 64, 20_000
+"""Of the timeline: the last steps, the first ranks' threads, the longest spans."""
+
+
+def spans_of(path: Path) -> Mapping[str, Any] | None:
+    """{steps, rows: [{name, spans: [[kind, name, begin, end], ...]}], begins: [step, seconds], notes}, in seconds from
+    the begin of these steps; None where nothing is on record."""
+    if not any(path.glob("timeline/rank_*.json")):
+        return None
+    try:
+        run = timeline.load(path)
+    except (ConfigError, OSError, ValueError) as error:
+        return {"rows": [], "steps": [], "begins": [], "notes": [str(error)]}
+    steps = list(run.windows)[-SHOWN_STEPS:]
+    begin, end = run.whole(steps)
+    rows, notes = [], []
+    for (rank, thread), spans in list(run.spans.items())[:MOST_ROWS]:
+        found = [
+            (timeline.kind_of(span), span.name, max(span.begin, begin) - begin, min(span.end, end) - begin)
+            for span in timeline.innermost(spans)
+            if span.begin < end and span.end > begin and timeline.kind_of(span)
+        ]
+        name = f"rank {rank}" if thread == "main" else f"rank {rank}, {thread}"
+        rows.append({"name": name, "spans": found})
+    if len(run.spans) > MOST_ROWS:
+        notes.append(f"{path / 'timeline'} has {len(run.spans)} threads, of which the first {MOST_ROWS} are shown")
+    lengths = sorted((end - begin for row in rows for *_, begin, end in row["spans"]), reverse=True)
+    least = lengths[MOST_SPANS] if len(lengths) > MOST_SPANS else -1.0
+    for row in rows:
+        row["spans"] = [
+            [kind, name, round(begin, 5), round(end, 5)]
+            for kind, name, begin, end in row["spans"]
+            if end - begin > least
+        ]
+    begins = [[step, min(first for first, _ in run.windows[step].values()) - begin] for step in steps]
+    return {"rows": rows, "steps": steps, "length": end - begin, "begins": begins, "notes": notes}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("-o", "--out", type=Path, metavar="FILE", help="the page (default view.html in the first run)")
+    what.add_argument("--serve", type=count(0, 65535), nargs="?", const=0, metavar="PORT", help="serve it on loopback")
+    parser.add_argument("--details", type=count(0), default=DETAILS, metavar="N", help="rollouts with their tokens")
+    return parser.parse_args(arguments)
+
+
+def show(options: argparse.Namespace) -> int:
+    for path in options.runs:
+        if not path.is_dir():
+            raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
+    if options.serve is not None:
+        return serve(options)
+    file = options.out or options.runs[0] / "view.html"
+    file_to_write(file, "--out")
+    folder_to_write(file.with_name(f"{file.stem}_files"), "--out")
+    runs = [load(path, spans_of) for path in options.runs]
+    written = write_page(runs, file, options.details)
+    for note in (note for one in runs for note in one.notes):
+        print(f"note: {note}")
+    rollouts = sum(len(one.index) for one in runs)
+    print(
+        f"wrote {file}: {written['page'] / 2**20:.1f} MiB, {rollouts} rollouts; tokens of {written['rollouts']} of "
+        f"them beside it, {written['beside'] / 2**20:.1f} MiB"
+    )
+    return 0
+
+
+def serve(options: argparse.Namespace) -> int:
+    with Server(options.runs, options.serve, spans_of) as server:
+        print(f"{server.address}\nends with ctrl-c", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    return ends_in_a_line(lambda: show(parse(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
