@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
-COMING = {"-m megarl.eval", "-m megarl.chat", "tools/view.py", "tools/prepare_data.py", "tools/mismatch.py"}
+COMING: set[str] = set()
 """Programs that a page may name before they are there. One that is there is held to what the pages say of it."""
-COMING_KEYS = {"track.trackers", "track.profile"}
+COMING_KEYS: set[str] = set()
 
 
 def pages() -> list[Path]:
