@@ -17,7 +17,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import random
 import re
 import shutil
 import threading
@@ -25,10 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from megarl.checkpoint import manifest, room
+from megarl.checkpoint import manifest, random_states, room
 from megarl.checkpoint.background import Work, Writing
 from megarl.checkpoint.manifest import Entry, sync
 from megarl.checkpoint.origin import differs
@@ -104,14 +102,14 @@ class CheckpointStore:
             raise RuntimeError(f"{self._under_way.final} is still being written")
         final = self.folder / f"step_{step:06d}"
         partial = final.with_suffix(".tmp")
-        text, random_states = json.dumps(host), io.BytesIO()
-        torch.save(_rng_state(), random_states)
+        text, states = json.dumps(host), io.BytesIO()
+        torch.save(random_states.current(), states)
 
         def small_files() -> dict[Path, Entry]:
-            found = partial / _rng_name()
+            found = partial / random_states.file_name()
             if ranks.is_lead():
                 (partial / "host.json").write_text(text)
-            return {found: manifest.write_hashed(found, lambda stream: stream.write(random_states.getbuffer()))[1]}
+            return {found: manifest.write_hashed(found, lambda stream: stream.write(states.getbuffer()))[1]}
 
         def staged() -> None:
             part = stage(partial)
@@ -130,8 +128,7 @@ class CheckpointStore:
 
     @property
     def under_way(self) -> int | None:
-        """The step of the checkpoint that is being written, or is written and not finished; None where there is none.
-        The same on all ranks."""
+        """The step of the checkpoint that was begun and is not finished; None without one. The same on all ranks."""
         return None if self._under_way is None else self._under_way.step
 
     def is_written(self) -> bool:
@@ -210,15 +207,15 @@ class CheckpointStore:
 
         In another layout than the checkpoint's the random states are drawn anew, from its step.
         """
-        found, host, name = manifest.read(folder), _host(folder), _rng_name()
+        found, host, name = manifest.read(folder), _host(folder), random_states.file_name()
         if isinstance(found, str):
             raise ConfigError(f"checkpoint {folder} has changed meanwhile: {found}")
         tree, files = found
         world = torch.distributed.get_world_size()
         if (tree.get("world_size"), tree.get("layout")) == (world, self.layout) and name in files:
-            _restore_rng(torch.load(folder / name, weights_only=True))
+            random_states.restore(torch.load(folder / name, weights_only=True))
         else:
-            _fresh_rng(host["step"])
+            random_states.draw_anew(host["step"])
             self._say(f"{folder.name} was written in another layout: random states are drawn anew, from its step")
         return host
 
@@ -363,40 +360,3 @@ def _unreported(folder: Path, reported: Mapping[str, Entry]) -> dict[str, int]:
         if sizes[name] != entry.bytes:
             raise OSError(f"{name} has {sizes[name]} bytes on rank 0's disk, and {entry.bytes} were written")
     return {name: size for name, size in sizes.items() if name not in reported}
-
-
-def _rng_name() -> str:
-    return f"rng_{torch.distributed.get_rank():05d}.pt"
-
-
-def _rng_state() -> dict[str, Any]:
-    from megatron.core import tensor_parallel
-
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _restore_rng(state: dict[str, Any]) -> None:
-    from megatron.core import tensor_parallel
-
-    name, keys, position, has_gauss, cached = state["numpy"]
-    random.setstate(state["python"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
-
-
-def _fresh_rng(step: int) -> None:
-    """As the start of a run, but from `step`: equal on all ranks, but for Megatron's, which knows what must differ."""
-    from megatron.core import tensor_parallel
-
-    random.seed(step)
-    np.random.seed(step % 2**32)
-    torch.manual_seed(step)
-    if tensor_parallel.get_cuda_rng_tracker().get_states():  # a rank without a model has none
-        tensor_parallel.model_parallel_cuda_manual_seed(step + 1)
