@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 COMING = {"-m megarl.eval", "-m megarl.chat", "tools/view.py", "tools/prepare_data.py", "tools/mismatch.py"}
 """Programs that a page may name before they are there. One that is there is held to what the pages say of it."""
+COMING |= {"megarl/evaluation/README.md", "megarl/view/README.md"}
 COMING_KEYS = {"track.trackers", "track.profile"}
 
 
