@@ -41,6 +41,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
+    package_data={"megarl.view": ["static/*", "README.md"]},
     extras_require={
         "cpu": listed("requirements-cpu.txt", APART[0]),
         "cuda": listed("requirements-cuda.txt", APART[1]),
