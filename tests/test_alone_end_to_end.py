@@ -110,7 +110,7 @@ def test_in_another_world_and_from_a_later_step(folder: Path, recorded: Path, tr
 def test_engines_alone_write_what_a_trainer_alone_trains_on(folder: Path, tmp_path: Path, host: str) -> None:
     """Two steps, the second one by a run that goes on; rows in the order of the file, two engines, tools."""
     alone = ["algorithm=generate", "train.replay_routing=true", "run.save_every=1"]
-    train(folder, tmp_path / "made", *alone, "run.num_rollout=1", "run.eval_every=1", host=host)
+    train(folder, tmp_path / "made", *alone, "run.num_rollout=1", "run.eval_every=1", "run.eval_samples=2", host=host)
     train(folder, tmp_path / "made", *alone, "run.num_rollout=2", "run.resume=auto", host=host)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:8]]
     made = [read_rollouts(tmp_path / "made", step, whole=True) for step in (1, 2)]
@@ -122,7 +122,9 @@ def test_engines_alone_write_what_a_trainer_alone_trains_on(folder: Path, tmp_pa
             assert {turn.weight_version for turn in one.turns if turn.is_action} == {0}
             assert one.routing is not None and one.reward_parts.keys() == {"even"}
     metrics = metrics_of(tmp_path / "made")
-    assert any("eval/reward_greedy" in row for row in metrics)
+    evaluated = [row for row in metrics if "eval/reward_greedy" in row]
+    assert evaluated and all(row["eval/weight_version"] == 0 for row in evaluated)
+    assert all(row["eval/pass_at_1"] <= row["eval/pass_at_2"] for row in evaluated)
     assert not any(name.startswith(("actor/", "critic/", "time/push")) for row in metrics for name in row)
     assert not (tmp_path / "made/export").exists()
     assert {path.name for path in (tmp_path / "made/rollouts/step_000001").iterdir()} == {

@@ -1,4 +1,4 @@
-"""A policy is evaluated by real engines: that of a run's newest checkpoint, with a tool, on two files."""
+"""A policy is evaluated and talked to, on real engines: that of a run's newest checkpoint, with a tool."""
 
 from __future__ import annotations
 
@@ -69,3 +69,19 @@ def test_the_newest_checkpoint_of_a_run(folder: Path, run: Path, tmp_path: Path,
     shown = [sys.executable, "tools/view_rollouts.py", str(out), "--show", "1"]
     shown_as = subprocess.run(shown, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True).stdout
     assert "turn 1: policy" in shown_as and "<|im_start|>" in shown_as  # words, by the tokenizer of the model
+
+
+def test_somebody_talks_to_it(run: Path, host: str) -> None:
+    """To what the run has exported, in two conversations. It has learned to write, so a tool may be called or not."""
+    command = [sys.executable, "-m", "megarl.chat", str(run), "--tools", "megarl.rollout.tools:calculator"]
+    said = "What is 12+7?\n/nothing\n/reset\nWhat is 3*4?\n/quit\nnever read\n"
+    done = subprocess.run(
+        command, cwd=ROOT, env=with_host(host), input=said, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    assert any("with calculator; /reset begins anew" in line for line in lines)
+    prompts = [line for line in lines if line.startswith("> ")]
+    assert len(prompts) == 5 and "there is no '/nothing'" in done.stdout and "a new conversation" in done.stdout
+    assert all(len(prompts[turn]) > 2 for turn in (0, 3)), done.stdout  # it has answered
+    assert all(char.isprintable() or char == "\n" for char in done.stdout)

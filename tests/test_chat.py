@@ -1,0 +1,50 @@
+"""What `megarl.chat` refuses before an engine is started; `test_eval_end_to_end.py` talks to a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from whole_run import make_folder
+
+from megarl import chat as program
+from megarl.rollout.engine import Engine
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with mock.patch.object(Engine, "start", lambda self: pytest.fail("it was started")):
+        yield make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe") / "model"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--tools", "no.such:tool"), ("rollout.tools", "no.such")),
+        (("--environment", "no.such:World"), ("rollout.environments", "no.such")),
+        (("--tools", "a:b", "--environment", "a:B"), ("not allowed with",)),
+        (("--row", "[1]"), ("--row", "JSON object")),
+        (("--row", "{"), ("--row", "JSON object")),
+        (("rollout.temprature=1",), ("rollout.temperature",)),
+        (("data.train=x",), ("data.train", "you write the prompts")),
+        (("run.dir=x",), ("run.dir", "nothing is kept")),
+        (("parallel.world_size=2",), ("parallel.world_size=2", "one engine")),
+    ],
+)
+def test_bad_arguments(
+    model: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert program.main([str(model), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and all(word in said for word in words), said
+
+
+def test_bad_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for target, says in ((tmp_path / "none", "there is no such folder"), (tmp_path, "is no model")):
+        assert program.main([str(target)]) == 2
+        assert says in capsys.readouterr().err
+    assert program.main([]) == 2 and "TARGET" in capsys.readouterr().err
