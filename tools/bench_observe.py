@@ -20,7 +20,6 @@ from typing import Any
 
 from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ConfigError, load_config
-from megarl.flow import HybridFlow
 from megarl.observe.clock import Clock
 from megarl.observe.tracker import Tracker
 from megarl.observe.trackers.known import KNOWN, check_trackers
@@ -52,19 +51,26 @@ class InTurn(Tracker):
         return KINDS[(step - 1) // cls.block % len(KINDS)]
 
 
-class Flow(HybridFlow):
-    def _start(self) -> None:
-        super()._start()
-        names, log = self.config.track.trackers, self.log
-        log._tracker = InTurn(log.run_dir, names, log._warn)
-        log._tracker.clock = self.clock
-        self.seconds: dict[int, float] = {}
+def run(settings: Sequence[str]) -> dict[int, float]:
+    """Seconds of each step of the run; the time of one has what writing the figures of the one before took."""
+    from megarl.flow import HybridFlow  # imports Megatron, which patches torch for good
 
-    def _finish_step(self, result: Any) -> dict[str, float]:
-        metrics = super()._finish_step(result)
-        # The next step's time has what writing this one's figures took.
-        self.seconds[self.step] = metrics["time/step"]
-        return metrics
+    seconds: dict[int, float] = {}
+
+    class Flow(HybridFlow):
+        def _start(self) -> None:
+            super()._start()
+            log = self.log
+            log._tracker = tracker = InTurn(log.run_dir, self.config.track.trackers, log._warn)
+            tracker.clock = self.clock
+
+        def _finish_step(self, result: Any) -> dict[str, float]:
+            metrics = super()._finish_step(result)
+            seconds[self.step] = metrics["time/step"]
+            return metrics
+
+    Flow(load_config(ROOT / "configs/quickstart_sft.yaml", settings)).run()
+    return seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,9 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"track.trackers=[{','.join(names)}]",
             *(f"parallel.{name}={value}" for name, value in one.items()),
         ]
-        flow = Flow(load_config(ROOT / "configs/quickstart_sft.yaml", settings))
-        flow.run()
-    found = {kind: timed(flow.seconds, kind, warm) for kind in KINDS}
+        seconds_of = run(settings)
+    found = {kind: timed(seconds_of, kind, warm) for kind in KINDS}
     base = found["nothing"]
     for kind, seconds in found.items():
         print(f"{kind:14} {1000 * seconds:8.2f} ms a step  {seconds / base:6.3f} of nothing")
