@@ -28,6 +28,7 @@ from megarl.models.registry import family_of, param_count, trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.stages import stage_layers
 from megarl.observe.guards import check_guards
+from megarl.observe.profile import check_profile
 from megarl.observe.recorded import check_replay
 from megarl.observe.trackers.known import check_trackers
 from megarl.observe.webhook import check_webhook
@@ -116,6 +117,7 @@ def validate(
     passes(check_guards, config, declared, warnings)
     passes(check_webhook, config.track.webhook)
     passes(check_trackers, config.track.trackers)
+    passes(check_profile, config)
     reward = (registered or {}).get("reward", Registered())
     judged = "reward" in declared.roles and ours(config, declared, "reward", reward)
     if judged:

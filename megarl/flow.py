@@ -34,6 +34,7 @@ from megarl.observe.control import Control
 from megarl.observe.hangs import Lookout
 from megarl.observe.meter import Gpu, speed
 from megarl.observe.metrics import batch_metrics, rollout_metrics
+from megarl.observe.profile import Profile
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, everyone, last_words, ranks, watching
 from megarl.parallel.layouts import lay_out
@@ -178,6 +179,8 @@ class HybridFlow(Items, Keeping):
                 self.gpu.close()
             if hasattr(self, "clock"):
                 watching.watch(None)
+                watching.tell_share(None)
+                self.profile.close()
                 self.log.spans(self.clock.spans())
             self.log.close()
             if finished:
@@ -197,6 +200,7 @@ class HybridFlow(Items, Keeping):
             items = self.loader.next_batch()
             self.step += 1
             self.log.begin_step(self.step)
+            self.profile.begin(self.step)
             self._begin_step()
             self.control.take(self.step, ranks.broadcast_object(self.control.read() if self.log.writes else None))
             # No name for what it returns: the next step would be taken with all of this one still in memory.
@@ -225,6 +229,7 @@ class HybridFlow(Items, Keeping):
                 self.log.alarm(line)
         metrics |= self.loader.epochs() | self.clock.lap(self.step)
         self.log.spans(self.clock.spans())
+        self.profile.end(self.step)
         if result.batch is not None:
             metrics |= batch_metrics(result.batch, metrics["time/step"], self.job.world)
         works = [worker.work for worker in self.workers if isinstance(worker, ModelWorker) and worker.work]
@@ -280,6 +285,10 @@ class HybridFlow(Items, Keeping):
         config = self.config
         self.clock = Clock(self.log.phase)
         watching.watch(self.clock.span)
+        watching.tell_share(self.log.share if self.log.writes else None)
+        self.profile = Profile(
+            *(config.track.profile, self.clock, self.log.run_dir / "profile", self.job.rank), self.log.say
+        )
         if self.job.world > 1:
             self.lookout = Lookout(
                 *(self.job, self.log.run_dir, self.clock, self.layouts.keys()),

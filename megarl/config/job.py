@@ -177,6 +177,9 @@ class TrackConfig:
     been. For a large model that is more than all else: 464 bytes a token of DeepSeek-V3, beside 12."""
     timeline: bool = True
     """Record in the run folder who did what when, for tools/timeline.py and Perfetto."""
+    profile: tuple[Count, ...] = ()
+    """Steps over which a profiler looks, such as [3, 4]: with CUDA for `nsys profile -c cudaProfilerApi`, with NVTX
+    ranges by phase and role; without, torch's writes a Chrome trace of each rank into the run folder."""
     webhook: str = ""
     """Where alarms are posted as JSON, besides: an http(s) URL, of Slack for one, or `env:NAME` of the environment
     variable that holds it, which is for the command line. It is a secret: the run folder's config.yaml has it not."""

@@ -35,7 +35,7 @@ from megarl.models.cuts import Param
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
-from megarl.parallel import device
+from megarl.parallel import device, watching
 from megarl.parallel.ranks import Ranks, active, all_gather_objects
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 from megarl.types.reads import read_by
@@ -135,7 +135,9 @@ class MegatronModel:
         """
         table = {param.megatron: param for param in self.params()}
         not_finite = []
-        for name, tensor in self.local_params().items():
+        local = self.local_params()
+        for number, (name, tensor) in enumerate(local.items()):
+            watching.share(number, len(local))
             value = get(table[name], *self.ranks.grid(table[name].expert is not None))
             if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)} here, not {tuple(value.shape)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 WAIT, DATA, ELSEWHERE, STEP = "wait", "data", "elsewhere", "step"
@@ -40,6 +40,8 @@ class Clock:
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
         self.on_phase = on_phase
+        self.mark: Callable[[str], AbstractContextManager[object]] | None = None
+        """While a profiler is at work: makes a range of a span's name in what it records."""
         self._seconds: dict[str, float] = {}
         self._began = time.monotonic()
         self._spans: list[Span] = []
@@ -67,9 +69,14 @@ class Clock:
     @contextmanager
     def span(self, name: str, who: str = "rank", ranks: Sequence[int] = ()) -> Iterator[None]:
         """For the timeline alone. Spans of a thread are within each other, or apart."""
+        mark = self.mark
         began = self._stamp()
         try:
-            yield
+            if mark is None:
+                yield
+            else:
+                with mark(name if who == "rank" else f"{name} ({who})"):
+                    yield
         finally:
             self.keep(name, who, began, self._stamp(), ranks)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +42,12 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
 """Title, metric and format of what the display shows; a metric that a run does not have is left out."""
 SHOWN_IF_ANY = ("actor/skipped", "critic/skipped", "reward_model/skipped")
 """Of these, what is left out while it is 0."""
+EVERY_S = 60.0
+"""How often a phase that lasts says so, where the output is no terminal."""
+LEAST_S = 5.0
+"""Phases below this have no bar."""
+DOMINATES = 0.3
+"""The share of a step from which on a phase is named."""
 HELD_OUT = ("eval/reward_", "eval/pass_at_", "eval/nll", "eval/accuracy", "eval/margin")
 """How the names of those begin that are shown of an evaluation."""
 
@@ -65,8 +73,15 @@ class Progress:
         self.enabled = enabled
         self.step_done = 0
         self._values: dict[str, float] = {}
+        self._last: Mapping[str, float] = {}
+        """Figures of the last step alone."""
         self._phase = "starting"
         self._phase_began = time.monotonic()
+        self._done = (0, 0)
+        """Of the work of this phase, and how much there is; 0 where nobody says."""
+        self._took: dict[str, float] = {}
+        """What each phase has taken when it was last gone through."""
+        self._ends = threading.Event()
         self._stamps: deque[float] = deque(maxlen=21)
         # The terminal width decides nothing about lines that a file or a pipe receives: they are never wrapped.
         self._console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
@@ -74,9 +89,43 @@ class Progress:
         if enabled and (self._console.is_terminal if live is None else live):
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2)
             self._live.start()
+        elif enabled:
+            given = (weakref.ref(self), self._ends)
+            threading.Thread(target=_say_now_and_then, args=given, name="progress", daemon=True).start()
 
     def phase(self, name: str) -> None:
-        self._phase, self._phase_began = name.replace("_", " "), time.monotonic()
+        now = time.monotonic()
+        self._took[self._phase] = now - self._phase_began
+        self._phase, self._phase_began, self._done = name.replace("_", " "), now, (0, 0)
+
+    def share(self, done: int, total: int) -> None:
+        """So much of the work of this phase is done; in units of its own."""
+        self._done = (done, total)
+
+    def phase_left(self) -> tuple[float, float] | None:
+        """Of the phase under way: the share that is done, and the seconds left, by its own count where it has one, else
+        by what it took the last time. None where neither is known, or it takes longer than the last time."""
+        so_far = time.monotonic() - self._phase_began
+        done, total = self._done
+        if 0 < done <= total:
+            return done / total, so_far * (total - done) / done
+        before = self._took.get(self._phase, 0.0)
+        return (so_far / before, before - so_far) if so_far < before else None
+
+    def now(self) -> str:
+        """`loading weights 1:10, 45 %, 1:26 left`"""
+        text = f"{self._phase} {clock(time.monotonic() - self._phase_began)}"
+        if left := self.phase_left():
+            text += f", {left[0]:.0%}, {clock(left[1])} left"
+        return text
+
+    def say_if_it_lasts(self, said: float) -> float:
+        """A line where neither it nor the phase is younger than a minute. said: when it was said last; returns that."""
+        now = time.monotonic()
+        if not self._phase or now - max(said, self._phase_began) < EVERY_S:
+            return said
+        self.say(f"now: {self.now()}")
+        return now
 
     def begin_step(self, step: int) -> None:
         """Step `step`, from 1, begins: from here on its time counts."""
@@ -87,6 +136,7 @@ class Progress:
         """Step `step` is done."""
         self.step_done = step
         self._values |= metrics
+        self._last = dict(metrics)
         if self._live is None:
             self.say(self.line(step, metrics))
 
@@ -103,6 +153,8 @@ class Progress:
         """`step 12/100  reward 0.512  ...  2:10 left`"""
         parts = [f"step {step}/{self.total}"]
         parts += [f"{title} {value}" for title, value in shown(metrics)]
+        if mostly := dominating(metrics):
+            parts.append(mostly)
         if out := [band.title for name, band in self.bands.items() if name in metrics and band.side(metrics[name])]:
             parts.append(f"out of band: {', '.join(out)}")
         left = self.seconds_left()
@@ -127,6 +179,7 @@ class Progress:
         return max(0.0, per_step * (self.total - self.step_done) - min(elapsed, per_step))
 
     def close(self) -> None:
+        self._ends.set()
         if self._live is not None:
             self._phase = ""
             self._live.stop()
@@ -143,7 +196,9 @@ class Progress:
         )
         rows: list[Any] = [head]
         if self._phase:
-            rows.append(Text(f"now: {self._phase} ({clock(time.monotonic() - self._phase_began)})", style="cyan"))
+            rows.append(self._now())
+        if mostly := dominating(self._last):
+            rows.append(Text(f"last step: {mostly}", style="dim"))
         cells = shown(self._values)
         cells += [
             (f"held-out {name.removeprefix('eval/').removeprefix('reward_')}", f"{value:.3f}")
@@ -157,6 +212,19 @@ class Progress:
             rows.append(Columns(banded, padding=(0, 3)))
         return Group(*rows)
 
+    def _now(self) -> RenderableType:
+        """The phase, and a bar where it lasts."""
+        row = Table.grid(padding=(0, 2))
+        text = Text(f"now: {self.now()}", style="cyan")
+        so_far, left = time.monotonic() - self._phase_began, self.phase_left()
+        if so_far + (left[1] if left else 0.0) < LEAST_S:
+            row.add_row(text)
+        elif left is None:
+            row.add_row(text, ProgressBar(pulse=True, width=20))  # nobody knows for how long
+        else:
+            row.add_row(text, ProgressBar(total=1.0, completed=left[0], width=20))
+        return row
+
     def _banded(self) -> list[Text]:
         """Of each figure with a band, where it is."""
         known = [(band, self._values[name]) for name, band in self.bands.items() if name in self._values]
@@ -166,6 +234,16 @@ class Progress:
         ]
 
 
+def _say_now_and_then(progress: weakref.ref[Progress], ends: threading.Event) -> None:
+    """Of a display that is no longer there, nothing."""
+    said = time.monotonic()
+    while not ends.wait(EVERY_S / 4):
+        if (one := progress()) is None:
+            return
+        said = one.say_if_it_lasts(said)
+        del one
+
+
 def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Title and value of what the display shows of these."""
     return [
@@ -173,6 +251,20 @@ def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         for title, name, style in SHOWN
         if name in metrics and (metrics[name] or name not in SHOWN_IF_ANY)
     ]
+
+
+def dominating(metrics: Mapping[str, float]) -> str:
+    """`generate 62 %, actor update 31 %`: the phases that take most of a step's time; empty where none does."""
+    whole = metrics.get("time/step", 0.0)
+    if not whole > 0:
+        return ""
+    shares = {
+        name.removeprefix("time/").replace("_", " "): seconds / whole
+        for name, seconds in metrics.items()
+        if name.startswith("time/") and name != "time/step"
+    }
+    largest = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {min(1.0, share):.0%}" for name, share in largest[:3] if share >= DOMINATES)
 
 
 def _is_shown(name: str) -> bool:

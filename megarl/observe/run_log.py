@@ -167,6 +167,10 @@ class RunLog:
         """What is going on now, for the display."""
         self._progress.phase(name)
 
+    def share(self, done: int, total: int) -> None:
+        """How far the work of this phase is."""
+        self._progress.share(done, total)
+
     def begin_step(self, step: int) -> None:
         """Steps count from 1."""
         self._step = step

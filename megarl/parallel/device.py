@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import AbstractContextManager
 
 import torch
+import torch.cuda.nvtx
+import torch.cuda.profiler
 
 _HAS_CUDA = torch.cuda.is_available()  # asked once, before anything stands in for torch.cuda
 
@@ -76,3 +79,19 @@ def gpu_load() -> tuple[float, int] | None:
         return torch.cuda.utilization(device()) / 100, int(torch.cuda.device_memory_used(device()))
     except Exception:  # noqa: BLE001  no pynvml, no rights, a driver of another version: a figure less
         return None
+
+
+def profiler_start() -> None:
+    """cudaProfilerStart, from where on `nsys profile -c cudaProfilerApi` records."""
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+
+
+def profiler_stop() -> None:
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def profiler_range(name: str) -> AbstractContextManager[None]:
+    """An NVTX range of this thread."""
+    return torch.cuda.nvtx.range(name)

@@ -1,15 +1,17 @@
-"""Who is told when a rank waits for others, or gives them rows: a timeline, or nobody."""
+"""Who is told when a rank waits for others, or gives them rows, and how far a long piece of work is: a timeline, a
+display, or nobody."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Item = TypeVar("Item")
 Observer = Callable[[str, str], AbstractContextManager[None]]
 """(name, what: `wait` or `data`) -> entered meanwhile."""
 
@@ -41,3 +43,26 @@ def watched(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return call
 
     return wrap
+
+
+_teller: Callable[[int, int], None] | None = None
+
+
+def tell_share(teller: Callable[[int, int], None] | None) -> None:
+    """From now on this one is told how far work is."""
+    global _teller
+    _teller = teller
+
+
+def share(done: int, total: int) -> None:
+    """So much of the work of this phase is done; in units of its own, such as tensors. Costs nothing where nobody is
+    told."""
+    if _teller is not None:
+        _teller(done, total)
+
+
+def counted(items: Iterable[Item], total: int) -> Iterator[Item]:
+    """These, one after another, and it is told how many there were of so many."""
+    for number, item in enumerate(items):
+        share(number, total)
+        yield item

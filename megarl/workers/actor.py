@@ -12,6 +12,7 @@ from megarl.checkpoint.hf import save_adapter, save_hf
 from megarl.models.adapters import adapted_weights, peft_config, peft_tensors
 from megarl.parallel.placement import role_config
 from megarl.parallel.ranks import together
+from megarl.parallel.watching import counted
 from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.training import TrainingWorker
 
@@ -49,7 +50,7 @@ class ActorWorker(TrainingWorker):
     def _export_model(self, folder: Path) -> None:
         save_hf(
             folder,
-            self.hf_tensors(),
+            counted(self.hf_tensors(), sum(len(param.hf) for param in self.trained.params())),
             self.config.model.path,
             getattr(torch, self.config.model.dtype),
             write=self.trained.ranks.role_rank == 0,

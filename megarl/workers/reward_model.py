@@ -12,6 +12,7 @@ from megarl.models.classifier import classifier_config, padding_of
 from megarl.models.registry import family_of
 from megarl.parallel.placement import role_config
 from megarl.parallel.ranks import together
+from megarl.parallel.watching import counted
 from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.training import TrainingWorker
 
@@ -40,7 +41,7 @@ class RewardModelWorker(TrainingWorker):
         padding = padding_of(hf, chat.tokenizer.pad_token_id, chat.end_of_turn)
         save_hf(
             folder,
-            gather_hf(self.trained.merged(), table, self.trained.ranks),
+            counted(gather_hf(self.trained.merged(), table, self.trained.ranks), sum(len(one.hf) for one in table)),
             self.config.model.path,
             dtype=getattr(torch, self.config.model.dtype),
             write=self.trained.ranks.role_rank == 0,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from rich.console import Console
 
 from megarl.observe.bands import Band
-from megarl.observe.progress import Progress, clock
+from megarl.observe.progress import Progress, clock, dominating
 
 METRICS = {"rollout/reward_mean": 0.5, "actor/kl_to_reference": 0.0123, "time/step": 2.0, "other": 1.0}
 
@@ -92,3 +94,66 @@ def test_the_display_shows_each_figure_in_its_band_or_out_of_it() -> None:
     shown = console.export_text(styles=True)
     for style, text in (("\x1b[1;31m", "0.3, below 0.4 to 0.6"), ("\x1b[32m", "1.5, in at most 2")):
         assert f"{style}{text}" in shown
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    found = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: found[0])
+    return found
+
+
+def shown_of(progress: Progress) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    console.print(progress._render())
+    return console.export_text()
+
+
+def test_a_wait_that_counts_has_a_bar_with_the_time_left(now: list[float]) -> None:
+    progress = Progress("PPO", 10, enabled=False)
+    progress.phase("load")
+    now[0] += 30.0
+    assert progress.phase_left() is None and "━" in shown_of(progress), "nobody knows for how long"
+    progress.share(25, 100)
+    assert progress.phase_left() == (0.25, pytest.approx(90.0))
+    assert "now: load 0:30, 25%, 1:30 left" in shown_of(progress)
+    progress.phase("export")
+    assert progress.phase_left() is None
+
+
+def test_others_take_as_long_as_the_last_time(now: list[float]) -> None:
+    progress = Progress("PPO", 10, enabled=False)
+    for name in ("generate", "actor_update", "generate"):
+        progress.phase(name)
+        now[0] += 40.0
+        progress.phase("between")
+    progress.phase("generate")
+    now[0] += 10.0
+    assert progress.now() == "generate 0:10, 25%, 0:30 left"
+    now[0] += 40.0
+    assert progress.now() == "generate 0:50", "longer than the last time"
+
+
+def test_a_phase_that_lasts_says_so_where_the_output_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megarl.observe.progress.EVERY_S", 0.01)
+    said = threading.Event()
+    monkeypatch.setattr(Progress, "say", lambda self, text: (lines.append(text), said.set()))
+    lines: list[str] = []
+    progress = Progress("PPO", 10, live=False)
+    progress.phase("engine_start")
+    assert said.wait(60)
+    progress.close()
+    assert lines[0].startswith("now: ")
+
+
+def test_the_phases_that_dominate_a_step() -> None:
+    times = {"time/step": 10.0, "time/generate": 6.2, "time/actor_update": 3.1, "time/reward": 0.5}
+    assert dominating(times) == "generate 62%, actor update 31%"
+    assert dominating({"time/step": 0.0}) == dominating({}) == ""
+    progress = Progress("PPO", 10, enabled=False)
+    assert "  generate 62%, actor update 31%" in progress.line(1, times)
+    progress.step(1, times | {"time/save": 9.0})
+    progress.step(2, times)
+    assert "last step: generate 62%, actor update 31%" in shown_of(progress), "of this step alone"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from megarl.parallel import watching
 from megarl.parallel.watching import watch, watched
 
 told: list[str] = []
@@ -55,3 +56,14 @@ def test_an_error_ends_it() -> None:
     told.clear()
     inner(1)
     assert told == ["inner wait", "end inner"]
+
+
+def test_how_far_work_is_goes_to_whoever_is_told() -> None:
+    told: list[tuple[int, int]] = []
+    assert list(watching.counted("ab", 2)) == ["a", "b"], "nobody is told"
+    watching.tell_share(lambda done, total: told.append((done, total)))
+    try:
+        assert list(watching.counted("ab", 2)) == ["a", "b"]
+    finally:
+        watching.tell_share(None)
+    assert told == [(0, 2), (1, 2)]

@@ -1,0 +1,117 @@
+"""Windows of a profiler over the steps of `track.profile`, with a range for each phase and span, named by who does it.
+
+On CUDA the window is that of `nsys profile -c cudaProfilerApi`, with NVTX ranges; nsys itself must have started the
+run. Without CUDA torch's profiler writes `<run>/profile/rank_00000_steps_3-4.json`, a Chrome trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.config import Config, ConfigError
+from megarl.observe.clock import Clock
+from megarl.parallel import device
+
+
+class Window(Protocol):
+    """A profiler at work. `end` is given the file that it may write; what it returns says where to look."""
+
+    def mark(self, name: str) -> AbstractContextManager[Any]: ...
+
+    def end(self, file: Path) -> str: ...
+
+
+class CudaWindow:
+    def __init__(self) -> None:
+        device.profiler_start()
+
+    def mark(self, name: str) -> AbstractContextManager[Any]:
+        return device.profiler_range(name)
+
+    def end(self, file: Path) -> str:
+        device.profiler_stop()
+        return (
+            "in what nsys writes, if `nsys profile -c cudaProfilerApi --capture-range-end=repeat` has started the run"
+        )
+
+
+class HostWindow:
+    def __init__(self) -> None:
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        self._profile: Any = profile(activities=[ProfilerActivity.CPU])
+        self._range: Callable[[str], AbstractContextManager[Any]] = record_function
+        self._profile.start()
+
+    def mark(self, name: str) -> AbstractContextManager[Any]:
+        return self._range(name)
+
+    def end(self, file: Path) -> str:
+        self._profile.stop()
+        file.parent.mkdir(exist_ok=True)
+        partial = file.with_suffix(".tmp")
+        self._profile.export_chrome_trace(str(partial))
+        partial.replace(file)
+        return f"in {file}, for Perfetto and chrome://tracing"
+
+
+class Profile:
+    """Of one rank. While no window is open the clock knows nothing of it. Nothing here raises."""
+
+    def __init__(
+        self,
+        steps: Sequence[int],
+        clock: Clock,
+        folder: Path,
+        rank: int,
+        say: Callable[[str], None],
+        opened: Callable[[], Window] | None = None,
+    ) -> None:
+        self._steps, self._clock, self._folder, self._rank, self._say = set(steps), clock, folder, rank, say
+        self._opened = opened or (CudaWindow if device.has_cuda() else HostWindow)
+        self._window: Window | None = None
+        self._first = self._last = 0
+
+    def begin(self, step: int) -> None:
+        """Step `step` begins."""
+        if step not in self._steps:
+            return
+        self._last = step
+        if self._window is None:
+            self._first = step
+            self._try(self._open)
+
+    def end(self, step: int) -> None:
+        """It is done; the window is over where the next step is not to be profiled."""
+        if self._window is not None and step + 1 not in self._steps:
+            self.close()
+
+    def close(self) -> None:
+        """End the window, also of a run that ends in the middle of it."""
+        window, self._window, self._clock.mark = self._window, None, None
+        if window is None:
+            return
+        steps = f"{self._first}-{self._last}" if self._last > self._first else f"{self._first}"
+        file = self._folder / f"rank_{self._rank:05d}_steps_{steps}.json"
+        self._try(lambda: self._say(f"profile of steps {steps}: {window.end(file)}"))
+
+    def _open(self) -> None:
+        self._window = self._opened()
+        self._clock.mark = self._window.mark
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  a disk that is full, a profiler of somebody else's that is at work
+            self._steps = set()
+            self._say(f"could not profile: {' '.join(str(error).split())[:200]}; training goes on without it")
+
+
+def check_profile(config: Config) -> None:
+    """Raise ConfigError for a step to profile that the run does not have."""
+    late = [step for step in config.track.profile if step > config.run.num_rollout]
+    if late:
+        raise ConfigError(f"track.profile names step {late[0]}, but run.num_rollout={config.run.num_rollout}")

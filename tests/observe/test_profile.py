@@ -1,0 +1,102 @@
+"""A profiler looks at the steps that it is to look at, and what it writes opens."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config import ConfigError, from_dict
+from megarl.observe.clock import WAIT, Clock
+from megarl.observe.profile import CudaWindow, Profile, check_profile
+from megarl.parallel import device
+
+pytestmark = pytest.mark.alone
+
+
+class Played:
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+        said.append("start")
+
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        self.said.append(name)
+        return nullcontext()
+
+    def end(self, file: Path) -> str:
+        self.said.append(file.name)
+        return "here"
+
+
+def take(profile: Profile, clock: Clock, steps: range) -> None:
+    for step in steps:
+        profile.begin(step)
+        with clock.phase(f"update_{step}", "actor"), clock.span("inside", WAIT), clock.span("own"):
+            pass
+        profile.end(step)
+
+
+def test_windows_of_some_steps(tmp_path: Path) -> None:
+    said: list[str] = []
+    lines: list[str] = []
+    clock = Clock()
+    profile = Profile((2, 3, 5, 9), clock, tmp_path, 1, lines.append, lambda: Played(said))
+    take(profile, clock, range(1, 7))
+    profile.begin(9)
+    profile.close()  # the run ends in the middle
+    profile.close()
+    ranges = [[f"update_{step} (actor)", "inside (wait)", "own"] for step in (2, 3, 5)]
+    assert said == [
+        *("start", *ranges[0], *ranges[1], "rank_00001_steps_2-3.json"),
+        *("start", *ranges[2], "rank_00001_steps_5.json"),
+        *("start", "rank_00001_steps_9.json"),
+    ]
+    assert lines == ["profile of steps 2-3: here", "profile of steps 5: here", "profile of steps 9: here"]
+    assert clock.mark is None
+
+
+@pytest.mark.skipif(device.has_cuda(), reason="with CUDA nsys writes")
+def test_on_the_host_the_trace_opens_and_has_phases_and_operations(tmp_path: Path) -> None:
+    clock, lines = Clock(), []
+    profile = Profile((1,), clock, tmp_path / "profile", 0, lines.append)
+    profile.begin(1)
+    with clock.phase("actor_update", "actor"):
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    profile.end(1)
+    (file,) = (tmp_path / "profile").iterdir()
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"actor_update (actor)", "aten::mm"} <= names or {"actor_update (actor)", "aten::matmul"} <= names
+    assert str(file) in lines[0]
+
+
+def test_on_a_gpu_it_is_a_window_of_nsys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(device, "profiler_start", lambda: said.append("start"))
+    monkeypatch.setattr(device, "profiler_stop", lambda: said.append("stop"))
+    monkeypatch.setattr(device, "profiler_range", lambda name: nullcontext(said.append(name)))
+    clock, lines = Clock(), []
+    profile = Profile((1,), clock, tmp_path, 0, lines.append, CudaWindow)
+    take(profile, clock, range(1, 3))
+    assert said == ["start", "update_1 (actor)", "inside (wait)", "own", "stop"]
+    assert "nsys profile -c cudaProfilerApi" in lines[0]
+
+
+def test_a_profiler_that_fails_is_said_once(tmp_path: Path) -> None:
+    def refuses() -> Played:
+        raise RuntimeError("another one is at work")
+
+    clock, lines = Clock(), []
+    profile = Profile((1, 2), clock, tmp_path, 0, lines.append, refuses)
+    take(profile, clock, range(1, 4))
+    assert lines == ["could not profile: another one is at work; training goes on without it"]
+
+
+def test_steps_that_the_run_does_not_have() -> None:
+    check_profile(from_dict({"run": {"num_rollout": 4}, "track": {"profile": [3, 4]}}))
+    with pytest.raises(ConfigError, match="track.profile names step 5, but run.num_rollout=4"):
+        check_profile(from_dict({"run": {"num_rollout": 4}, "track": {"profile": [3, 5]}}))
+    with pytest.raises(ConfigError, match=r"track.profile\[0\] must be"):
+        from_dict({"track": {"profile": [0]}})

@@ -1,0 +1,53 @@
+"""Which steps of the tool's run are of which kind, and what it refuses. The run itself is a user's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.config import ConfigError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import bench_observe  # noqa: E402
+
+pytestmark = pytest.mark.alone
+
+
+def test_kinds_take_turns_and_the_first_step_of_a_block_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_observe.InTurn, "block", 2)
+    kinds = [bench_observe.InTurn.kind(step) for step in range(1, 11)]
+    assert kinds[::2] == kinds[1::2] == [*bench_observe.KINDS, "nothing"]
+    seconds = {step: float(step) for step in range(1, 17)}
+    assert bench_observe.timed(seconds, "trackers", warm=8) == 12.0
+
+
+def test_trackers_get_the_steps_of_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_observe.InTurn, "block", 1)
+    tracker = bench_observe.InTurn(tmp_path, ())
+    given: list[int] = []
+
+    class Noted:
+        def metrics(self, step: int, values: object) -> None:
+            given.append(step)
+
+        def table(self, step: int, rows: object) -> None:
+            pass
+
+        def failure(self) -> str:
+            return ""
+
+    tracker._outlets = [Noted()]  # type: ignore[list-item]
+    for step in range(1, 9):
+        tracker.log(step, {"x": 1.0})
+    assert given == [2, 6]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 8
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not what tools/make_quickstart.py makes"):
+        bench_observe.main([str(tmp_path)])
+    (tmp_path / "sft.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="--trackers: comet is none of tensorboard"):
+        bench_observe.main([str(tmp_path), "--trackers", "comet"])

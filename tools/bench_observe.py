@@ -1,0 +1,126 @@
+"""What trackers and the profiler's ranges cost a step: steps with them over steps without, in turn in one run.
+
+    .venv/bin/python tools/bench_observe.py FOLDER [--trackers tensorboard,mlflow] [--blocks 8] [--steps 6]
+
+SFT of the quickstart's model on one rank, of what tools/make_quickstart.py leaves in the folder. Steps come in blocks:
+with nothing, with trackers (figures and a table of four rows a step), with ranges (as while a profiler is at work), and
+again. Of each kind the median seconds of its steps but the first of each block, which pays for what the block before
+has left in the background; with nothing twice, so that it is seen what two equal ones differ by.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import timeit
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.config import ConfigError, load_config
+from megarl.observe.clock import Clock
+from megarl.observe.tracker import Tracker
+from megarl.observe.trackers.known import KNOWN, check_trackers
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = ("nothing", "trackers", "ranges", "nothing again")
+ROW = ("What is 3 * (4 + 5)?" * 4, "<tool_call> 3 * (4 + 5) </tool_call> 27" * 4, 1.0, 60, "stop")
+
+
+class InTurn(Tracker):
+    """Gives trackers the steps of their blocks alone. metrics.jsonl has all of them."""
+
+    block = 6
+    clock: Clock | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from torch.profiler import record_function
+
+        outlets = self._outlets
+        self._outlets = outlets if self.kind(step) == "trackers" else []
+        super().log(step, metrics)
+        self.table(step, [(step, *ROW)] * 4)
+        self._outlets = outlets
+        if self.clock is not None:
+            self.clock.mark = record_function if self.kind(step + 1) == "ranges" else None
+
+    @classmethod
+    def kind(cls, step: int) -> str:
+        return KINDS[(step - 1) // cls.block % len(KINDS)]
+
+
+def run(settings: Sequence[str]) -> dict[int, float]:
+    """Seconds of each step of the run; the time of one has what writing the figures of the one before took."""
+    from megarl.flow import HybridFlow  # imports Megatron, which patches torch for good
+
+    seconds: dict[int, float] = {}
+
+    class Flow(HybridFlow):
+        def _start(self) -> None:
+            super()._start()
+            log = self.log
+            log._tracker = tracker = InTurn(log.run_dir, self.config.track.trackers, log._warn)
+            tracker.clock = self.clock
+
+        def _finish_step(self, result: Any) -> dict[str, float]:
+            metrics = super()._finish_step(result)
+            seconds[self.step] = metrics["time/step"]
+            return metrics
+
+    Flow(load_config(ROOT / "configs/quickstart_sft.yaml", settings)).run()
+    return seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="of tools/make_quickstart.py")
+    parser.add_argument("--trackers", default="tensorboard", help="of track.trackers, with commas")
+    parser.add_argument("--blocks", type=count(), default=8, help="of each kind")
+    parser.add_argument("--steps", type=count(), default=6, help="of a block")
+    options = parser.parse_args(arguments)
+    folder = options.folder.resolve()
+    if not (folder / "sft.jsonl").is_file():
+        raise ConfigError(f"{folder} is not what tools/make_quickstart.py makes; call that first")
+    names = options.trackers.split(",")
+    if unknown := set(names) - set(KNOWN):
+        raise ConfigError(f"--trackers: {', '.join(sorted(unknown))} is none of {', '.join(KNOWN)}")
+    check_trackers(names)
+    InTurn.block = options.steps
+    warm = len(KINDS) * options.steps  # trackers are opened in it, which takes seconds
+    steps = warm + options.blocks * warm
+    with tempfile.TemporaryDirectory() as run_dir:
+        one = {name: 1 for name in ("world_size", "ranks_per_node", "tp", "ep")}
+        settings = [
+            *(f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"run.dir={run_dir}/run"),
+            *(f"run.num_rollout={steps}", "run.export=false", "track.progress=false"),
+            f"track.trackers=[{','.join(names)}]",
+            *(f"parallel.{name}={value}" for name, value in one.items()),
+        ]
+        seconds_of = run(settings)
+    found = {kind: timed(seconds_of, kind, warm) for kind in KINDS}
+    base = found["nothing"]
+    for kind, seconds in found.items():
+        print(f"{kind:14} {1000 * seconds:8.2f} ms a step  {seconds / base:6.3f} of nothing")
+    clock = Clock()
+    span = min(timeit.repeat(lambda: clock.span("x").__enter__, number=10_000, repeat=5)) / 10_000
+    check = min(timeit.repeat("mark is None", "mark = clock.mark", number=100_000, repeat=5, globals={"clock": clock}))
+    print(
+        f"a span takes {1e6 * span:.2f} us to make; asking whether there is a profiler {1e9 * check / 100_000:.0f} ns"
+    )
+    return 0
+
+
+def timed(seconds: Mapping[int, float], kind: str, warm: int) -> float:
+    """Of the steps of these blocks, but the first of each."""
+    mine = [
+        took
+        for step, took in seconds.items()
+        if step > warm and InTurn.kind(step) == kind and (step - 1) % InTurn.block
+    ]
+    return statistics.median(mine)
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(main))
