@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,7 +96,8 @@ def search(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversa
     return row, [*said, says(row["ground_truth"] if well else draw.choice(PLACES))]
 
 
-TASKS: dict[str, Callable[[random.Random, bool, Path], tuple[Row, Conversation]]] = {
+Task = Callable[[random.Random, bool, Path], tuple[Row, Conversation]]
+TASKS: dict[str, Task] = {
     "tool": tool,
     "maths": maths,
     "code": code,
@@ -138,7 +141,16 @@ def schemas() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def write(folder: Path, train: int, demonstrations: int, seed: int = 1) -> None:
+def write(
+    folder: Path,
+    train: int,
+    demonstrations: int,
+    seed: int = 1,
+    more: Mapping[str, tuple[Task, list[dict[str, Any]]]] = MappingProxyType({}),
+    then: int = 0,
+) -> None:
+    """more: further tasks with the schemas of their tools, which are shown as well, and make up the last `then` rows of
+    train.jsonl."""
     import make_quickstart
 
     draw = random.Random(seed)
@@ -150,21 +162,26 @@ def write(folder: Path, train: int, demonstrations: int, seed: int = 1) -> None:
             json.dumps({"title": name, "text": f"lives in {place}"}) for name, place in zip(NAMES, places, strict=True)
         ]
         (corpus / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
-    tools = schemas()
+    tools = schemas() | {name: own for name, (_, own) in more.items()}
+    others: dict[str, Task] = {name: task for name, (task, _) in more.items()}
 
-    def made(count: int, share: float) -> Iterator[tuple[str, Row, Conversation]]:
+    def made(count: int, share: float, tasks: Mapping[str, Task]) -> Iterator[tuple[str, Row, Conversation]]:
         for number in range(count):
-            name = list(TASKS)[number % len(TASKS)]
-            yield name, *TASKS[name](draw, draw.random() < share, corpus)
+            name = list(tasks)[number % len(tasks)]
+            yield name, *tasks[name](draw, draw.random() < share, folder if name in more else corpus)
 
-    rows = ({**row, "id": str(i), "data_source": name} for i, (name, row, _) in enumerate(made(train, WELL)))
+    given = enumerate(chain(made(train, WELL, TASKS), made(then, WELL, others)))
+    rows = (
+        {**row, "id": str(i), "data_source": name, "tools": [one["function"]["name"] for one in tools[name]]}
+        for i, (name, row, _) in given
+    )
     make_quickstart.write_jsonl(folder / "train.jsonl", rows)
     shown = (
         {"id": str(i), "messages": [*row["prompt"], *said], "tools": tools[name]}
-        for i, (name, row, said) in enumerate(made(demonstrations, WELL))
+        for i, (name, row, said) in enumerate(made(demonstrations, WELL, TASKS | others))
     )
     make_quickstart.write_jsonl(folder / "sft.jsonl", shown)
-    conversations = [([*row["prompt"], *said], tools[name]) for name, row, said in made(5 * len(TASKS), 1.0)]
+    conversations = [([*row["prompt"], *said], tools[name]) for name, row, said in made(35, 1.0, TASKS | others)]
     make_quickstart.write_model(folder / "model", "qwen3_moe", seed, conversations)
 
 

@@ -1,23 +1,28 @@
 """One policy learns in every kind of environment that MegaRL has ready, all in one run: tools, mathematics and code in
-the sandbox, a game, a search."""
+the sandbox, a game, a search; at the end of it also in two that were made for others, MCP and Harbor."""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "sandbox"))
 
+import adapter_tasks  # noqa: E402
 from environment_tasks import ENVIRONMENTS, TASKS, write  # noqa: E402
 from real_boxes import needs_boxes  # noqa: E402
 from whole_run import ROOT, metrics_of, with_host  # noqa: E402
 
-STEPS = 8
+from megarl.observe.rollout_log import read_rollouts  # noqa: E402
+
+STEPS, ADAPTERS = 8, 2
 
 
 def train(config: str, host: str, *overrides: str) -> None:
@@ -30,23 +35,63 @@ def train(config: str, host: str, *overrides: str) -> None:
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that has seen how each task is done, among guesses."""
     folder = tmp_path_factory.mktemp("tasks") / "f"
-    write(folder, train=20 * STEPS, demonstrations=12800)
+    adapter_tasks.write_folders(folder)
+    write(folder, 20 * STEPS, demonstrations=14400, more=adapter_tasks.TASKS, then=20 * ADAPTERS)
     own = [f"run.dir={folder}/sft", f"model.path={folder}/model", f"data.train={folder}/sft.jsonl"]
-    train("configs/quickstart_sft.yaml", "", *own, "run.num_rollout=200")
+    train("configs/quickstart_sft.yaml", "", *own, "run.num_rollout=225")
     return folder
 
 
-@needs_boxes
-def test_each_kind_gets_better(warm: Path, host: str, tmp_path: Path) -> None:
-    own = [f"run.dir={tmp_path}/run", f"model.path={warm}/sft/export", f"data.train={warm}/train.jsonl", "data.eval=[]"]
-    rollout = [f"rollout.environments={json.dumps(ENVIRONMENTS)}", "rollout.tools=[]", "rollout.max_turns=7"]
-    steps = [f"run.num_rollout={STEPS}", "data.prompts_per_step=20", "run.eval_every=0", "rollout.max_context=256"]
-    reward = ["algorithm=grpo", "reward.functions=[environment_tasks:rewards]", "run.export=false", "expect={}"]
+@pytest.fixture(scope="module")
+def run(warm: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps with rows of each kind that is ready, then steps with rows of adapters."""
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    own = [f"run.dir={run_dir}", f"model.path={warm}/sft/export", f"data.train={warm}/train.jsonl", "data.eval=[]"]
+    tools, folders = adapter_tasks.write_servers(run_dir.parent), f"harbor:{warm}/harbor"
+    rollout = [f"rollout.environments={json.dumps([*ENVIRONMENTS, folders])}", f"rollout.tools={json.dumps(tools)}"]
+    rollout += ["rollout.max_turns=7", "data.shuffle=false"]
+    steps = [
+        f"run.num_rollout={STEPS + ADAPTERS}",
+        "data.prompts_per_step=20",
+        "run.eval_every=0",
+        "rollout.max_context=256",
+    ]
+    reward = ["algorithm=grpo", "reward.functions=[adapter_tasks:rewards]", "run.export=false", "expect={}"]
     train("configs/quickstart.yaml", host, *own, *rollout, *steps, *reward)
-    rows = [row for row in metrics_of(tmp_path / "run") if "rollout/reward_mean" in row]
+    return run_dir
+
+
+@needs_boxes
+def test_each_kind_gets_better(run: Path) -> None:
+    rows = [row for row in metrics_of(run) if "rollout/reward_mean" in row][:STEPS]
     assert len(rows) == STEPS and all(row["rollout/aborted_frac"] == 0 for row in rows)
     assert all(row["rollout/reward_failed_frac"] == 0 for row in rows if "rollout/reward_failed_frac" in row)
     for name in TASKS:
         found = [row[f"rollout/reward_mean/{name}"] for row in rows if f"rollout/reward_mean/{name}" in row]
         before, after = statistics.fmean(found[:2]), statistics.fmean(found[-2:])
         assert after > before + 0.1, (name, found)
+
+
+@needs_boxes
+def test_adapters_train_two_steps(run: Path) -> None:
+    """The policy calls a server's tool and a task's shell, each for a reward, and what it said is trained on."""
+    rows = [row for row in metrics_of(run) if "rollout/reward_mean" in row][STEPS:]
+    assert [row["step"] for row in rows] == [STEPS + 1, STEPS + 2]
+    for row in rows:
+        assert row["rollout/aborted_frac"] == 0 == row.get("rollout/reward_failed_frac", 0)
+        assert math.isfinite(row["actor/grad_norm"]) and row["actor/grad_norm"] > 0
+        found = read_rollouts(run, row["step"])
+        for name in adapter_tasks.TASKS:
+            tool = {"mcp": "add", "harbor": "bash"}[name]
+            own = [one for one in found if one.prompt.data_source == name]
+            assert len(own) == 160 // len(adapter_tasks.TASKS) and row[f"rollout/reward_mean/{name}"] == pytest.approx(
+                statistics.fmean(one.reward for one in own)
+            )
+            right = [one for one in own if one.tool_calls > one.tool_errors and one.reward == 1]
+            assert right and any(one.reward == 0 for one in own)  # so there is something to learn
+            calls = [call["function"]["name"] for one in right for said in one.messages for call in called(said)]
+            assert tool in calls
+
+
+def called(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(message.get("tool_calls") or ())

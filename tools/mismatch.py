@@ -116,7 +116,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
 def take_apart(options: argparse.Namespace) -> int:
     step = find_step(options.run, options.step)
-    records = read_records(options.run, step, whole=True)
+    records = read_records(options.run, step, whole=True, without=["routing"])
     gaps = gaps_of(records, step - 1)
     found: dict[str, Any] = {
         "run": str(options.run),
@@ -133,7 +133,10 @@ def take_apart(options: argparse.Namespace) -> int:
         return 0
     print(f"{options.run}, step {step}: {found['tokens']:,} tokens of {found['rollouts']} rollouts")
     if not found["routing_measured"]:
-        print("routing was not measured apart (train.replay_routing is off): it is within the others")
+        print(
+            "routing was not measured apart, which is done with train.replay_routing in the first step and each "
+            "rollout.verify_every-th after it: with replay it is in none of these, without it is within them"
+        )
     if gaps.not_finite:
         print(f"{gaps.not_finite} tokens are left out: a log-prob of theirs is not finite")
     print("\n".join(table(found)))

@@ -204,10 +204,13 @@ def read_rollouts(run_dir: str | Path, step: int, rank: int = 0, world: int = 1,
     return [record.rollout for record in read_records(run_dir, step, rank, world, whole)]
 
 
-def read_records(run_dir: str | Path, step: int, rank: int = 0, world: int = 1, whole: bool = False) -> list[Record]:
-    """As `read_rollouts`, with numbers and advantages."""
+def read_records(
+    run_dir: str | Path, step: int, rank: int = 0, world: int = 1, whole: bool = False, without: Sequence[str] = ()
+) -> list[Record]:
+    """As `read_rollouts`, with numbers, advantages and what the trainer says. without: of `RECORDS`, those that are
+    left out all the same."""
     records = []
-    names = [name for name in SCHEMA.names if whole or name not in RECORDS]
+    names = [name for name in SCHEMA.names if name not in (without if whole else RECORDS)]
     for file, part in parts_of(run_dir, step):
         if int(_NAME.fullmatch(file.name)[1]) % world != rank:  # type: ignore[index]
             continue

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from megarl.data.text import encodable
-from megarl.sessions.messages import Refused, normal, normal_tools
+from megarl.sessions.messages import Heard, Refused, normal, normal_tools
 from megarl.types import Message
 
 MOST_CHOICES = 128
@@ -47,8 +47,9 @@ class Asked:
     ignored: tuple[str, ...] = ()
 
 
-def read(body: bytes, model: str, params: Mapping[str, Any]) -> Asked:
-    """A request's body. model: the one that there is. params: the run's own of sampling. Raises Refused."""
+def read(body: bytes, model: str, params: Mapping[str, Any], heard: Heard | None = None) -> Asked:
+    """A request's body. model: the one that there is. params: the run's own of sampling. heard: its client's. Raises
+    Refused."""
     fields = _loaded(body)
     if not isinstance(fields, dict):
         raise Refused("the body must be a JSON object")
@@ -63,7 +64,7 @@ def read(body: bytes, model: str, params: Mapping[str, Any]) -> Asked:
             raise Refused(f"'{name}': {reason}", name)
     if given.get("modalities", ["text"]) != ["text"]:
         raise Refused("'modalities': only text is supported", "modalities")
-    messages, tools = normal(given.get("messages")), normal_tools(given.get("tools"))
+    messages, tools = normal(given.get("messages"), heard), normal_tools(given.get("tools"))
     choice = given.get("tool_choice", "auto")
     if not isinstance(choice, str | dict) or choice not in ("auto", "none", "required") and isinstance(choice, str):
         raise Refused("'tool_choice' must be 'none' or 'auto'; others are not followed", "tool_choice")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import orjson
@@ -46,19 +47,59 @@ class Refused(Exception):
         self.param, self.code, self.status = param, code, status
 
 
-def normal(messages: Any) -> tuple[Message, ...]:
-    """The messages of a request. Raises Refused where they are none that a policy could be asked with."""
+class Heard:
+    """What a client has sent last. It sends all of a conversation with each request, and what it has sent before is
+    neither read nor hashed again."""
+
+    def __init__(self) -> None:
+        self._given: list[Any] = []
+        self._found: tuple[Message, ...] = ()
+        self._hashed: tuple[Message, ...] = ()
+        self._histories: list[Digest] = []
+
+    def again(self, messages: Sequence[Any]) -> tuple[Message, ...]:
+        """The beginning of these messages, as far as it is that of the last ones, in the one form. Numbers and truth
+        values may be equal and not the same, so it ends at a call whose arguments are no string."""
+        count = 0
+        for message, given in zip(messages, self._given, strict=False):
+            if message != given or not all(
+                isinstance(call["function"]["arguments"], str) for call in given.get("tool_calls") or ()
+            ):
+                break
+            count += 1
+        return self._found[:count]
+
+    def read(self, messages: Sequence[Any], found: tuple[Message, ...]) -> None:
+        self._given, self._found = list(messages), found
+
+    def histories(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
+        """As the function of this name."""
+        found = [_digest(list(schemas))]
+        if self._histories and self._histories[0] == found[0]:
+            same = takewhile(lambda pair: pair[0] is pair[1], zip(messages, self._hashed, strict=False))
+            found = self._histories[: 1 + sum(1 for _ in same)]
+        for message in messages[len(found) - 1 :]:
+            found.append(extended(found[-1], message))
+        self._hashed, self._histories = tuple(messages), found
+        return found
+
+
+def normal(messages: Any, heard: Heard | None = None) -> tuple[Message, ...]:
+    """The messages of a request. heard: its client's. Raises Refused where they are none that a policy could be asked
+    with."""
     if not isinstance(messages, list | tuple) or not messages:
         raise Refused("'messages' must be a list of at least one message", "messages")
-    found: list[Message] = []
-    names: dict[str, str] = {}
-    for number, message in enumerate(messages):
+    found: list[Message] = [] if heard is None else list(heard.again(messages))
+    names = {call["id"]: call["function"]["name"] for own in found for call in own.get("tool_calls", ())}
+    for number, message in enumerate(messages[len(found) :], len(found)):
         own = _message(message, f"messages[{number}]", names)
         names |= {call["id"]: call["function"]["name"] for call in own.get("tool_calls", ())}
         found.append(own)
     if found[-1]["role"] == "assistant":
         at = f"messages[{len(found) - 1}]"
         raise Refused(f"{at}: the last message is the assistant's own; there is nothing for it to answer", at)
+    if heard is not None:
+        heard.read(messages, tuple(found))
     return tuple(found)
 
 

@@ -20,7 +20,7 @@ from megarl.rollout.policy import Generation, Policy, RequestFailed, Streams
 from megarl.rollout.room import joined
 from megarl.sessions.answers import NOTHING, Answered, new_id
 from megarl.sessions.asked import Asked
-from megarl.sessions.messages import Digest, Refused, extended, histories, normal
+from megarl.sessions.messages import Digest, Heard, Refused, extended, normal
 from megarl.sessions.rendering import Rendering, Shown, TooMuch, last_of
 from megarl.sessions.telling import Field, Telling
 from megarl.sessions.tree import Node, Schemas, Tree
@@ -115,6 +115,7 @@ class Recording:
         self._asked: Counter[bytes] = Counter()
         self._first = _first(around.rendering.chat, prompt)
         self._drifted: dict[Node, bool] = {}
+        self.heard = Heard()
 
     # --- for its owner
 
@@ -192,7 +193,7 @@ class Recording:
             self.figures.ignored[name] += 1
             self._around.say(name)
         tree, messages = self.tree, asked.messages
-        known = histories(messages, asked.schemas)
+        known = self.heard.histories(messages, asked.schemas)
         found, count = tree.find(known, messages)
         if found is not None and found.turns >= self._around.config.max_turns:
             return self._over(found, known[-1])

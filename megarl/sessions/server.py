@@ -137,7 +137,7 @@ class SessionServer:
         recording = self._session(request)
         body = await request.read()
         try:
-            asked = read(body, recording.model, recording.params)
+            asked = read(body, recording.model, recording.params, recording.heard)
             place = recording.place(asked)
         except Refused:
             recording.figures.refused += 1

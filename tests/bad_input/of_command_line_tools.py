@@ -170,6 +170,24 @@ VIEW = [
     ),
 ]
 
+mismatch = tool("mismatch")
+MISMATCH = [
+    mismatch("nothing given", ("RUN_DIR", "required")),
+    mismatch("no folder", ("there is no run folder FOLDER/none",), "FOLDER/none"),
+    mismatch("no run", ("has no recorded rollouts", "track.rollouts"), "FOLDER/model"),
+    mismatch("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=run()),
+    mismatch("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=run()),
+    mismatch("fewer than none", ("--worst", "from 0"), "FOLDER/r", "--worst", "-1", prepare=run()),
+    mismatch("a trainer that has not looked", ("no log-probs", "rollout.verify_every=1"), "FOLDER/r", prepare=run()),
+    mismatch("binary", ("parquet is not a file of",), "FOLDER/r", prepare=run(rollouts=bytes(range(256)))),
+    mismatch(
+        "log-probs of other tokens",
+        ("parquet, row 1, is not a recorded rollout", "2 trainer_logprobs for a rollout of 1 tokens"),
+        "FOLDER/r",
+        prepare=recorded(trainer_logprobs=[0.5, 0.5]),
+    ),
+]
+
 memory, QWEN = tool("plan_memory"), ("--model", "qwen3-30b-a3b")
 MEMORY = [
     memory("nothing given", ("--model", "required")),
@@ -397,4 +415,4 @@ AGAIN = [
     ),
 ]
 
-CASES = [*REPORT, *VIEW, *AGAIN, *MEMORY, *RESHARD, *GSM8K, *QUICKSTART, *BENCHES, *PARITY]
+CASES = [*REPORT, *VIEW, *MISMATCH, *AGAIN, *MEMORY, *RESHARD, *GSM8K, *QUICKSTART, *BENCHES, *PARITY]

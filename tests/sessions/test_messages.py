@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.sessions.asked import Asked, read
-from megarl.sessions.messages import Refused, extended, histories, normal, normal_tools
+from megarl.sessions.messages import Heard, Refused, extended, histories, normal, normal_tools
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": "x"}'}}
 USER = {"role": "user", "content": "x"}
@@ -206,3 +206,32 @@ def test_whatever_comes_is_read_or_refused(fields: dict[str, Any]) -> None:
         assert refused.status == 400 and str(refused)
     else:
         histories(found.messages, found.schemas)
+
+
+def test_what_was_heard_before_is_not_read_again() -> None:
+    """And what comes of it is what comes of reading all of it, also where a beginning is another."""
+    heard = Heard()
+
+    def both(messages: list[Any], schemas: Any = ()) -> tuple[Any, ...]:
+        found, afresh = normal(messages, heard), normal(json.loads(json.dumps(messages)))
+        assert found == afresh
+        known = heard.histories(found, schemas)
+        assert known == histories(afresh, schemas) and len(known) == len(messages) + 1
+        return found
+
+    def calling(arguments: Any) -> dict[str, Any]:
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    asked, result = {"role": "user", "content": "1+2?"}, {"role": "tool", "tool_call_id": "c", "content": "3"}
+    first = both([asked, calling('{"a": 1}'), result])
+    longer = both([asked, calling('{"a": 1}'), result, {"role": "assistant", "content": "3"}, asked])
+    assert all(a is b for a, b in zip(first, longer, strict=False))
+    both([asked, calling('{"a": 1}'), result, {"role": "assistant", "content": "4"}, asked], [{"type": "function"}])
+    both([asked, calling('{"a": true}'), result])
+    for arguments in ({"a": 1}, {"a": True}, {"a": 1.0}):  # equal, and other histories
+        assert both([asked, calling(arguments), result])[1]["tool_calls"][0]["function"]["arguments"] == arguments
+    with pytest.raises(Refused, match="of no call"):
+        normal([asked, result], heard)
+    both([asked, calling("{}"), result])
+    both([asked])

@@ -1,0 +1,88 @@
+"""Two small tasks of environments that were made for others, beside those of `environment_tasks`: a sum by the tool of
+an MCP server, and a task folder in Harbor's format, whose verifier looks for a name in a file."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from environment_tasks import NAMES, Conversation, Row, Task, calls, says, user
+from environment_tasks import rewards as ready_rewards
+
+from megarl.environments.harbor import HarborTask, rows
+from megarl.environments.schemas import schema_of
+from megarl.rewards.arithmetic import arithmetic
+from megarl.rewards.by_source import BySource
+from megarl.types import Rollout
+
+SERVER = Path(__file__).parent / "environments" / "mcp_server.py"
+ADDS = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "properties": {"a": {"title": "A", "type": "integer"}, "b": {"title": "B", "type": "integer"}},
+            "required": ["a", "b"],
+            "title": "addArguments",
+            "type": "object",
+        },
+    },
+}
+SETTINGS = "[verifier]\ntimeout_sec = 20.0\n[environment]\nmemory_mb = 256\nstorage_mb = 16\n"
+VERIFIER = '[ "$(cat who.txt)" = "{name}" ] && reward=1 || reward=0\necho $reward > /logs/verifier/reward.txt\n'
+
+
+def verified(rollout: Rollout) -> float:
+    """The verifier's reward is all that there is."""
+    return 0.0
+
+
+rewards = BySource({**ready_rewards.sources, "mcp": arithmetic, "harbor": verified})
+
+
+def write_servers(folder: Path) -> list[str]:
+    """`rollout.tools`."""
+    if "mcp" not in TASKS:
+        return []
+    entry = {"command": sys.executable, "args": [str(SERVER)], "tools": ["add"]}
+    (folder / "servers.json").write_text(json.dumps({"mcpServers": {"sums": entry}}))
+    return [f"mcp:{folder}/servers.json"]
+
+
+def write_folders(folder: Path) -> str:
+    """The entry of `rollout.environments`."""
+    for name in NAMES:
+        task = folder / "harbor" / name
+        (task / "tests").mkdir(parents=True)
+        (task / "task.toml").write_text(SETTINGS)
+        (task / "instruction.md").write_text(f"Write {name} into who.txt.\n")
+        (task / "tests" / "test.sh").write_text(VERIFIER.format(name=name))
+    return f"harbor:{folder}/harbor"
+
+
+def mcp(draw: random.Random, well: bool, folder: Path) -> tuple[Row, Conversation]:
+    a, b = draw.randint(1, 9), draw.randint(1, 9)
+    row = {"prompt": [user(f"Add {a} to {b}.")], "ground_truth": str(a + b), "environment": "Calculator"}
+    said = calls("add", str(a + b), a=a, b=b) if well else []
+    return row, [*said, says(f"The answer is {a + b if well else draw.randint(2, 18)}.")]
+
+
+def harbor(draw: random.Random, well: bool, folder: Path) -> tuple[Row, Conversation]:
+    given: dict[str, Any] = draw.choice(rows(f"{folder}/harbor"))
+    name = given["id"] if well else draw.choice(NAMES)
+    row = {**given, "prompt": [user(given["prompt"])]}
+    return row, [*calls("bash", "", command=f"echo {name} > who.txt"), says("done")]
+
+
+TASKS: dict[str, tuple[Task, list[dict[str, Any]]]] = {
+    "mcp": (mcp, [ADDS]),
+    "harbor": (harbor, [schema_of(HarborTask.bash, "bash", bound=True)]),
+}
+"""With the schemas of their tools."""
+if find_spec("mcp") is None:  # an extra: pip install -e .[mcp]
+    del TASKS["mcp"]
