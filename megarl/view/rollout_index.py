@@ -14,9 +14,19 @@ from megarl.types import STATUSES
 from megarl.view.packing import pack
 from megarl.view.parts import BROKEN, Notes, groups_of, lists_of, one_line, open_parts, steps_of, sums
 
-_NEEDED = ("number", "group", "status", "reward", "unscored", "advantage", "logprob", "tool_calls", "tool_errors")
+_NEEDED: tuple[str, ...] = (
+    "number",
+    "group",
+    "status",
+    "reward",
+    "unscored",
+    "advantage",
+    "logprob",
+    "tool_calls",
+    "tool_errors",
+)
 _NEEDED += ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_versions", "id", "data_source")
-_WHOLE = ("step", "number", "group", "length", "actions", "turns", "tool_calls", "tool_errors", "lag")
+_WHOLE: tuple[str, ...] = ("step", "number", "group", "length", "actions", "turns", "tool_calls", "tool_errors", "lag")
 _WHOLE += ("status", "prompt", "source")
 _FLOATS = ("reward", "advantage", "logprob")
 

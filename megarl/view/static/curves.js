@@ -62,7 +62,7 @@
       }
     });
     const title = el("h3", {}, name, el("span", { class: bad && watched ? "out" : "" }, band
-      ? `${bad ? bad + " of " + data[0].length + " outside " : "within "}${band.least === null ? "≤ " + band.most : band.most === null ? "≥ " + band.least : band.least + " to " + band.most}${watched ? "" : " (usual)"}` : `last ${said(last)}`));
+      ? `${bad ? bad + " outside " : "within "}${band.least === null ? "≤ " + band.most : band.most === null ? "≥ " + band.least : band.least + " to " + band.most}${watched ? "" : " (usual)"}` : `last ${said(last)}`));
     if (band) title.title = [band.low && "below: " + band.low, band.high && "above: " + band.high].filter(Boolean).join("\n");
     card.replaceChildren(title);
     const alarms = runs.flatMap((run) => run.alarms.filter((alarm) => alarm[2].includes(name)).map((alarm) => alarm[0]));
