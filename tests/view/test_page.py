@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -107,6 +108,15 @@ def test_nothing_of_what_a_policy_wrote_is_run(page: Path, view: str, tmp_path: 
 def test_curves_and_times_are_drawn(page: Path, tmp_path: Path) -> None:
     assert seen(page.as_uri(), tmp_path / "a").count('class="uplot') >= 2
     assert "generate 66.7 %" in seen(f"{page.as_uri()}#Time", tmp_path / "b")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [("reward<1", 3), ("not (reward<1) and prompt~p", 9), ("prompt='p0' or reward=3", 9), ("status!=stop", 0)],
+)
+def test_the_table_filters_as_the_terminal_does(page: Path, where: str, count: int, tmp_path: Path) -> None:
+    assert f"{count} of 12 rollouts" in seen(f"{page.as_uri()}#Rollouts?{quote(where)}", tmp_path)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -144,6 +145,17 @@ def test_files_of_another_format_are_read_as_far_as_they_go(run_dir: Path) -> No
     assert len(index) == 12 and any("files of format 1" in note for note in index.notes)
     (found,) = read_details(run_dir, 3, {0}, Words(None), notes)
     assert found["advantages"] is None and found["turns"][1]["version"] is None
+
+
+def test_what_the_trainer_says_is_there_where_it_is_on_record(run_dir: Path) -> None:
+    file = part_file(run_dir, 3, 0)
+    table = pq.read_table(file)
+    if "trainer_logprobs" in table.column_names:
+        table = table.drop_columns(["trainer_logprobs"])
+    values = pa.array([[0, 0, -0.5, -1, -1.5], None], pa.list_(pa.float32()))
+    pq.write_table(table.append_column("trainer_logprobs", values), file)
+    found = list(read_details(run_dir, 3, {0, 2}, Words(None)))
+    assert [one["trainer"] for one in found] == [[0, 0, -0.5, -1, -1.5], None] and found[0]["unreplayed"] is None
 
 
 def test_a_row_that_makes_no_sense_costs_itself_alone(run_dir: Path) -> None:

@@ -3,7 +3,7 @@
 megarl.grid = ({ columns, size, cell, open, height }) => {
   const ROW = 24, MOST = 8e6; // pixels that every browser scrolls
   const state = { order: null, count: 0, on: -1, first: -1 };
-  const widths = columns.map((column) => (column.text ? "minmax(64px, 2fr)" : `minmax(${column.name.length > 5 ? 58 : 50}px, 1fr)`)).join(" ");
+  const widths = columns.map((column) => (column.text ? (column.name === "prompt" ? "minmax(84px, 3fr)" : "minmax(52px, 1.2fr)") : `minmax(${column.name.length > 5 ? 56 : 46}px, 1fr)`)).join(" ");
   const rows = el("div", { class: "rows" });
   const room = el("div");
   const scroll = el("div", { class: "scroll", tabIndex: 0 }, room);
@@ -115,7 +115,7 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
         count.textContent = `${found.toLocaleString("en")} of ${table.size.toLocaleString("en")} rollouts`;
         grid.head.replaceChildren(...columns.map(({ name, text }) => el("span", { class: text ? "text" : "", title: name,
           onclick: () => { state.down = state.sort === name ? !state.down : !text; state.sort = name; again(); } },
-        (TITLES[name] || name) + (state.sort === name ? (state.down ? " ↓" : " ↑") : ""))));
+        (TITLES[name] || name) + (state.sort === name ? (state.down ? "↓" : "↑") : ""))));
         grid.show(order, found);
         if (!megarl.opened && found) { grid.choose(order[0]); open(order[0]); }
       };
