@@ -105,6 +105,12 @@ def test_nothing_of_what_a_policy_wrote_is_run(page: Path, view: str, tmp_path: 
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_what_it_wrote_would_run_on_another_page(tmp_path: Path) -> None:
+    (tmp_path / "bad.html").write_text(f"<title>MegaRL</title><script>'{made_run.EVIL}'</script>")
+    assert "RAN</title>" in seen((tmp_path / "bad.html").as_uri(), tmp_path / "profile")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_curves_and_times_are_drawn(page: Path, tmp_path: Path) -> None:
     assert seen(page.as_uri(), tmp_path / "a").count('class="uplot') >= 2
     assert "generate 66.7 %" in seen(f"{page.as_uri()}#Time", tmp_path / "b")

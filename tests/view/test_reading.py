@@ -20,7 +20,7 @@ from megarl.view.details import read_details
 from megarl.view.packing import pack, to_json
 from megarl.view.parting import parting
 from megarl.view.parts import Notes
-from megarl.view.rollout_index import read_index
+from megarl.view.rollout_index import IndexReader, read_index
 from megarl.view.run_data import read_run
 from megarl.view.words import Words, tokenizer_of
 
@@ -54,6 +54,17 @@ def test_the_index_has_a_row_for_each_rollout(run_dir: Path) -> None:
     assert columns["turns"].tolist() == [1] * 12 and columns["lag"].tolist() == [0] * 12
     assert [index.texts["prompt"][place] for place in columns["prompt"]] == ["p0", "p0", "p1", "p1"] * 3
     assert columns["advantage"].tolist() == [0.5] * 12
+
+
+def test_steps_that_come_later_are_read_when_they_are_there(run_dir: Path) -> None:
+    reader = IndexReader(run_dir)
+    assert len(reader.read()) == 12
+    made_run.write_step(run_dir, 4, [made_run.rollout(4, 0, 5.0, name="new")])
+    made_run.write_step(run_dir, 2, [made_run.rollout(2, 0, 6.0)])
+    part_file(run_dir, 2, 1).unlink()
+    index = reader.read()
+    assert index.columns["step"].tolist() == [1] * 4 + [2] + [3] * 4 + [4] and index.columns["reward"][4] == 6
+    assert index.texts["prompt"][index.columns["prompt"][-1]] == "new0"
 
 
 def test_one_rollout_with_its_tokens(run_dir: Path) -> None:
