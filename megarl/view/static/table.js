@@ -3,7 +3,8 @@
 megarl.grid = ({ columns, size, cell, open, height }) => {
   const ROW = 24, MOST = 8e6; // pixels that every browser scrolls
   const state = { order: null, count: 0, on: -1, first: -1 };
-  const widths = columns.map((column) => (column.text ? (column.name === "prompt" ? "minmax(84px, 3fr)" : "minmax(52px, 1.2fr)") : `minmax(${column.name.length > 5 ? 56 : 46}px, 1fr)`)).join(" ");
+  const share = ({ name, text }) => (name === "prompt" ? 100 : text || name.length > 5 ? 60 : 48);
+  const widths = columns.map((column) => `minmax(0, ${share(column)}fr)`).join(" ");
   const rows = el("div", { class: "rows" });
   const room = el("div");
   const scroll = el("div", { class: "scroll", tabIndex: 0 }, room);
@@ -96,7 +97,7 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
       };
       const cell = (row, name) => {
         const value = table.columns[name][row];
-        return table.texts[name] ? table.texts[name][value] : said(value, 3);
+        return table.texts[name] ? table.texts[name][value] : said(Math.abs(value) < 100 ? +value.toFixed(3) : value);
       };
       const columns = wordy.map((name) => ({ name, text: Object.hasOwn(table.texts, name) }));
       const grid = megarl.grid({ columns, size: table.size, cell, open, height: Math.max(240, innerHeight - 190) });
