@@ -91,6 +91,8 @@ def show(options: argparse.Namespace) -> int:
         return serve(options)
     file = options.out or options.runs[0] / "view.html"
     file_to_write(file, "--out")
+    if file.exists() and not file.is_file():  # it is replaced, not written into
+        raise ConfigError(f"--out {file} is no regular file; name another")
     folder_to_write(file.with_name(f"{file.stem}_files"), "--out")
     runs = [load(path, spans_of) for path in options.runs]
     written = write_page(runs, file, options.details)

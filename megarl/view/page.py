@@ -15,6 +15,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -142,7 +143,7 @@ def write_page(
     if not any(folder.iterdir()):
         folder.rmdir()
     title = "MegaRL: " + ", ".join(one.run.name for one in runs)
-    return {"page": _write(file, page(blocks, f"{folder.name}/", title)), "beside": beside, "rollouts": whole}
+    return {"page": _write(file, page(blocks, f"{quote(folder.name)}/", title)), "beside": beside, "rollouts": whole}
 
 
 def choose(index: Index, most: int) -> dict[int, set[int] | None]:

@@ -63,6 +63,7 @@ def test_an_empty_folder_is_a_page_with_notes(tmp_path: Path, capsys: pytest.Cap
         (["RUN/none"], "there is no run folder"),
         (["RUN", "-o", "RUN/no/a.html"], "make it first"),
         (["RUN", "-o", "RUN"], "is a folder"),
+        (["RUN", "-o", "/dev/null"], "no regular file"),
         (["RUN", "-o", "a.html", "--serve"], "not allowed with"),
         (["RUN", "--serve", "70000"], "from 0 to 65535"),
         (["RUN", "--details", "-1"], "--details"),

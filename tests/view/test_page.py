@@ -111,6 +111,13 @@ def test_what_it_wrote_would_run_on_another_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_page_of_an_odd_name_finds_its_files(page: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a#1 %41?.html"
+    write_page([load(page.parent / "first")], file)
+    assert "turn 1: policy, 3 tokens, weights 2" in seen(f"{file.as_uri()}#Rollouts", tmp_path / "profile")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_curves_and_times_are_drawn(page: Path, tmp_path: Path) -> None:
     assert seen(page.as_uri(), tmp_path / "a").count('class="uplot') >= 2
     assert "generate 66.7 %" in seen(f"{page.as_uri()}#Time", tmp_path / "b")
