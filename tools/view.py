@@ -24,6 +24,7 @@ import timeline
 
 from megarl.command_line import Parser, count, ends_in_a_line, file_to_write, folder_to_write
 from megarl.config import ConfigError
+from megarl.observe.clock import Span
 from megarl.view.page import DETAILS, load, write_page
 from megarl.view.serving import Server
 
@@ -42,27 +43,34 @@ def spans_of(path: Path) -> Mapping[str, Any] | None:
         return {"rows": [], "steps": [], "begins": [], "notes": [str(error)]}
     steps = list(run.windows)[-SHOWN_STEPS:]
     begin, end = run.whole(steps)
-    rows, notes = [], []
+    rows: list[tuple[str, list[Span]]] = []
+    notes = []
     for (rank, thread), spans in list(run.spans.items())[:MOST_ROWS]:
-        found = [
-            (timeline.kind_of(span), span.name, max(span.begin, begin) - begin, min(span.end, end) - begin)
-            for span in timeline.innermost(spans)
-            if span.begin < end and span.end > begin and timeline.kind_of(span)
-        ]
+        shown = [span for span in timeline.innermost(spans) if timeline.kind_of(span)]
         name = f"rank {rank}" if thread == "main" else f"rank {rank}, {thread}"
-        rows.append({"name": name, "spans": found})
+        rows.append((name, [span for span in shown if span.begin < end and span.end > begin]))
     if len(run.spans) > MOST_ROWS:
         notes.append(f"{path / 'timeline'} has {len(run.spans)} threads, of which the first {MOST_ROWS} are shown")
-    lengths = sorted((end - begin for row in rows for *_, begin, end in row["spans"]), reverse=True)
+    lengths = sorted((span.end - span.begin for _, spans in rows for span in spans), reverse=True)
     least = lengths[MOST_SPANS] if len(lengths) > MOST_SPANS else -1.0
-    for row in rows:
-        row["spans"] = [
-            [kind, name, round(begin, 5), round(end, 5)]
-            for kind, name, begin, end in row["spans"]
-            if end - begin > least
-        ]
+    drawn = [
+        {
+            "name": name,
+            "spans": [
+                [
+                    timeline.kind_of(span),
+                    span.name,
+                    round(max(span.begin, begin) - begin, 5),
+                    round(span.end - begin, 5),
+                ]
+                for span in spans
+                if span.end - span.begin > least
+            ],
+        }
+        for name, spans in rows
+    ]
     begins = [[step, min(first for first, _ in run.windows[step].values()) - begin] for step in steps]
-    return {"rows": rows, "steps": steps, "length": end - begin, "begins": begins, "notes": notes}
+    return {"rows": drawn, "steps": steps, "length": end - begin, "begins": begins, "notes": notes}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -83,6 +91,8 @@ def show(options: argparse.Namespace) -> int:
         return serve(options)
     file = options.out or options.runs[0] / "view.html"
     file_to_write(file, "--out")
+    if file.exists() and not file.is_file():  # it is replaced, not written into
+        raise ConfigError(f"--out {file} is no regular file; name another")
     folder_to_write(file.with_name(f"{file.stem}_files"), "--out")
     runs = [load(path, spans_of) for path in options.runs]
     written = write_page(runs, file, options.details)

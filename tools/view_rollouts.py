@@ -1,9 +1,15 @@
 """Look at the conversations of a run.
 
-    .venv/bin/python tools/view_rollouts.py RUN_DIR [--step N] [--show N] [--worst | --best] [--html FILE]
+    .venv/bin/python tools/view_rollouts.py RUN_DIR [--step N] [--show N] [--worst | --best | --sort COLUMN]
+                                            [--where "reward<0.5 and turns>2"] [--tokens] [--html FILE]
 
 Prints the rollouts of one step (the last one recorded by default), turn by turn: what the policy wrote is bright, what
-it was only given, and is not trained on, is dimmed. `--html` writes them into a page instead.
+it was only given, and is not trained on, is dimmed. `--html` writes them into a page instead; tools/view.py makes one
+of all steps. `--where` shows those that fit: columns with <, <=, >, >=, = or != (of text also ~, "has this in it"),
+and, or, not and parentheses. `--sort reward` begins with the lowest, `--sort reward:down` with the highest. Columns:
+step, number, group, prompt, source, status, reward, advantage, logprob, length, actions (the policy's tokens), turns,
+tool_calls, tool_errors, lag. `--tokens` has a line for each token: its place, id, log-prob, advantage, version of the
+weights and text.
 
 For figures over all of them, a step is a folder of parquet files with a row for each rollout:
 
@@ -16,12 +22,11 @@ from __future__ import annotations
 
 import argparse
 import html
+import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import yaml
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
@@ -31,8 +36,8 @@ from megarl.config import ConfigError
 from megarl.observe.rollout_log import is_whole, read_records, recorded_steps
 from megarl.observe.rollout_table import Record
 from megarl.types import Turn
-
-Decode = Callable[[list[int]], str]
+from megarl.view.query import COLUMNS, TEXTS, Value, condition, known_column
+from megarl.view.words import Decode, Words, find_tokenizer, tokenizer_of
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -59,25 +64,59 @@ def find_step(run_dir: Path, step: int | None) -> int:
     return step
 
 
-def find_tokenizer(run_dir: Path) -> Decode:
-    """Ids to text by the tokenizer of the run's model, or by that of its export; where neither is here, the ids."""
-    folders = [run_dir / "export"]
-    try:
-        tree = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        folders.insert(0, Path(tree["model"]["path"]))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
-        pass
-    for folder in folders:
-        if not (folder / "tokenizer_config.json").is_file():
-            continue
-        from transformers import AutoTokenizer  # seconds, for a run that has texts only
+def figures(record: Record, step: int, newest: int) -> dict[str, Value]:
+    """By the names of COLUMNS. newest: version of the weights that wrote something in its step."""
+    rollout = record.rollout
+    written = [turn.logprobs for turn in rollout.turns if turn.is_action]
+    logprobs = np.concatenate([np.zeros(0, np.float32), *written])
+    oldest = min((version for version, _ in rollout.runs if version >= 0), default=newest)
+    found: dict[str, Value] = {
+        "step": step,
+        "number": record.number,
+        "group": rollout.group,
+        "prompt": rollout.prompt.id,
+        "source": rollout.prompt.data_source,
+        "status": rollout.status,
+        "reward": None if rollout.unscored else rollout.reward,
+        "advantage": record.advantage,
+        "logprob": float(logprobs.mean(dtype=np.float64)) if len(logprobs) else None,
+        "length": rollout.num_tokens,
+        "actions": rollout.num_actions,
+        "turns": len(written),
+        "tool_calls": rollout.tool_calls,
+        "tool_errors": rollout.tool_errors,
+        "lag": newest - oldest,
+    }
+    return found
 
-        try:
-            decode: Decode = AutoTokenizer.from_pretrained(folder, local_files_only=True).decode
-            return decode
-        except Exception:  # whatever the readers of a broken file raise
-            continue
-    return lambda ids: " ".join(map(str, ids))
+
+def chosen(records: list[Record], step: int, options: argparse.Namespace) -> list[Record]:
+    """Those that fit `--where`, in the order that is asked for. Raises ConfigError."""
+    fits = condition(options.where) if options.where is not None else None
+    name, _, way = options.sort.partition(":") if options.sort is not None else ("", "", "")
+    if options.sort is not None:
+        known_column(name, "--sort")
+        if way not in ("", "up", "down"):
+            raise ConfigError(f"--sort {options.sort[:60]}: write {name}, or {name}:down for the highest first")
+    found = list(records)
+    if fits is not None or name:
+        newest = max((version for one in records for version, _ in one.rollout.runs), default=-1)
+        known = {id(one): figures(one, step, newest) for one in records}
+        if fits is not None:
+            found = [one for one in found if fits(known[id(one)])]
+        if name in TEXTS:
+            found.sort(key=lambda one: str(known[id(one)][name]), reverse=way == "down")
+        elif name:
+            found.sort(key=lambda one: _last_if_none(known[id(one)][name], way == "down"))
+    if options.worst or options.best:
+        found.sort(key=lambda record: record.rollout.reward, reverse=options.best)
+    return found
+
+
+def _last_if_none(value: Value, down: bool) -> tuple[bool, float]:
+    if value is None or isinstance(value, str) or math.isnan(value):
+        return True, 0.0
+    return False, -value if down else value
 
 
 def head_line(record: Record) -> str:
@@ -116,16 +155,40 @@ def turn_label(index: int, turn: Turn) -> str:
     return label
 
 
-def print_rollouts(records: list[Record], title: str, decode: Decode, console: Console) -> None:
+def print_rollouts(
+    records: list[Record], title: str, decode: Decode, console: Console, words: Words | None = None
+) -> None:
+    """words: where each token is to have a line of its own."""
     console.print(title, style="bold", markup=False)
     for record in records:
         good = record.advantage if record.advantage is not None else record.rollout.reward
         console.print(Rule(style="bright_black"), soft_wrap=False)
         console.print(Text(head_line(record), style="green" if good > 0 else "red"))
+        at = 0
         for index, turn in enumerate(record.rollout.turns):
             console.print(Text(turn_label(index, turn), style="cyan" if turn.is_action else "bright_black"))
+            if words is not None:
+                style = "" if turn.is_action else "dim"
+                for line in token_lines(record, turn, at, words):
+                    console.print(Text(line, style=style))
+                at += len(turn.token_ids)
+                continue
             text = decode(list(turn.token_ids))
             console.print(Text(_printable(text), style="bold" if turn.is_action else "dim"))
+
+
+def token_lines(record: Record, turn: Turn, first: int, words: Words) -> list[str]:
+    """A line for each token of a turn that begins at token `first` of its rollout."""
+    ids = turn.token_ids.tolist()
+    versions, lines = turn.token_versions, []
+    for place, (token, word) in enumerate(zip(ids, words.of(ids), strict=True)):
+        text = _printable(word).replace("\n", "\\n")
+        own = ""
+        if turn.is_action:
+            advantage = "" if record.advantages is None else f"{record.advantages[first + place]:+.4f}"
+            own = f"{turn.logprobs[place]:.4f}  {advantage:>8}  w{versions[place]}"
+        lines.append(f"{first + place:6}  {token:7}  {own:>26}  |{text}|")
+    return lines
 
 
 def html_page(records: list[Record], title: str, decode: Decode) -> str:
@@ -155,25 +218,33 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", action="store_true", help="lowest reward first")
     order.add_argument("--best", action="store_true", help="highest reward first")
+    order.add_argument(
+        "--sort", metavar="COLUMN", help=f"by one of {', '.join(COLUMNS)}; COLUMN:down for highest first"
+    )
+    parser.add_argument("--where", metavar="CONDITION", help="only those that fit, such as 'reward<0.5 and turns>2'")
+    parser.add_argument("--tokens", action="store_true", help="a line for each token")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of printing")
     return parser.parse_args(arguments)
 
 
 def show(options: argparse.Namespace) -> int:
     file_to_write(options.html, "--html")
+    if options.tokens and options.html:
+        raise ConfigError("--tokens is for the terminal; tools/view.py makes a page with tokens")
     step = find_step(options.run, options.step)
     every = read_records(options.run, step)
-    records = list(every)
-    if options.worst or options.best:
-        records.sort(key=lambda record: record.rollout.reward, reverse=options.best)
-    records = records[: options.show or None]
+    fitting = chosen(every, step, options)
+    records = fitting[: options.show or None]
     title = f"{options.run}, step {step}: {len(records)} of {len(every)} rollouts"
+    if options.where is not None:
+        title += f", {len(fitting)} of which fit"
     decode = find_tokenizer(options.run)
     if options.html:
         options.html.write_text(html_page(records, title, decode), encoding="utf-8")
         print(f"wrote {options.html}: {len(records)} of {len(every)} rollouts of step {step}")
     else:
-        print_rollouts(records, title, decode, Console(highlight=False, soft_wrap=True))
+        words = Words(tokenizer_of(options.run)) if options.tokens else None
+        print_rollouts(records, title, decode, Console(highlight=False, soft_wrap=True), words)
     return 0
 
 

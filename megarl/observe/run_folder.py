@@ -84,6 +84,7 @@ adapter/         with LoRA, its adapters alone, as PEFT writes them
 It is its owner's alone (mode 0700). To let others of your group look: chmod g+rx <this folder>
 
 A table and a plot of it all: .venv/bin/python tools/report.py <this folder>
+A page to look through it in a browser: .venv/bin/python tools/view.py <this folder>
 """
 
 

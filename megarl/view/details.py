@@ -15,7 +15,17 @@ from megarl.view.packing import plain
 from megarl.view.parts import BROKEN, Notes, Part, cell, lists_of, one_line, open_parts, read_group
 from megarl.view.words import Words
 
-_FIGURES = ("number", "group", "episode", "status", "failure", "reward", "advantage", "logprob", "tool_calls")
+_FIGURES: tuple[str, ...] = (
+    "number",
+    "group",
+    "episode",
+    "status",
+    "failure",
+    "reward",
+    "advantage",
+    "logprob",
+    "tool_calls",
+)
 _FIGURES += ("tool_errors", "seed", "id", "data_source", "branch", "forks", "drift")
 _JSON = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages")
 _TURNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards")

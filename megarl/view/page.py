@@ -15,6 +15,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from megarl.view.details import Detail, read_details
 from megarl.view.packing import to_json
 from megarl.view.parting import parting
 from megarl.view.parts import Notes
-from megarl.view.rollout_index import Index, read_index
+from megarl.view.rollout_index import Index, IndexReader, read_index
 from megarl.view.run_data import RunData, read_run
 from megarl.view.words import Words, tokenizer_of
 
@@ -51,20 +52,28 @@ class Loaded:
         return [*self.run.notes, *self.index.notes]
 
 
-def load(path: Path, spans: Spans | None = None) -> Loaded:
-    """Raises ConfigError where there is no folder."""
+def load(path: Path, spans: Spans | None = None, reader: IndexReader | None = None) -> Loaded:
+    """reader: of this folder, where it is read again and again. Raises ConfigError where there is no folder."""
     run = read_run(path)
-    return Loaded(run, read_index(path), None if spans is None else spans(path))
+    index = read_index(path) if reader is None else reader.read()
+    return Loaded(run, index, None if spans is None else spans(path))
 
 
-def overview(runs: Sequence[Loaded], live: bool = False) -> dict[str, Any]:
-    """All that the first view needs."""
+def partings(runs: Sequence[Loaded]) -> list[dict[str, Any]]:
+    """Of the first run and each other."""
+    return [parting(runs[0].run, other.run) for other in runs[1:]]
+
+
+def overview(
+    runs: Sequence[Loaded], live: bool = False, parted: Sequence[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """All that the first view needs. parted: the runs' `partings`, where they are known."""
     return {
         "runs": [
             {**one.run.plain(), "notes": one.notes, "spans": one.spans, "rollouts": len(one.index)} for one in runs
         ],
         "live": live,
-        "partings": [parting(runs[0].run, other.run) for other in runs[1:]],
+        "partings": partings(runs) if parted is None else list(parted),
     }
 
 
@@ -134,7 +143,7 @@ def write_page(
     if not any(folder.iterdir()):
         folder.rmdir()
     title = "MegaRL: " + ", ".join(one.run.name for one in runs)
-    return {"page": _write(file, page(blocks, f"{folder.name}/", title)), "beside": beside, "rollouts": whole}
+    return {"page": _write(file, page(blocks, f"{quote(folder.name)}/", title)), "beside": beside, "rollouts": whole}
 
 
 def choose(index: Index, most: int) -> dict[int, set[int] | None]:

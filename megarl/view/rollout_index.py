@@ -10,13 +10,24 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.observe import exact_json
+from megarl.observe.rollout_log import step_folder
 from megarl.types import STATUSES
 from megarl.view.packing import pack
 from megarl.view.parts import BROKEN, Notes, groups_of, lists_of, one_line, open_parts, steps_of, sums
 
-_NEEDED = ("number", "group", "status", "reward", "unscored", "advantage", "logprob", "tool_calls", "tool_errors")
+_NEEDED: tuple[str, ...] = (
+    "number",
+    "group",
+    "status",
+    "reward",
+    "unscored",
+    "advantage",
+    "logprob",
+    "tool_calls",
+    "tool_errors",
+)
 _NEEDED += ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_versions", "id", "data_source")
-_WHOLE = ("step", "number", "group", "length", "actions", "turns", "tool_calls", "tool_errors", "lag")
+_WHOLE: tuple[str, ...] = ("step", "number", "group", "length", "actions", "turns", "tool_calls", "tool_errors", "lag")
 _WHOLE += ("status", "prompt", "source")
 _FLOATS = ("reward", "advantage", "logprob")
 
@@ -61,30 +72,62 @@ class _Texts:
 
 def read_index(run_dir: Path) -> Index:
     """Of all recorded steps. Nothing is raised for what is broken; `notes` say it."""
-    notes = Notes()
-    texts = {"prompt": _Texts(), "source": _Texts()}
-    found: list[dict[str, np.ndarray]] = []
-    for step in steps_of(run_dir, notes):
-        of_step = []
-        for part in open_parts(run_dir, step, notes):
-            for _, table in groups_of(part, _NEEDED, notes):
-                try:
-                    of_step.append(_figures(table, texts))
-                except BROKEN as error:
-                    notes.say(
-                        f"{part.path}: {table.num_rows} rollouts make no sense and are left out: {one_line(error)}"
-                    )
-        if not of_step:
-            continue
-        joined = {name: np.concatenate([one[name] for one in of_step]) for name in of_step[0]}
-        newest, oldest = joined.pop("newest"), joined["lag"]
-        joined["lag"] = np.where(oldest >= 0, newest.max() - oldest, 0)
-        joined["step"] = np.full(len(newest), step, np.int64)
-        order = np.argsort(joined["number"], kind="stable")
-        found.append({name: column[order] for name, column in joined.items()})
-    columns = {name: np.concatenate([np.zeros(0, np.int64), *(one[name] for one in found)]) for name in _WHOLE}
-    columns |= {name: np.concatenate([np.zeros(0), *(one[name] for one in found)]) for name in _FLOATS}
-    return Index(columns, {"status": list(STATUSES), **{name: of.all() for name, of in texts.items()}}, notes)
+    return IndexReader(run_dir).read()
+
+
+class IndexReader:
+    """Reads a run that goes on again and again: each time only the steps whose files have changed."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._texts = {"prompt": _Texts(), "source": _Texts()}
+        self._kept: dict[int, tuple[object, dict[str, np.ndarray], Notes]] = {}
+
+    def read(self) -> Index:
+        notes = Notes()
+        steps = steps_of(self._run_dir, notes)
+        for step in steps:
+            files = _files(self._run_dir, step)
+            if step not in self._kept or self._kept[step][0] != files:
+                own = Notes()
+                self._kept[step] = files, _of_step(self._run_dir, step, self._texts, own), own
+            for note in self._kept[step][2]:
+                notes.say(note)
+        found = [self._kept[step][1] for step in steps if self._kept[step][1]]
+        columns = {name: np.concatenate([np.zeros(0, np.int64), *(one[name] for one in found)]) for name in _WHOLE}
+        columns |= {name: np.concatenate([np.zeros(0), *(one[name] for one in found)]) for name in _FLOATS}
+        texts: dict[str, list[str]] = {"status": list(STATUSES)}
+        texts |= {name: of.all() for name, of in self._texts.items()}
+        return Index(columns, texts, notes)
+
+
+def _files(run_dir: Path, step: int) -> object:
+    """What tells whether a step's files have changed."""
+    try:
+        found = [(file.name, file.stat()) for file in step_folder(run_dir, step).glob("rank_*.parquet")]
+    except OSError:  # removed meanwhile, by a run that takes the step again
+        return None
+    return sorted((name, about.st_size, about.st_mtime_ns) for name, about in found)
+
+
+def _of_step(run_dir: Path, step: int, texts: dict[str, _Texts], notes: Notes) -> dict[str, np.ndarray]:
+    """[n] each, in the order of their numbers; empty where nothing can be read."""
+    found = []
+    for part in open_parts(run_dir, step, notes):
+        for _, table in groups_of(part, _NEEDED, notes):
+            try:
+                found.append(_figures(table, texts))
+            except BROKEN as error:
+                what = f"{table.num_rows} rollouts make no sense and are left out: {one_line(error)}"
+                notes.say(f"{part.path}: {what}")
+    if not found:
+        return {}
+    joined = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+    newest, oldest = joined.pop("newest"), joined["lag"]
+    joined["lag"] = np.where(oldest >= 0, newest.max() - oldest, 0)
+    joined["step"] = np.full(len(newest), step, np.int64)
+    order = np.argsort(joined["number"], kind="stable")
+    return {name: column[order] for name, column in joined.items()}
 
 
 def _figures(table: pa.Table, texts: dict[str, _Texts]) -> dict[str, np.ndarray]:

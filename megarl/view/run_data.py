@@ -87,7 +87,8 @@ def _is_running(path: Path) -> bool:
         if found is None or found[2] != socket.gethostname():
             return False
         os.kill(int(found[1]), 0)
-        return True
+        began = Path("/proc", found[1])  # of a process that came later and was given the same number
+        return not began.exists() or began.stat().st_mtime <= (path / ".lock").stat().st_mtime + 1
     except PermissionError:
         return (path / ".lock").is_file()  # somebody else's process
     except OSError:

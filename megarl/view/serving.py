@@ -14,11 +14,13 @@ import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from megarl.config import ConfigError
 from megarl.view.details import read_details
-from megarl.view.page import Loaded, Spans, load, overview, page, side_file
+from megarl.view.page import Loaded, Spans, load, overview, page, partings, side_file
 from megarl.view.parts import Notes
+from megarl.view.rollout_index import IndexReader
 from megarl.view.words import Words, tokenizer_of
 
 HOSTS = ("127.0.0.1", "localhost")
@@ -39,12 +41,21 @@ class Server(ThreadingHTTPServer):
         self._paths, self._spans = list(paths), spans
         self._lock = threading.Lock()
         self._words: dict[int, Words] = {}
-        self._runs, self._read = [load(path, spans) for path in paths], time.monotonic()
+        self._marks: list[tuple[int, int]] | None = None
+        self._readers = [IndexReader(path) for path in paths]
+        self._load()
         try:
             super().__init__((HOSTS[0], port), Handler)
         except (OSError, OverflowError) as error:
             what = getattr(error, "strerror", None) or error
             raise ConfigError(f"--serve {port}: {what}; name another port, or none for one that is free") from None
+
+    def _load(self) -> None:
+        found = [load(path, self._spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)]
+        marks = [(len(one.index), len(one.run.metrics)) for one in found]
+        if marks != self._marks:
+            self._parted, self._marks = partings(found), marks
+        self._runs, self._read = found, time.monotonic()
 
     @property
     def address(self) -> str:
@@ -54,14 +65,17 @@ class Server(ThreadingHTTPServer):
         """As they are now, or were a moment ago."""
         with self._lock:
             if time.monotonic() - self._read > ANEW_S:
-                self._runs = [load(path, self._spans) for path in self._paths]
-                self._read = time.monotonic()
+                self._load()
             return self._runs
+
+    def overview(self) -> dict[str, Any]:
+        runs = self.runs()
+        return overview(runs, live=True, parted=self._parted)
 
     def block(self, name: str) -> str | None:
         """The script that hands this block to the page; None where there is no such."""
         if name == "overview":
-            return side_file(name, overview(self.runs(), live=True))
+            return side_file(name, self.overview())
         if (found := _INDEX.fullmatch(name)) and int(found[1]) < len(self._paths):
             return side_file(name, self.runs()[int(found[1])].index.plain())
         if (found := _TOKENS.fullmatch(name)) and int(found[1]) < len(self._paths):
@@ -79,7 +93,7 @@ class Server(ThreadingHTTPServer):
     def page(self) -> str:
         runs = self.runs()
         title = "MegaRL: " + ", ".join(one.run.name for one in runs)
-        return page({"overview": overview(runs, live=True)}, "data/", title)
+        return page({"overview": self.overview()}, "data/", title)
 
 
 class Handler(BaseHTTPRequestHandler):

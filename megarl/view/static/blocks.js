@@ -101,6 +101,7 @@ function el(tag, props, ...children) {
 }
 
 const shade = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16", "#64748b", "#d97706"];
+const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16", "#64748b", "#d97706",
+  "#06b6d4", "#a16207", "#be185d", "#4d7c0f", "#7dd3fc", "#c4b5fd"];
 const said = (value, digits = 4) => (value === null || value === undefined || Number.isNaN(value) ? "–"
   : Number.isInteger(value) ? String(value) : String(+value.toPrecision(digits)));

@@ -4,7 +4,7 @@
   const FIRST = ["rollout/reward_mean", "eval/reward_greedy", "eval/reward_sampled", "rollout/response_length_mean", "actor/entropy",
     "actor/grad_norm", "actor/ppo_kl", "actor/kl_to_reference", "rollout/reward_variance", "actor/advantage_variance", "actor/policy_loss",
     "critic/value_loss", "rollout/zero_spread_frac", "rollout/truncated_frac", "rollout/tool_errors", "time/step", "perf/tokens_per_second_per_rank"];
-  const state = { smooth: 0.8, filter: "", charts: [], shown: 12, opened: new Map() };
+  const state = { smooth: 0.6, filter: "", charts: [], shown: 12, opened: new Map() };
 
   // Weighted towards the newest: each value is `weight` of what was before.
   function smoothed(values, weight) {
@@ -62,7 +62,7 @@
       }
     });
     const title = el("h3", {}, name, el("span", { class: bad && watched ? "out" : "" }, band
-      ? `${bad ? bad + " of " + data[0].length + " outside " : "within "}${band.least === null ? "≤ " + band.most : band.most === null ? "≥ " + band.least : band.least + " to " + band.most}${watched ? "" : " (usual)"}` : `last ${said(last)}`));
+      ? `${bad ? bad + " outside " : "within "}${band.least === null ? "≤ " + band.most : band.most === null ? "≥ " + band.least : band.least + " to " + band.most}${watched ? "" : " (usual)"}` : `last ${said(last)}`));
     if (band) title.title = [band.low && "below: " + band.low, band.high && "above: " + band.high].filter(Boolean).join("\n");
     card.replaceChildren(title);
     const alarms = runs.flatMap((run) => run.alarms.filter((alarm) => alarm[2].includes(name)).map((alarm) => alarm[0]));

@@ -10,7 +10,7 @@
     const box = document.getElementById("notes"), all = megarl.overview.runs.flatMap((run) => run.notes);
     box.hidden = !all.length;
     box.open = box.open || all.length < 4;
-    box.querySelector("summary").textContent = all.length === 1 ? "1 note on what could not be read" : `${all.length} notes on what could not be read`;
+    box.querySelector("summary").textContent = all.length === 1 ? "1 note on what was found" : `${all.length} notes on what was found`;
     box.querySelector("ul").replaceChildren(...all.map((note) => el("li", {}, note)));
     const run = megarl.overview.runs[megarl.run];
     document.getElementById("state").textContent = `${run.algorithm}, ${run.steps.length ? "step " + run.steps.at(-1) : "no step yet"}, ${run.rollouts.toLocaleString("en")} rollouts${run.running ? ", still running" : ""}${megarl.overview.live ? ", live" : ""}`;

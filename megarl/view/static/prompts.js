@@ -68,6 +68,8 @@
       root.replaceChildren(el("div", { class: "bar" }, quick("worst", "mean", false), quick("best", "mean", true), quick("most learnt", "change", true), quick("most forgotten", "change", false), quick("all alike", "spread", false),
         el("span", { class: "faint" }, `${all.length.toLocaleString("en")} prompts; first, last: mean reward at the first and last step that had it`)), el("div", { class: "split" }, grid.made, detail));
       again();
+      grid.choose(0);
+      one(detail, table, all[0]);
     },
   };
 }

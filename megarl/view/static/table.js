@@ -3,7 +3,8 @@
 megarl.grid = ({ columns, size, cell, open, height }) => {
   const ROW = 24, MOST = 8e6; // pixels that every browser scrolls
   const state = { order: null, count: 0, on: -1, first: -1 };
-  const widths = columns.map((column) => (column.text ? "minmax(70px, 2.2fr)" : "minmax(44px, 1fr)")).join(" ");
+  const share = ({ name, text }) => (name === "prompt" ? 100 : text || name.length > 5 ? 60 : 48);
+  const widths = columns.map((column) => `minmax(0, ${share(column)}fr)`).join(" ");
   const rows = el("div", { class: "rows" });
   const room = el("div");
   const scroll = el("div", { class: "scroll", tabIndex: 0 }, room);
@@ -49,7 +50,7 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
 
 {
   const COLUMNS = ["step", "number", "prompt", "status", "reward", "advantage", "logprob", "length", "actions", "turns", "tool_calls", "tool_errors", "lag", "source"];
-  const TITLES = { tool_calls: "calls", tool_errors: "errors", actions: "written", logprob: "log-prob" };
+  const TITLES = { number: "no.", tool_calls: "calls", tool_errors: "errors", actions: "own", logprob: "logp", advantage: "adv." };
   const state = { where: "", sort: "step", down: true, run: -1 };
   megarl.where = (text) => { state.where = text; state.run = -1; };
 
@@ -96,7 +97,7 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
       };
       const cell = (row, name) => {
         const value = table.columns[name][row];
-        return table.texts[name] ? table.texts[name][value] : said(value);
+        return table.texts[name] ? table.texts[name][value] : said(Math.abs(value) < 100 ? +value.toFixed(3) : value);
       };
       const columns = wordy.map((name) => ({ name, text: Object.hasOwn(table.texts, name) }));
       const grid = megarl.grid({ columns, size: table.size, cell, open, height: Math.max(240, innerHeight - 190) });
@@ -115,8 +116,9 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
         count.textContent = `${found.toLocaleString("en")} of ${table.size.toLocaleString("en")} rollouts`;
         grid.head.replaceChildren(...columns.map(({ name, text }) => el("span", { class: text ? "text" : "", title: name,
           onclick: () => { state.down = state.sort === name ? !state.down : !text; state.sort = name; again(); } },
-        (TITLES[name] || name) + (state.sort === name ? (state.down ? " ↓" : " ↑") : ""))));
+        (TITLES[name] || name) + (state.sort === name ? (state.down ? "↓" : "↑") : ""))));
         grid.show(order, found);
+        if (!megarl.opened && found) { grid.choose(order[0]); open(order[0]); }
       };
       const field = el("input", { type: "text", value: state.where, placeholder: "reward<0.5 and turns>2",
         oninput: () => { clearTimeout(state.timer); state.timer = setTimeout(() => { state.where = field.value; again(); }, 250); } });

@@ -7,8 +7,8 @@
   const MODES = {
     mask: { label: "mask", about: "what the policy wrote, and is trained on", of: (one) => one.mask.map((own) => (own ? 1 : null)) },
     advantage: { label: "advantage", about: "red below 0, green above", of: (one) => one.advantages, ends: true },
-    logprob: { label: "log-prob, engine", about: "the darker, the less likely", of: (one) => one.logprobs },
-    trainer: { label: "log-prob, trainer", about: "the darker, the less likely", of: (one) => one.trainer },
+    logprob: { label: "log-prob, engine", about: "the stronger the colour, the less likely", of: (one) => one.logprobs },
+    trainer: { label: "log-prob, trainer", about: "the stronger the colour, the less likely", of: (one) => one.trainer },
     ratio: { label: "ratio", about: "trainer over engine, in logarithms: red below 1, green above", of: (one) => one.trainer && each((own, i) => less(own.trainer[i], own.logprobs[i]))(one), ends: true },
     version: { label: "weight version", about: "a colour for each version", of: (one) => (one.versions.some((own) => own >= 0) ? one.versions : null) },
     routing: { label: "routing", about: "how far the trainer's log-prob moves when it chooses the experts itself", of: (one) => one.trainer && one.unreplayed && each((own, i) => { const by = less(own.trainer[i], own.unreplayed[i]); return by === null ? null : Math.abs(by); })(one) },

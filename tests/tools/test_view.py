@@ -1,0 +1,117 @@
+"""The command lines of both viewers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "view")]
+
+import made_run  # noqa: E402
+import view  # noqa: E402
+import view_rollouts  # noqa: E402
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_run.make(tmp_path_factory.mktemp("runs") / "first")
+
+
+def test_a_page_is_written_beside_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert view.main([str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"wrote {run_dir / 'view.html'}" in said and "12 rollouts; tokens of 12 of them" in said and "note" not in said
+    )
+    assert (run_dir / "view.html").is_file() and (run_dir / "view_files" / "tokens-0-3-0.js").is_file()
+    assert view.main([str(run_dir), "--details", "0"]) == 0
+    assert "tokens of 0 of them" in capsys.readouterr().out and not (run_dir / "view_files").exists()
+
+
+def test_the_last_steps_are_drawn_as_spans(run_dir: Path, tmp_path: Path) -> None:
+    found = view.spans_of(run_dir)
+    assert found is not None and found["steps"] == [1, 2, 3] and found["length"] == 9
+    assert found["rows"] == [
+        {
+            "name": "rank 0",
+            "spans": [["generation", f"generation of step {at + 1}", 3 * at, 3 * at + 2] for at in range(3)],
+        }
+    ]
+    assert view.spans_of(tmp_path) is None
+    (tmp_path / "timeline").mkdir()
+    (tmp_path / "timeline" / "rank_00000.json").write_bytes(b"\xff[")
+    broken = view.spans_of(tmp_path)
+    assert broken is not None and broken["rows"] == [] and "no step yet, or are damaged" in broken["notes"][0]
+
+
+def test_an_empty_folder_is_a_page_with_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert view.main([str(tmp_path / "empty"), "-o", str(tmp_path / "a.html")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("note: ") == 3 and "0 rollouts" in said and (tmp_path / "a.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "RUN"),
+        (["RUN/none"], "there is no run folder"),
+        (["RUN", "-o", "RUN/no/a.html"], "make it first"),
+        (["RUN", "-o", "RUN"], "is a folder"),
+        (["RUN", "-o", "/dev/null"], "no regular file"),
+        (["RUN", "-o", "a.html", "--serve"], "not allowed with"),
+        (["RUN", "--serve", "70000"], "from 0 to 65535"),
+        (["RUN", "--details", "-1"], "--details"),
+    ],
+)
+def test_mistakes_are_one_line(
+    run_dir: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert view.main([argument.replace("RUN", str(run_dir)) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+
+
+def shown(run_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert view_rollouts.main([str(run_dir), *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_terminal_filters_and_sorts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(run_dir, capsys, "--where", "reward>=1 and reward<3", "--sort", "reward:down")
+    assert "step 3: 2 of 4 rollouts, 2 of which fit" in text
+    assert text.index("reward 2") < text.index("reward 1")
+    text = shown(run_dir, capsys, "--where", "status=aborted")
+    assert "0 of 4 rollouts, 0 of which fit" in text
+    text = shown(run_dir, capsys, "--sort", "number", "--show", "1")
+    assert "reward 0" in text and "reward 1" not in text
+
+
+def test_the_terminal_shows_each_token(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(run_dir, capsys, "--tokens", "--show", "1").splitlines()
+    assert "     0        1                              |two|" in lines
+    assert "     2        3     -0.2500   +0.5000  w2  |four|".split() in [line.split()[:6] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--where", "reward<"], "expected a value"),
+        (["--where", "nobody<1"], "there is no column 'nobody'; there are step"),
+        (["--sort", "nobody"], "there is no column 'nobody'"),
+        (["--sort", "reward:sideways"], "reward:down"),
+        (["--sort", "reward", "--best"], "not allowed with"),
+        (["--tokens", "--html", "a.html"], "tools/view.py"),
+    ],
+)
+def test_mistakes_in_the_terminal_are_one_line(
+    run_dir: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert view_rollouts.main([str(run_dir), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1

@@ -1,0 +1,180 @@
+"""The page: what it allows itself, which files lie beside it, and that nothing of what a policy wrote is ever run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+
+from megarl.config import ConfigError
+from megarl.view.page import choose, load, write_page
+from megarl.view.parts import Notes
+from megarl.view.rollout_index import Index
+from megarl.view.serving import Server
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+import made_run  # noqa: E402
+
+pytestmark = pytest.mark.alone
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [made_run.make(folder / "first"), made_run.make(folder / "<b>second", last=(3, 5, 5), name=made_run.EVIL)]
+    file = folder / "page.html"
+    write_page([load(run) for run in runs], file)
+    return file
+
+
+def test_the_page_runs_its_own_scripts_alone(page: Path) -> None:
+    text = page.read_text()
+    rules = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert rules is not None
+    policy = rules[1].replace("&#x27;", "'")
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert len(scripts) == 10
+    for script in scripts:
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+    assert made_run.EVIL not in text and "<img" not in text and text.count("<script") == text.count("</script>")
+    assert not re.search(r"""(?:src|href)=["']?https?:""", text)
+
+
+def test_our_scripts_make_no_html() -> None:
+    folder = Path(__file__).resolve().parents[2] / "megarl" / "view" / "static"
+    for file in folder.glob("*.js"):
+        if not file.name.startswith("uPlot"):
+            assert not re.search(
+                r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function", file.read_text()
+            )
+    assert (
+        "MIT" in (folder / "uPlot.LICENSE.txt").read_text() and "v1.6.32" in (folder / "uPlot.iife.min.js").read_text()
+    )
+
+
+def test_files_beside_the_page_hand_over_json(page: Path) -> None:
+    files = sorted(page.with_name("page_files").glob("tokens-*.js"))
+    assert len(files) == 6
+    for file in files:
+        found = re.fullmatch(r'megarl\.take\("([a-z0-9-]+)", (.*)\);\n', file.read_text())
+        assert found is not None and found[1] == file.stem and not set("<>&") & set(found[2])
+        assert [one["number"] for one in json.loads(found[2])] == [0, 2, 1, 3]
+
+
+def test_what_has_its_tokens_beside_the_page() -> None:
+    steps = np.repeat(np.arange(1, 11), 100)
+    columns = {"step": steps, "number": np.tile(np.arange(100), 10), "reward": np.tile(np.arange(100.0), 10)}
+    index = Index(columns, {}, Notes())
+    assert choose(index, 1000) == dict.fromkeys(range(1, 11))
+    some = choose(index, 360)
+    assert some[10] is None and some[1] is None and some[5] == {*range(10), *range(90, 100)}
+    few = choose(index, 40)
+    assert None not in few.values() and few[5] == {0, 1, 98, 99}
+    assert choose(index, 0) == {}
+
+
+def seen(address: str, folder: Path) -> str:
+    """What a browser makes of the page."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
+    command += ["--window-size=1400,1000", "--virtual-time-budget=8000", "--dump-dom", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("view", ["Rollouts", "Compare", "Prompts"])
+def test_nothing_of_what_a_policy_wrote_is_run(page: Path, view: str, tmp_path: Path) -> None:
+    shown = seen(f"{page.as_uri()}#{view}", tmp_path)
+    assert "<title>MegaRL" in shown and "RAN</title>" not in shown and "<img" not in shown
+    assert "data-ready" in shown and "&lt;img src=x onerror=" in shown  # it is there, as text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_what_it_wrote_would_run_on_another_page(tmp_path: Path) -> None:
+    (tmp_path / "bad.html").write_text(f"<title>MegaRL</title><script>'{made_run.EVIL}'</script>")
+    assert "RAN</title>" in seen((tmp_path / "bad.html").as_uri(), tmp_path / "profile")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_page_of_an_odd_name_finds_its_files(page: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a#1 %41?.html"
+    write_page([load(page.parent / "first")], file)
+    assert "turn 1: policy, 3 tokens, weights 2" in seen(f"{file.as_uri()}#Rollouts", tmp_path / "profile")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_curves_and_times_are_drawn(page: Path, tmp_path: Path) -> None:
+    assert seen(page.as_uri(), tmp_path / "a").count('class="uplot') >= 2
+    assert "generate 66.7 %" in seen(f"{page.as_uri()}#Time", tmp_path / "b")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [("reward<1", 3), ("not (reward<1) and prompt~p", 9), ("prompt='p0' or reward=3", 9), ("status!=stop", 0)],
+)
+def test_the_table_filters_as_the_terminal_does(page: Path, where: str, count: int, tmp_path: Path) -> None:
+    assert f"{count} of 12 rollouts" in seen(f"{page.as_uri()}#Rollouts?{quote(where)}", tmp_path)
+
+
+@pytest.fixture
+def server(page: Path) -> Iterator[Server]:
+    with Server([page.parent / "first"]) as made:
+        thread = threading.Thread(target=made.serve_forever, daemon=True)
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def ask(server: Server, path: str, host: str | None = None) -> tuple[int, str]:
+    port = server.server_address[1]
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{port}"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_a_server_answers_who_has_its_address(server: Server) -> None:
+    status, text = ask(server, f"/{server.key}/")
+    assert status == 200 and 'id="block-overview"' in text
+    status, text = ask(server, f"/{server.key}/data/tokens-0-3-2.js?1")
+    assert status == 200 and text.startswith('megarl.take("tokens-0-3-2", [{') and '"number":2' in text
+    assert ask(server, f"/{server.key}/data/index-0.js")[0] == 200
+    status, text = ask(server, f"/{server.key}/data/tokens-0-3-99.js")
+    assert status == 200 and "there is no rollout 99 of step 3" in text
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/wrong-key-wrong-key-wrong-key/", "/KEY/data/index-7.js", "/KEY/../page.html", "/KEY/x"]
+)
+def test_a_server_answers_nobody_else(server: Server, path: str) -> None:
+    assert ask(server, path.replace("KEY", server.key))[0] == 404
+
+
+def test_a_server_is_known_under_its_own_name_alone(server: Server) -> None:
+    for host in ("evil.example", f"evil.example:{server.server_address[1]}", "127.0.0.1:1", "127.0.0.1"):
+        assert ask(server, f"/{server.key}/", host)[0] == 421
+    assert ask(server, f"/{server.key}/", f"localhost:{server.server_address[1]}")[0] == 200
+
+
+def test_a_port_that_is_taken_is_said(server: Server, page: Path) -> None:
+    with pytest.raises(ConfigError, match="name another port"):
+        Server([page.parent / "first"], server.server_address[1])

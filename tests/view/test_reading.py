@@ -1,0 +1,188 @@
+"""Run folders as plain data, whole and in whatever state they are found."""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config import ConfigError
+from megarl.observe.rollout_log import part_file
+from megarl.view.details import read_details
+from megarl.view.packing import pack, to_json
+from megarl.view.parting import parting
+from megarl.view.parts import Notes
+from megarl.view.rollout_index import IndexReader, read_index
+from megarl.view.run_data import read_run
+from megarl.view.words import Words, tokenizer_of
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+import made_run  # noqa: E402
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return made_run.make(tmp_path / "first")
+
+
+def test_a_run_as_plain_data(run_dir: Path) -> None:
+    run = read_run(run_dir)
+    assert run.notes == [] and run.algorithm == "grpo" and list(run.metrics) == [1, 2, 3] and not run.running
+    assert run.watched and run.alarms == [(2, "2026-01-01 10:00:00", run.alarms[0][2])]
+    assert run.bands["actor/entropy"].most == 0.6
+    assert run.metrics[3]["rollout/reward_mean"] == 0.75
+
+
+def test_the_index_has_a_row_for_each_rollout(run_dir: Path) -> None:
+    index = read_index(run_dir)
+    assert index.notes == [] and len(index) == 12
+    columns = index.columns
+    assert columns["step"].tolist() == [1] * 4 + [2] * 4 + [3] * 4 and columns["number"].tolist() == [0, 1, 2, 3] * 3
+    assert columns["reward"].tolist() == [0, 1, 2, 3] * 3 and columns["group"].tolist() == [0, 0, 1, 1] * 3
+    assert columns["length"].tolist() == [5] * 12 and columns["actions"].tolist() == [3] * 12
+    assert columns["turns"].tolist() == [1] * 12 and columns["lag"].tolist() == [0] * 12
+    assert [index.texts["prompt"][place] for place in columns["prompt"]] == ["p0", "p0", "p1", "p1"] * 3
+    assert columns["advantage"].tolist() == [0.5] * 12
+
+
+def test_steps_that_come_later_are_read_when_they_are_there(run_dir: Path) -> None:
+    reader = IndexReader(run_dir)
+    assert len(reader.read()) == 12
+    made_run.write_step(run_dir, 4, [made_run.rollout(4, 0, 5.0, name="new")])
+    made_run.write_step(run_dir, 2, [made_run.rollout(2, 0, 6.0)])
+    part_file(run_dir, 2, 1).unlink()
+    index = reader.read()
+    assert index.columns["step"].tolist() == [1] * 4 + [2] + [3] * 4 + [4] and index.columns["reward"][4] == 6
+    assert index.texts["prompt"][index.columns["prompt"][-1]] == "new0"
+
+
+def test_one_rollout_with_its_tokens(run_dir: Path) -> None:
+    (found,) = read_details(run_dir, 3, {2}, Words(tokenizer_of(run_dir)))
+    assert found["number"] == 2 and found["ids"] == [1, 2, 3, 4, 5]
+    assert found["words"] == ["two", "three", "four", made_run.EVIL, "five"]
+    assert found["logprobs"] == [0, 0, -0.25, -0.5, -0.75] and found["advantages"] == [0.5] * 5
+    assert [(turn["tokens"], turn["written"], turn["version"]) for turn in found["turns"]] == [
+        (2, False, -1),
+        (3, True, 2),
+    ]
+    assert len(list(read_details(run_dir, 3, None, Words(None)))) == 4
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array([], np.int64),
+        np.arange(300),
+        np.array([-5, 70_000]),
+        np.array([0.0, 1.0, 0.3, np.nan]),
+        np.random.default_rng(0).random(9000),
+        np.array([2**40, 7]),
+    ],
+)
+def test_columns_come_back(values: np.ndarray) -> None:
+    packed = pack(values)
+    kind = {"u8": "<u1", "u16": "<u2", "i32": "<i4", "f32": "<f4"}[packed["kind"]]
+    raw = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), kind)
+    if "among" in packed:
+        raw = np.array([np.nan if value is None else value for value in packed["among"]])[raw]
+    np.testing.assert_array_equal(raw, values.astype(np.float32) if packed["kind"] == "f32" else values)
+
+
+def test_json_ends_no_element() -> None:
+    text = to_json({"a": "</script><!-- & \u2028 \ud800"})
+    assert not set("<>&\u2028") & set(text) and text.isascii()
+
+
+def test_tokens_that_are_no_utf8() -> None:
+    parts = {1: b"\xe2", 2: b"\x82", 3: b"\xac", 4: b"\xff", 5: b"a"}
+    words = Words(lambda ids: b"".join(parts[one] for one in ids).decode(errors="replace"))
+    assert words.of([1, 2, 3, 4, 5]) == ["", "", "€", "\ufffd", "a"]
+    assert words.of([9]) == ["[9]"] and Words(None).of([7, 8]) == ["7 ", "8 "]
+
+
+def test_where_two_runs_part(tmp_path: Path, run_dir: Path) -> None:
+    one, other = read_run(run_dir), read_run(made_run.make(tmp_path / "second", last=(3, 5, 5)))
+    found = parting(one, other)
+    assert found["tokens"] == {"step": 3, "number": 1, "token": 3, "ids": [4, 5]}
+    assert found["steps"] == 3 and found["metrics"] is None
+    assert parting(one, one)["tokens"] is None
+    shorter = read_run(made_run.make(tmp_path / "third", last=(3, 4)))
+    assert parting(one, shorter)["tokens"] == {"step": 3, "number": 1, "token": 4, "ids": [5, -1]}
+
+
+def test_an_empty_folder_says_so(tmp_path: Path) -> None:
+    run, index = read_run(tmp_path), read_index(tmp_path)
+    assert len(run.notes) == 2 and "config.yaml" in run.notes[0] and "metrics.jsonl" in run.notes[1]
+    assert len(index) == 0 and "has no recorded rollouts" in index.notes[0]
+    with pytest.raises(ConfigError, match="there is no run folder"):
+        read_run(tmp_path / "none")
+
+
+def test_of_a_broken_folder_the_rest_is_shown(run_dir: Path) -> None:
+    part_file(run_dir, 1, 0).write_bytes(bytes(range(256)))
+    part_file(run_dir, 2, 1).unlink()
+    whole = part_file(run_dir, 3, 1).read_bytes()
+    part_file(run_dir, 3, 1).write_bytes(whole[: len(whole) // 2])
+    (run_dir / "metrics.jsonl").write_bytes(b'{"step": 1, "a": 2.0}\n{"step": \xff\xfe\n[]\n{"step": 2, "a": 3}\n')
+    (run_dir / "config.yaml").write_text("guards: {alarms: true}\nnobody: 1\nalgorithm: ppo\n")
+    run, index = read_run(run_dir), read_index(run_dir)
+    assert run.metrics == {1: {"a": 2.0}, 2: {"a": 3}} and run.algorithm == "ppo"
+    assert "of another version" in run.notes[0] and "line 2 and 1 more" in run.notes[1]
+    assert index.columns["step"].tolist() == [1, 1, 2, 2, 3, 3]
+    damaged = [note for note in index.notes if "is damaged" in note]
+    assert len(damaged) == 2 and any(
+        "2 of the 4 rollouts of its step: it is half written" in one for one in index.notes
+    )
+    assert all("\n" not in note for note in (*run.notes, *index.notes))
+
+
+def test_files_of_another_format_are_read_as_far_as_they_go(run_dir: Path) -> None:
+    file = part_file(run_dir, 3, 0)
+    table = pq.read_table(file).drop_columns(["advantage", "turn_weight_version", "advantages", "data_source"])
+    about = {**table.schema.metadata, b"megarl.format": b"1"}
+    pq.write_table(table.replace_schema_metadata(about), file)
+    index, notes = read_index(run_dir), Notes()
+    assert len(index) == 12 and any("files of format 1" in note for note in index.notes)
+    (found,) = read_details(run_dir, 3, {0}, Words(None), notes)
+    assert found["advantages"] is None and found["turns"][1]["version"] is None
+
+
+def test_what_the_trainer_says_is_there_where_it_is_on_record(run_dir: Path) -> None:
+    file = part_file(run_dir, 3, 0)
+    table = pq.read_table(file)
+    if "trainer_logprobs" in table.column_names:
+        table = table.drop_columns(["trainer_logprobs"])
+    values = pa.array([[0, 0, -0.5, -1, -1.5], None], pa.list_(pa.float32()))
+    pq.write_table(table.append_column("trainer_logprobs", values), file)
+    found = list(read_details(run_dir, 3, {0, 2}, Words(None)))
+    assert [one["trainer"] for one in found] == [[0, 0, -0.5, -1, -1.5], None] and found[0]["unreplayed"] is None
+
+
+def test_a_row_that_makes_no_sense_costs_itself_alone(run_dir: Path) -> None:
+    file = part_file(run_dir, 3, 0)
+    table = pq.read_table(file)
+    at = table.schema.get_field_index("messages")
+    broken = table.set_column(at, table.schema.field("messages"), [["{", *table.column("messages").to_pylist()[1:]]])
+    pq.write_table(broken, file)
+    notes = Notes()
+    assert [one["number"] for one in read_details(run_dir, 3, None, Words(None), notes)] == [2, 1, 3]
+    assert len(notes) == 1 and "rollout 0 makes no sense" in notes[0]
+
+
+def test_a_run_that_goes_on_is_known_by_its_lock(run_dir: Path) -> None:
+    (run_dir / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "a')
+    run = read_run(run_dir)
+    assert run.running and run.notes == []
