@@ -90,7 +90,7 @@ def config_of(order: Order) -> Config:
         "run.resume=auto",
         *("run.save_every=0", "run.eval_every=0", "run.export=false", PATIENT),
         *("rollout.asynchronous=false", "rollout.oversample=1"),
-        *("track.progress=false", "track.rollouts=false", "track.timeline=false", "track.trackers=[]"),
+        *("track.progress=false", "track.rollouts=false", "track.trackers=[]"),
         *(ALONE if order.alone else ()),
     ]
     tree = to_dict(as_it_was(order.run, order.step))

@@ -93,7 +93,7 @@ def load(path: Path) -> Run:
         raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
     files = sorted(path.glob("timeline/rank_*.json"))
     if not files:
-        raise ConfigError(f"{path} has no timeline: it has one once a run with track.timeline=true has done a step")
+        raise ConfigError(f"{path} has no timeline: a run has one once it has done a step")
     steps: dict[int, dict[int, list[Span]]] = {}
     for file in files:
         rank = int(re.sub(r"\D", "", file.stem) or -1)

@@ -175,8 +175,6 @@ class TrackConfig:
     (`train.replay_routing`), and what it could have been (`rollout.top_k`), which a replay of them needs. A byte for
     each MoE layer and expert of a token, two with more than 256 experts; 4 bytes for each word that a token could have
     been. For a large model that is more than all else: 464 bytes a token of DeepSeek-V3, beside 12."""
-    timeline: bool = True
-    """Record in the run folder who did what when, for tools/timeline.py and Perfetto."""
     profile: tuple[Count, ...] = ()
     """Steps over which a profiler looks, such as [3, 4]: with CUDA for `nsys profile -c cudaProfilerApi`, with NVTX
     ranges by phase and role; without, torch's writes a Chrome trace of each rank into the run folder."""

@@ -76,7 +76,7 @@ class RunLog:
         self._rollouts: RolloutLog | None = None
         if config.track.rollouts:
             self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.records, vocabulary)
-        self._timeline = Timeline(self.run_dir, job.rank, self._warn) if config.track.timeline else None
+        self._timeline = Timeline(self.run_dir, job.rank, self._warn)
         if self._folder is None or not self._folder.resumes:
             self._early = None
         self.say(f"run folder {self.run_dir}")
@@ -220,8 +220,7 @@ class RunLog:
 
     def spans(self, spans: Iterable[Span]) -> None:
         """What this rank did since the last call, for the timeline."""
-        if self._timeline is not None:
-            self._timeline.write(spans)
+        self._timeline.write(spans)
 
     def settling(self) -> Callable[[], None]:
         """What waits, in whatever thread, until that is on disk which this rank has recorded up to now."""

@@ -31,7 +31,7 @@ rollout: {samples_per_prompt: 4, max_context: 256, max_new_tokens: 64}
 actor_optimizer: {lr: 0.001, warmup_fraction: 0.0, eps: 1.0e-3}
 critic: {optimizer: {lr: 0.001, warmup_fraction: 0.0, eps: 1.0e-3}}
 train: {token_budget: 128}
-track: {progress: false, trackers: [], timeline: false}
+track: {progress: false, trackers: []}
 """
 STEPS, SAVED = 3, 1
 """Of the undisturbed run, and after how many of them it is left and gone on with elsewhere."""

@@ -50,14 +50,6 @@ def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(
         log.close()
 
 
-def test_no_timeline_where_none_is_wanted(tmp_path: Path) -> None:
-    wanted = from_dict({"run": {"dir": str(tmp_path)}, "track": {"trackers": [], "timeline": False}})
-    log = RunLog(wanted, place(0))
-    log.spans([Span("step 1", "step", "main", 1.0, 2.0)])
-    log.close()
-    assert not (tmp_path / "timeline").exists()
-
-
 def test_a_step_that_fails_leaves_what_it_has_sampled(tmp_path: Path) -> None:
     """So that it can be replayed; of one that came to its end there is what that has left."""
     log = RunLog(config(tmp_path), place(0), "words")

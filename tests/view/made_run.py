@@ -50,7 +50,7 @@ def make(folder: Path, steps: int = 3, last: tuple[int, ...] = (3, 4, 5), name: 
     model_of = dataclasses.replace(plain.model, path=str(model))
     config = dataclasses.replace(plain, algorithm="grpo", guards=alarms, model=model_of)
     prepare(folder, config, resume=False).release()
-    tracker, timeline = Tracker(folder, tensorboard=False), Timeline(folder, 0, print)
+    tracker, timeline = Tracker(folder, names=()), Timeline(folder, 0, print)
     for step in range(1, steps + 1):
         figures = {"rollout/reward_mean": step / 4, "actor/entropy": 0.7, "time/generate": 2.0, "time/step": 3.0}
         tracker.log(step, figures)

@@ -182,7 +182,6 @@ def _full_for_logs(shop: Workshop) -> Seen:
             **alone,
             run__export=False,
             track__trackers=["tensorboard"],
-            track__timeline=True,
         ) as job:
             if disk:
                 job.seen_at = disk.inside

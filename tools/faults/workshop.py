@@ -30,7 +30,7 @@ rollout: {samples_per_prompt: 4, max_context: 256, max_new_tokens: 64, max_turns
 kl: {place: none}
 actor_optimizer: {lr: 0.01, warmup_fraction: 0.0}
 reward: {functions: ["faults.played:even"], processes: 1}
-track: {progress: false, trackers: [], timeline: false}
+track: {progress: false, trackers: []}
 """
 SFT = """
 algorithm: sft
@@ -39,7 +39,7 @@ model: {dtype: float32}
 data: {prompts_per_step: 4}
 rollout: {max_context: 256, max_new_tokens: 64}
 actor_optimizer: {lr: 0.01, min_lr: 0.001, schedule: linear, warmup_fraction: 0.0}
-track: {progress: false, trackers: [], timeline: false}
+track: {progress: false, trackers: []}
 """
 KEYS = {name for name, _ in describe_keys()}
 
