@@ -184,7 +184,9 @@ def exit_with(program: Callable[[], int]) -> NoReturn:
 
 
 def tell(error: BaseException) -> int:
-    """Say why this process ends, to the launcher or on stderr; returns its exit status."""
+    """Say why this process ends, to the launcher or on stderr; returns its exit status. A signal changes nothing any
+    more: torch's agent sends one to ranks that end after the first."""
+    begin()
     kind, status, text = describe(error)
     if tell_launcher(kind, text[-8000:]):
         return status

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,10 +64,11 @@ class Words:
         self._socket.setblocking(False)
         self.environment = {LAUNCHER: f"{os.getpid()}:{name}"}
         self._said: list[Word] = []
+        self._reads = threading.Lock()
 
     def read(self) -> list[Word]:
-        """All that has been said."""
-        with contextlib.suppress(BlockingIOError):
+        """All that has been said; in any thread."""
+        with self._reads, contextlib.suppress(BlockingIOError):
             while True:
                 self._said.append(Word(**json.loads(self._socket.recv(2**16))))
         return self._said

@@ -255,14 +255,14 @@ class RunLog:
             pass  # then it goes to the terminal
 
     def close(self) -> None:
-        if self._webhook is not None:
-            self._webhook.close()
-            self._look_at_webhook()
         self._progress.close()
         if self._rollouts is not None:
             self._rollouts.close()
         if self._tracker is not None:
             self._tracker.close()
+        if self._webhook is not None:  # last of those that may have an alarm
+            self._webhook.close()
+            self._look_at_webhook()
         if self._folder is not None:
             self._folder.release()
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.observe.rollout_log import recorded_steps, step_folder
-from megarl.observe.rollout_table import FORMAT, SCHEMA
+from megarl.observe.rollout_table import FORMAT, LATER, SCHEMA
 
 ESSENTIAL = ("number", "group", "status", "reward", "turn_lengths", "turn_is_action")
 """Columns without which a file says nothing of rollouts."""
@@ -74,7 +74,7 @@ def open_parts(run_dir: Path, step: int, notes: Notes) -> list[Part]:
                 f"{path} is no file of recorded rollouts and is left out: column {(missing + wrong)[0]!r} is amiss"
             )
             continue
-        if (found := part.about("format")) != FORMAT:
+        if (found := part.about("format")) != FORMAT and found + 1 not in LATER:
             notes.say(
                 f"{path.parent.parent} has files of format {found}, and this program knows format {FORMAT}: shown is "
                 "what they have in common"

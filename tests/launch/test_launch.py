@@ -279,5 +279,5 @@ def test_whatever_is_imported_is_in_both_lists() -> None:
 
 
 OPTIONAL = {"torch_memory_saver", "transformer_engine", "sgl_kernel", "sgl_kernel_stub", "apex"}
-OPTIONAL |= {"mcp", "verifiers"}  # of adapters; without them they say how to get them
+OPTIONAL |= {"mcp", "verifiers", "wandb", "swanlab", "mlflow"}  # without them it is said how to get them
 OPTIONAL |= {"trl", "datasets"}  # of the environment that tools/bench_trl.py is told of
