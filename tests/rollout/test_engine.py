@@ -54,14 +54,14 @@ def test_it_sleeps_when_what_it_is_at_is_done(qwen3_moe: Running) -> None:
     async def at_work() -> list[Generation]:
         engine = qwen3_moe.engine
         async with Client(engine.url, engine.api_key, 60.0) as client:
-            params = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}
+            params = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
             answers = [asyncio.ensure_future(client.generate([5 + n, 6, 7], params)) for n in range(8)]
             await asyncio.sleep(0.3)
             assert not any(answer.done() for answer in answers)
             await asyncio.to_thread(engine.sleep)
             return await asyncio.gather(*answers)
 
-    assert [len(answer.token_ids) for answer in asyncio.run(at_work())] == [100] * 8
+    assert [len(answer.token_ids) for answer in asyncio.run(at_work())] == [400] * 8
     qwen3_moe.engine.wake()
 
 
