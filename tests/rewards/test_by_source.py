@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -75,12 +74,3 @@ def one(rollout):
 
 def zero(rollout):
     return 0
-
-
-def test_what_our_tools_write_is_known():
-    written = [
-        source
-        for path in (ROOT / "tools").glob("*.py")
-        for source in re.findall(r'"data_source": "([^"]+)"', path.read_text(encoding="utf-8"))
-    ]
-    assert written and all(by_source.of(source) for source in written)
