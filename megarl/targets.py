@@ -13,7 +13,7 @@ from megarl import plain_yaml
 from megarl.checkpoint import manifest
 from megarl.checkpoint.converting import convert
 from megarl.checkpoint.finding import chosen, models_in
-from megarl.config import Config, ConfigError, load_config
+from megarl.config import Config, ConfigError, RolloutConfig, load_config
 from megarl.config.hub import folder_of
 from megarl.controllers.registry import declare
 from megarl.models.registry import family_of, load_hf_config, trained_mtp
@@ -72,7 +72,8 @@ def find(given: str) -> Target:
         raise ConfigError(f"TARGET {given} is a file; name the folder of a model, a checkpoint or a run")
     if not there or is_model:
         folder_config(str(path), "TARGET")
-        return Target(given, str(path))
+        run = path.absolute().parent / "config.yaml"
+        return Target(given, str(path), settings=_settings(run) if path.name == "export" and run.is_file() else None)
     if not (path / manifest.NAME).is_file() and not path.name.startswith("step_"):
         if (path / "config.yaml").is_file() and not any((path / "checkpoints").glob("step_*")):
             return _exported(given, path)
@@ -167,6 +168,7 @@ def configured(
     for name, section in own.items():
         tree[name] = {**tree.get(name, {}), **section}
     tree["algorithm"], tree["model"] = "generate", {**tree.get("model", {}), "path": target.model}
+    tree["rollout"] = {**_lengths(target), **tree.get("rollout", {})}
     config = _read(tree, overrides, file)
     more: dict[str, dict[str, Any]] = {}
     judged = config.reward.functions or config.reward.model or config.roles.get("reward")
@@ -180,6 +182,14 @@ def configured(
     return _read(
         {**tree, **{name: {**tree.get(name, {}), **section} for name, section in more.items()}}, overrides, file
     )
+
+
+def _lengths(target: Target) -> dict[str, int]:
+    """Of a model whose positions are fewer than conversations have by default, what fits it."""
+    usual, positions = RolloutConfig(), load_hf_config(Path(target.model)).get("max_position_embeddings")
+    if not isinstance(positions, int) or positions >= usual.max_context:
+        return {}
+    return {"max_context": positions, "max_new_tokens": min(usual.max_new_tokens, max(1, positions // 2))}
 
 
 def _read(tree: dict[str, Any], overrides: Sequence[str], file: Path) -> Config:
