@@ -28,7 +28,7 @@ from megarl.observe.tracker import read_metrics
 
 matplotlib.use("Agg")
 REWARD = "rollout/reward_mean"
-WINDOW = 5  # steps that a smoothed reward averages
+WINDOW = 5  # steps that a smoothed reward averages, and first and last ones at most
 CONTENTS = (
     ("metrics.jsonl", "metrics, one line per step"),
     ("tensorboard", "the same for TensorBoard"),
@@ -127,14 +127,16 @@ def summary(runs: list[Run]) -> Table:
         _, rewards = run.series(REWARD)
         curve = "-"
         if rewards:
-            curve = f"{statistics.fmean(rewards[:WINDOW]):.3f} -> {statistics.fmean(rewards[-WINDOW:]):.3f}"
+            size = min(WINDOW, len(rewards) // 2)  # the two do not overlap
+            ends = (rewards[:size], rewards[-size:]) if size else (rewards,)
+            curve = " -> ".join(f"{statistics.fmean(end):.3f}" for end in ends)
         figures = {
             "algorithm": run.algorithm,
             "held-out problems, greedy": before_after(run, "eval/reward_greedy"),
             "held-out problems, sampled": before_after(run, "eval/reward_sampled"),
             "held-out nll of a token": before_after(run, "eval/nll"),
             "held-out pairs, accuracy": before_after(run, "eval/accuracy"),
-            f"training, first and last {WINDOW} steps": curve,
+            "training, first and last steps": curve,
             "steps": str(len(run.series("time/step")[0])),
             "minutes of training": f"{run.minutes():.1f}",
         }

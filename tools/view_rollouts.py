@@ -237,7 +237,7 @@ def show(options: argparse.Namespace) -> int:
     records = fitting[: options.show or None]
     title = f"{options.run}, step {step}: {len(records)} of {len(every)} rollouts"
     if options.where is not None:
-        title += f", {len(fitting)} of which fit"
+        title = f"{options.run}, step {step}: {len(fitting)} of {len(every)} rollouts fit, {len(records)} shown"
     decode = find_tokenizer(options.run)
     if options.html:
         options.html.write_text(html_page(records, title, decode), encoding="utf-8")

@@ -232,6 +232,11 @@ def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
             "back, or set run.resume=forced to go on with them all the same"
         )
     if not resume:
+        if not any((path / "checkpoints").glob("step_*")):
+            raise ConfigError(
+                f"run folder {path} holds this run already, without a checkpoint from which run.resume=auto could "
+                "continue it; set run.dir to another one"
+            )
         raise ConfigError(
             f"run folder {path} holds this run already; set run.resume=auto to continue it, or run.dir to another one"
         )

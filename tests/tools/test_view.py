@@ -84,10 +84,10 @@ def shown(run_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str) ->
 
 def test_the_terminal_filters_and_sorts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(run_dir, capsys, "--where", "reward>=1 and reward<3", "--sort", "reward:down")
-    assert "step 3: 2 of 4 rollouts, 2 of which fit" in text
+    assert "step 3: 2 of 4 rollouts fit, 2 shown" in text
     assert text.index("reward 2") < text.index("reward 1")
     text = shown(run_dir, capsys, "--where", "status=aborted")
-    assert "0 of 4 rollouts, 0 of which fit" in text
+    assert "0 of 4 rollouts fit, 0 shown" in text
     text = shown(run_dir, capsys, "--sort", "number", "--show", "1")
     assert "reward 0" in text and "reward 1" not in text
 

@@ -35,6 +35,15 @@
       (band.most !== null && value > band.most * (1 + 1e-3 * Math.sign(band.most)));
   }
 
+  // A figure that does not move has a scale all the same: uPlot's own is empty below what a double resolves.
+  function span(name, low, high) {
+    if (low === null || high === null) return [0, 1];
+    const least = Math.max(1e-4 * Math.max(Math.abs(low), Math.abs(high)), 1e-12);
+    if (high - low >= least) { const room = 0.08 * (high - low); return [low - room, high + room]; }
+    if (low === 0 && name.endsWith("_frac")) return [0, 1];
+    return low === 0 && high === 0 ? [-1, 1] : [low - least, high + least];
+  }
+
   async function chart(name, card) {
     const runs = megarl.overview.runs;
     const found = await Promise.all(runs.map((_, run) => series(run, name)));
@@ -69,8 +78,8 @@
     const axis = { stroke: shade("--faint"), grid: { stroke: shade("--grid"), width: 1 }, ticks: { stroke: shade("--grid") }, font: "11px system-ui" };
     const plot = new uPlot({
       width: Math.max(200, card.clientWidth - 22), height: 190, cursor: { sync: { key: "steps" }, points: { size: 6 } },
-      scales: { x: { time: false } }, legend: { live: true },
-      axes: [axis, { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => said(tick, 5)) }],
+      scales: { x: { time: false }, y: { range: (_, low, high) => span(name, low, high) } }, legend: { live: true },
+      axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 1000000] }, { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => said(tick, 5)) }],
       series: lines,
       hooks: { drawClear: [(u) => {
         const { ctx, bbox } = u;
