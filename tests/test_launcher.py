@@ -327,7 +327,8 @@ def test_a_run_saves_itself_at_sigterm_and_starts_again_when_a_rank_is_killed(
     assert f"  {killed}\n" in log.read_text()
     assert code in (85, 143) and stopped.startswith(("asked to stop: saved step", "ended by SIGTERM"))
     traceback = (tmp_path / "run/logs/rank_0.log").read_text()
-    assert "Traceback" in traceback and "gloo" in traceback
+    assert "Traceback" in traceback
+    assert "gloo" in traceback or "rank 1 is gone" in traceback  # by whichever way it was waited for
     left = [path.name for path in scratch.iterdir()]
     assert [name for name in left if not name.startswith("torchinductor_")] == []  # torch's cache, for all runs
 
