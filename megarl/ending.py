@@ -251,10 +251,12 @@ def name_of(number: int) -> str:
 
 
 def _lost_peer(error: BaseException | None) -> str:
-    """What torch.distributed says of a rank that is gone, or does not answer, if that is behind the error."""
+    """What torch.distributed, or a neighbour, says of a rank that is gone or does not answer, if that is behind the
+    error."""
     while error is not None:
         gloo = isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo " in str(error))
-        if gloo or type(error).__name__ in ("PushError", "DistBackendError", "DistNetworkError", "DistStoreError"):
+        neighbour = isinstance(error, ConnectionError) and re.match(r"rank \d+ is gone: ", str(error))
+        if gloo or neighbour or type(error).__name__ in ("PushError", "DistBackendError", "DistNetworkError", "DistStoreError"):
             return re.sub(r"\[\S*/gloo/\S*\] ", "", str(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return ""

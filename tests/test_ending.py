@@ -37,6 +37,9 @@ def test_a_lost_rank() -> None:
     broken = PushError("round 2 broke off between the ranks 3 and 1")
     said = describe(raised(ConfigError(str(broken)), broken))
     assert said == ("lost", 1, f"error: rank 3 lost another rank: {broken}")
+    said = describe(raised(ConnectionError("rank 1 is gone: Connection reset by peer")))
+    assert said == ("lost", 1, "error: rank 3 lost another rank: rank 1 is gone: Connection reset by peer")
+    assert describe(raised(ConnectionError("the service is gone: Connection reset by peer")))[0] == "fault"
 
 
 def test_an_engine_that_is_gone_is_no_lost_rank() -> None:
