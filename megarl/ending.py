@@ -256,7 +256,8 @@ def _lost_peer(error: BaseException | None) -> str:
     while error is not None:
         gloo = isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo " in str(error))
         neighbour = isinstance(error, ConnectionError) and re.match(r"rank \d+ is gone: ", str(error))
-        if gloo or neighbour or type(error).__name__ in ("PushError", "DistBackendError", "DistNetworkError", "DistStoreError"):
+        names = ("PushError", "DistBackendError", "DistNetworkError", "DistStoreError")
+        if gloo or neighbour or type(error).__name__ in names:
             return re.sub(r"\[\S*/gloo/\S*\] ", "", str(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return ""
