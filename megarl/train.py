@@ -50,10 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         if options.dry_run:
             from megarl.dry_run import render, validate
+            from megarl.observe import run_folder
 
             report = validate(config, dry_run=True)
             _say(render(report))
             report.raise_errors()
+            try:
+                run_folder.look(config)
+            except ConfigError as error:
+                _say(f"warning: a run would be refused: {error}")
             return 0
         from megarl.parallel import meeting
 

@@ -99,8 +99,13 @@ def test_a_dry_run_of_a_whole_configuration_starts_nothing(
     run_dir = tmp_path / "run"
     given = [f"model.path={model}", f"data.train={prompts(tmp_path)}", f"run.dir={run_dir}", "data.eval="]
     assert main([QUICKSTART, "--dry-run", *given, "run.eval_every=0"]) == 0
-    assert "the configuration fits together" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the configuration fits together" in said and "would be refused" not in said
     assert not run_dir.exists()
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").touch()  # of another run
+    assert main([QUICKSTART, "--dry-run", *given, "run.eval_every=0"]) == 0
+    assert f"a run would be refused: run folder {run_dir}" in capsys.readouterr().out
 
 
 def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

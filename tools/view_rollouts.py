@@ -122,7 +122,9 @@ def _last_if_none(value: Value, down: bool) -> tuple[bool, float]:
 def head_line(record: Record) -> str:
     """One line of figures: prompt, reward and its parts, advantage, how it ended, length."""
     rollout = record.rollout
-    reward = f"no reward: {', '.join(rollout.unscored)}" if rollout.unscored else f"reward {rollout.reward:g}"
+    reward = f"reward {rollout.reward:g}"
+    if rollout.unscored:
+        reward = f"no reward ({'; '.join(f'{part}: {why}' for part, why in rollout.unscored.items())[:200]})"
     parts = [f"prompt {rollout.prompt.id}", f"group {rollout.group}"]
     if rollout.episode >= 0:
         parts.append(f"episode {rollout.episode}")
