@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     requests = options.conversations * options.turns
     for at, what in enumerate(("seconds", "seconds of this process")):
         rounds = {way: [round(took[at], 3) for took in found[way]] for way in found}
-        direct, served = (statistics.median(rounds[way]) for way in ("directly", "by the server"))
+        direct, served = (statistics.median(took[at] for took in found[way]) for way in ("directly", "by the server"))
         print(
             f"{what}: directly {direct:.3f}, by the server {served:.3f}: {served / direct - 1:+.1%}, "
             f"{1000 * (served - direct) / requests:+.2f} ms a request; {requests} requests a round\n  {rounds}"
