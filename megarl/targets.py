@@ -168,7 +168,8 @@ def configured(
     for name, section in own.items():
         tree[name] = {**tree.get(name, {}), **section}
     tree["algorithm"], tree["model"] = "generate", {**tree.get("model", {}), "path": target.model}
-    tree["rollout"] = {**_lengths(target), **tree.get("rollout", {})}
+    if target.settings is None:
+        tree["rollout"] = {**_lengths(target), **tree.get("rollout", {})}
     config = _read(tree, overrides, file)
     more: dict[str, dict[str, Any]] = {}
     judged = config.reward.functions or config.reward.model or config.roles.get("reward")

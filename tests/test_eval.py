@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,21 @@ def test_a_runs_settings_hold_unless_said_otherwise(model: Path, tmp_path: Path)
     assert own.reward.functions == ("sum_reward:even",) and not own.reward.weights
     assert (own.parallel.world_size, own.parallel.ranks_per_node) == (4, 4)
     assert targets.configured(targets.find(str(model)), {}, [], file).reward.functions == (targets.BY_SOURCE,)
+
+
+def test_an_export_is_that_of_its_run_and_a_folder_has_the_limits_of_its_model(model: Path, tmp_path: Path) -> None:
+    hf = json.loads((model / "config.json").read_text())
+    shutil.copytree(model, tmp_path / "run/export")
+    file = tmp_path / "eval.yaml"
+    alone = targets.configured(targets.find(str(tmp_path / "run/export")), {}, [], file).rollout
+    assert hf["max_position_embeddings"] == 2048  # fewer than conversations have by default
+    assert (alone.max_context, alone.max_new_tokens, alone.tools) == (2048, 1024, ())
+    given = targets.configured(targets.find(str(model)), {}, ["rollout.max_context=96"], file).rollout
+    assert given.max_context == 96
+    kept = {"max_context": 192, "max_new_tokens": 40, "tools": ["megarl.rollout.tools:calculator"]}
+    (tmp_path / "run/config.yaml").write_text(json.dumps({"algorithm": "ppo", "rollout": kept}))
+    of_run = targets.configured(targets.find(str(tmp_path / "run/export")), {}, [], file).rollout
+    assert (of_run.max_context, of_run.max_new_tokens, list(of_run.tools)) == (192, 40, kept["tools"])
 
 
 def test_the_report_of_recorded_answers(

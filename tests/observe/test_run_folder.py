@@ -37,7 +37,10 @@ def test_a_folder_with_results_is_kept_from_other_runs(tmp_path: Path) -> None:
     prepare(tmp_path, CONFIG, resume=False).release()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     before = (tmp_path / "config.yaml").read_bytes()
-    with pytest.raises(ConfigError, match="run.resume=auto"):
+    with pytest.raises(ConfigError, match="without a checkpoint from which run.resume=auto could"):
+        prepare(tmp_path, CONFIG, resume=False)
+    (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="set run.resume=auto to continue it"):
         prepare(tmp_path, CONFIG, resume=False)
     for resume in (False, True):
         with pytest.raises(ConfigError, match=r"run\.seed: 1 -> 5.*set run\.dir"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,20 @@ def test_report_says_before_after_time_and_files(run_dir: Path, capsys: pytest.C
         assert text in shown, text
     picture = (run_dir / "report.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_first_and_last_steps_do_not_overlap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rewards, shown in (([0.5], "0.500"), ([0.25, 0.75], "0.250 -> 0.750"), ([0.2, 0.9, 0.4], "0.200 -> 0.400")):
+        run = tmp_path / str(len(rewards))
+        run.mkdir()
+        rows = [
+            {"step": step, "time": step, "time/step": 1.0, "rollout/reward_mean": one}
+            for step, one in enumerate(rewards, 1)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert tool("report").main([str(run)]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "first and last" in line]
+        assert line.split("steps")[1].strip() == shown
 
 
 def test_phases_add_up_to_the_step(run_dir: Path) -> None:
