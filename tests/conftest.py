@@ -15,6 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))  # what tests of several folders share
+
+import nccl_order  # noqa: E402
+
 ALONE = (
     *("algorithms", "controllers", "data", "environments", "models", "observe", "processes", "reshard", "rewards"),
     *("sandbox", "sessions"),
@@ -30,7 +33,8 @@ def free_port() -> int:
 
 
 class Ranks:
-    """Runs a script as the ranks of one job, see `rank_host.py`."""
+    """Runs a script as the ranks of one job, see `rank_host.py`. What they say to each other must be such that it would
+    not hang on NCCL, see `nccl_order.py`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,6 +62,8 @@ class Ranks:
         if failed:
             tails = "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in enumerate(texts))
             pytest.fail(f"{script} {' '.join(args)}: {'; '.join(failed)}\n{tails}")
+        if not fresh:
+            nccl_order.check([nccl_order.read(Path(f"{output}.said")) for output in outputs])
         results = []
         for rank, text in enumerate(texts):
             lines = [line for line in text.splitlines() if line.startswith("RESULT ")]

@@ -3,7 +3,7 @@ and is done once here; what a rank finds is otherwise what a fresh interpreter w
 
 Reads an order a line: {"script", "args", "environment", "world", "outputs": a file for each rank, "timeout", "fresh":
 whether the ranks shall be fresh interpreters after all}; answers with a line: the exit status of each rank, None for
-those that had to be ended because time was up.
+those that had to be ended because time was up. What a rank said to others is beside its output, see `wires.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def preload() -> None:
     """In the order in which ranks import them: Megatron with its shim comes first."""
     if "torch" in sys.modules:
         return
+    import wires  # noqa: F401
+
     import megarl.checkpoint.sharded
     import megarl.workers.actor  # noqa: F401
 
@@ -65,7 +67,11 @@ def fork(order: dict[str, Any], rank: int) -> int:
         random.seed()
         sys.argv = [order["script"], *order["args"]]
         sys.path.insert(0, str(Path(order["script"]).parent))
+        import wires
+
+        said = wires.install()
         runpy.run_path(order["script"], run_name="__main__")
+        said.write(Path(f"{order['outputs'][rank]}.said"))
         status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)

@@ -20,7 +20,17 @@ import pytest
 import torch
 from pieces import put_pieces
 from safetensors.torch import load_file
-from whole_run import ROOT, SMALL, make_folder, metrics_of, start, train, with_host
+from whole_run import (
+    ROOT,
+    SMALL,
+    make_folder,
+    metrics_of,
+    said_on_the_device,
+    start,
+    train,
+    train_with_wires,
+    with_host,
+)
 
 from megarl.config import LoraConfig, ParallelConfig
 from megarl.models.memory import stage_elements
@@ -69,7 +79,7 @@ OF_PPO = ["critic.warmup_steps=1", "kl.target=0.015", "kl.horizon=64"]
 @pytest.fixture(scope="module")
 def ppo_run(folder: Path, reward_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "ppo"
-    train(folder, run_dir, f"reward.model={reward_run}/export", *OF_PPO)
+    train_with_wires(folder, run_dir, f"reward.model={reward_run}/export", *OF_PPO)
     return run_dir
 
 
@@ -120,6 +130,12 @@ def test_three_steps_of_ppo(ppo_run: Path) -> None:
             rates = [peak * (0.5 + 0.5 * math.cos(math.pi * (2 * step + k) / end)) for k in (1, 2)]
             assert row[f"{name}/lr"] == pytest.approx(sum(rates) / 2)
     assert list(ppo_run.glob("**/events.out.tfevents*"))
+
+
+def test_its_ranks_would_not_hang_on_a_gpu(ppo_run: Path) -> None:
+    """Each device group is first used by all of its ranks, and a push into the engine is such that NCCL can do it."""
+    said = said_on_the_device(ppo_run)
+    assert said["send"] == said["receive"] > 0 and said["all_reduce"] > 0 and said["reduce_scatter_single"] > 0
 
 
 def test_rollouts_are_on_disk_with_weight_versions(ppo_run: Path) -> None:

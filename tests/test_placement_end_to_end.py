@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_run import make_folder, metrics_of, train
+from whole_run import make_folder, metrics_of, said_on_the_device, train, train_with_wires
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def split_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of PPO, with a checkpoint after each and an evaluation before the first and after the last."""
     run_dir = tmp_path_factory.mktemp("runs") / "split"
-    train(folder, run_dir, *SPLIT, "run.eval_every=3", host=host)
+    train_with_wires(folder, run_dir, *SPLIT, "run.eval_every=3", host=host)
     return run_dir
 
 
@@ -81,6 +81,11 @@ def test_three_steps_on_three_ranks(split_run: Path, folder: Path) -> None:
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
     kept = sorted(path.name for path in (split_run / "checkpoints").glob("step_*"))
     assert kept == ["step_000001", "step_000002", "step_000003"]
+
+
+def test_its_ranks_would_not_hang_on_a_gpu(split_run: Path) -> None:
+    said = said_on_the_device(split_run)
+    assert said["send"] == said["receive"] > 0
 
 
 def test_one_rank_makes_the_same_of_the_same_rollouts(split_run: Path, folder: Path, tmp_path: Path) -> None:

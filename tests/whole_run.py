@@ -6,8 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import nccl_order
+import wires
 
 from megarl.rollout.hosting import SHARED
 
@@ -54,6 +58,29 @@ def with_host(host: str) -> dict[str, str]:
 def train(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> None:
     done = start(folder, run_dir, *overrides, host=host)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def train_with_wires(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> None:
+    """What its ranks have said to each other is beside the run's folder then, for `said_on_the_device`."""
+    python, _, _, *given = command_of(folder, run_dir, *overrides)
+    said = run_dir.parent / f"{run_dir.name}_said"
+    said.mkdir()
+    environment = with_host(host) | {wires.FOLDER: str(said)}
+    done = subprocess.run(
+        [python, "tests/train_with_wires.py", *given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def said_on_the_device(run_dir: Path) -> Counter[str]:
+    """How often ranks of a run did what together on the device, which would not hang on NCCL (see `nccl_order.py`)."""
+    said = run_dir.parent / f"{run_dir.name}_said"
+    return nccl_order.check([nccl_order.read(path) for path in sorted(said.iterdir())])
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,49 @@
+"""Ranks of the recipes for many GPUs, built at full size without their bytes: what Megatron gives each to hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch  # noqa: E402
+from fake_world import one_of, shapes_only  # noqa: E402
+
+from megarl.config import load_config  # noqa: E402
+from megarl.megatron import optimizer  # noqa: E402
+from megarl.megatron.build import build_chunks  # noqa: E402
+from megarl.megatron.names import named_params  # noqa: E402
+from megarl.models.registry import load_hf_config  # noqa: E402
+from megarl.parallel import ranks  # noqa: E402
+
+
+def built(path: str, rank: int, *overrides: str) -> dict[str, Any]:
+    config = load_config(path, overrides)
+    hf = load_hf_config(config.model.hf_config)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(config.parallel.world_size)}
+    with one_of(config.parallel.world_size, rank):
+        place = ranks.layout(config.parallel)
+        with shapes_only():
+            chunks = build_chunks(hf, config, "actor")
+            states = optimizer.build_optimizer(config.actor_optimizer, chunks, getattr(torch, config.model.dtype))
+            buffers = [one for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            kept = {id(tensor): tensor for tensor in optimizer.state_tensors(states)}
+            shapes = {name: list(tensor.shape) for name, tensor in named_params(chunks, place.ep_rank).items()}
+            return {
+                "shapes": shapes,
+                "weights": sum(one.nbytes for chunk in chunks for one in (*chunk.parameters(), *biases(chunk))),
+                "gradients": sum(one.grad_data.nbytes for one in buffers),
+                "optimizer": sum(tensor.nbytes for tensor in kept.values() if tensor.dim()),
+            }
+
+
+def biases(chunk: torch.nn.Module) -> list[torch.Tensor]:
+    return [buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
+
+
+found = [built(*case) for case in json.loads(sys.argv[1])]
+print("RESULT", json.dumps(found))

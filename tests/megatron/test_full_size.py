@@ -1,0 +1,55 @@
+"""What a rank of hundreds is planned to hold is what Megatron itself gives it, at the full size of the models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megarl.config import load_config
+from megarl.models.cuts import local_shape
+from megarl.models.memory import stage_elements, state_bytes
+from megarl.models.registry import family_of, load_hf_config
+from megarl.reshard.configured import train_layout
+
+CASES: list[list[Any]] = [
+    *(["configs/deepseek_v3_671b.yaml", rank] for rank in (0, 37, 511)),  # a first, a middle and the last stage
+    ["configs/deepseek_r1.yaml", 300],
+    ["configs/qwen3_235b.yaml", 0],
+    ["configs/qwen3_235b.yaml", 127, "parallel.cp=2", "parallel.ep=8"],
+    ["configs/llama3_70b.yaml", 64],
+]
+
+
+@pytest.fixture(scope="module")
+def found(run_ranks: Callable[..., list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    (result,) = run_ranks(1, "tests/megatron/ranks_full_size.py", json.dumps(CASES), timeout=500.0)
+    return result  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(map(str, case)) for case in CASES])
+def test_planned_is_built(found: list[dict[str, Any]], number: int) -> None:
+    path, rank, *overrides = CASES[number]
+    config = load_config(path, overrides)
+    hf, parallel, built = load_hf_config(config.model.hf_config), config.parallel, found[number]
+    layout = train_layout(hf, config)
+    family = family_of(hf)
+    experts = family.num_experts(hf)
+    held = {
+        param.megatron: list(
+            local_shape(param, layout.cut(param.expert is not None), layout.part(rank, param.expert is not None))
+        )
+        for param in family.params(hf, parallel.tp, parallel.etp)
+        if layout.holds(rank, param, experts)
+    }
+    assert built["shapes"] == held  # what a push takes, by its canonical name
+    stage = layout.stages[rank // layout.stage_ranks]
+    elements = stage_elements(hf, parallel, layout.stages)[layout.stages.index(stage)]
+    dense, expert = (layout.stage_ranks // size for size in (parallel.tp, parallel.ep * parallel.etp))
+    planned = state_bytes(elements, dense, expert, 2)
+    assert built["weights"] == planned["weights"]
+    # Megatron pads its buffers, so that each rank has as much of them.
+    for part in ("gradients", "optimizer"):
+        assert planned[part] <= built[part] <= planned[part] * 1.0001 + 65536, part

@@ -1,0 +1,204 @@
+"""Plays what ranks have said to each other (`wires.py`) as NCCL would, and says where they would wait for ever.
+
+- A device group is made in its first use, so that must be a collective, in which all of its ranks take part.
+- What one group is given it does in that order: a collective when all of its ranks have come to it, a send when the one
+  who receives has come to it. A batch is one such thing; what is sent without one goes through a group of the two.
+- Gloo's groups, for host values, are the same, but that their sends wait for nobody.
+- A rank goes on at a wait only when what it waits for is done. (NCCL's ranks go on and let their device wait; what does
+  not hang here does not hang there.)
+- At the end nothing may be left that nobody has waited for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Event = dict[str, Any]
+
+
+class _Entry(NamedTuple):
+    """What a rank has given to a group as one thing: a collective, or sends and receives of one batch."""
+
+    ops: list[Event]
+
+
+class Stuck(AssertionError):
+    pass
+
+
+def read(path: Path) -> list[Event]:
+    """What `Wires.write` has written."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check(records: Sequence[Sequence[Event]]) -> Counter[str]:
+    """records: of each rank, in its order. Returns how many of each kind there were on the device. Raises Stuck with a
+    line for each fault."""
+    faults = [*_first_uses(records), *_never_waited_for(records), *Play(records).faults()]
+    if faults:
+        raise Stuck("\n".join(faults))
+    return Counter(
+        event["kind"] for record in records for event in record if event["do"] == "post" and not event["host"]
+    )
+
+
+def _first_uses(records: Sequence[Sequence[Event]]) -> list[str]:
+    found = []
+    for rank, record in enumerate(records):
+        used: set[str] = set()
+        for event in record:
+            if event["do"] != "post" or event["host"] or event["group"] in used:
+                continue
+            used.add(event["group"])
+            if event["kind"] in ("send", "receive") and len(event["members"]) > 2:
+                found.append(
+                    f"rank {rank}: the first use of the group of the ranks {event['members']} is a {event['kind']}"
+                )
+    return found
+
+
+def _never_waited_for(records: Sequence[Sequence[Event]]) -> list[str]:
+    found = []
+    for rank, record in enumerate(records):
+        waited = {event["op"] for event in record if event["do"] == "wait"}
+        left = [e for e in record if e["do"] == "post" and e["op"] not in waited and not e["host"]]
+        found += [f"rank {rank}: nobody has waited for {_said(event)}" for event in left]
+    return found
+
+
+def _said(event: Event) -> str:
+    peer = "" if event["peer"] is None else f" {'to' if event['kind'] == 'send' else 'from'} rank {event['peer']}"
+    return f"{event['kind']}{peer} ({event['bytes']} bytes, group of {event['members']})"
+
+
+class Play:
+    def __init__(self, records: Sequence[Sequence[Event]]) -> None:
+        self.records = records
+        self.at = [0] * len(records)
+        self.done: list[set[int]] = [set() for _ in records]
+        self.queues: dict[tuple[int, str], deque[_Entry]] = {}
+        """By rank and group, what it has given and what is not done."""
+        self.members: dict[str, Sequence[int]] = {}
+        self.mailed: Counter[tuple[str, int, int]] = Counter()
+        """Gloo's sends that nobody has received, by group, sender and receiver."""
+        self.wrong: list[str] = []
+
+    def faults(self) -> list[str]:
+        moved = True
+        while moved and not self.wrong:
+            moved = False
+            for rank in range(len(self.records)):
+                while self._advance(rank):
+                    moved = True
+            for group in list(self.members):
+                while self._head(group):
+                    moved = True
+        if self.wrong:
+            return self.wrong
+        return [
+            f"rank {rank} would wait for ever for {self._waits_for(rank)}"
+            for rank, record in enumerate(self.records)
+            if self.at[rank] < len(record)
+        ]
+
+    def _waits_for(self, rank: int) -> str:
+        wanted = self.records[rank][self.at[rank]]["op"]
+        return next(_said(e) for e in self.records[rank] if e["do"] == "post" and e["op"] == wanted)
+
+    def _advance(self, rank: int) -> bool:
+        record = self.records[rank]
+        if self.at[rank] == len(record):
+            return False
+        event = record[self.at[rank]]
+        if event["do"] == "wait":
+            if event["op"] not in self.done[rank]:
+                return False
+            self.at[rank] += 1
+            return True
+        self.at[rank] += 1
+        group = event["group"]
+        if event["kind"] in ("send", "receive"):
+            if event["host"]:
+                if event["kind"] == "send":
+                    self.mailed[group, rank, event["peer"]] += 1
+                    self.done[rank].add(event["op"])
+                    return True
+                group += f" {event['peer']}>{rank}"
+                self.members[group] = (rank,)
+            elif event["batch"] is None:
+                group += " {}-{}".format(*sorted((rank, event["peer"])))
+                self.members[group] = sorted((rank, event["peer"]))
+            else:
+                self.members[group] = event["members"]
+        else:
+            self.members[group] = event["members"]
+        queue = self.queues.setdefault((rank, group), deque())
+        last = queue[-1].ops[-1] if queue else None
+        if event["batch"] is not None and last is not None and last["batch"] == event["batch"]:
+            queue[-1].ops.append(event)
+        else:
+            queue.append(_Entry([event]))
+        return True
+
+    def _head(self, group: str) -> bool:
+        """Do what the ranks of a group have come to; whether anything was."""
+        heads = {rank: queue[0] for rank in self.members[group] if (queue := self.queues.get((rank, group)))}
+        if not heads:
+            return False
+        kinds = {rank: entry.ops[0]["kind"] for rank, entry in heads.items()}
+        first = next(iter(heads.values())).ops[0]
+        if first["host"] and first["kind"] == "receive":
+            (rank,) = heads
+            if not self.mailed[first["group"], first["peer"], rank]:
+                return False
+            self.mailed[first["group"], first["peer"], rank] -= 1
+            return self._finish(group, rank)
+        if any(kind in ("send", "receive") for kind in kinds.values()):
+            return self._exchanged(group, heads)
+        if len(heads) < len(self.members[group]):
+            return False
+        if len(set(kinds.values())) > 1:
+            self.wrong.append(f"the ranks of {list(heads)} do different things at the same time: {kinds}")
+            return False
+        if len(sizes := {entry.ops[0]["bytes"] for entry in heads.values()}) > 1:
+            self.wrong.append(f"ranks give different numbers of bytes to a {first['kind']} of {list(heads)}: {sizes}")
+            return False
+        return all([self._finish(group, rank) for rank in heads])
+
+    def _exchanged(self, group: str, heads: dict[int, _Entry]) -> bool:
+        """Sends and receives at the heads that meet their other ends at another head."""
+        moved = False
+        for sender, entry in list(heads.items()):
+            for send in [op for op in entry.ops if op["kind"] == "send" and op["op"] not in self.done[sender]]:
+                other = heads.get(send["peer"])
+                for receive in other.ops if other else ():
+                    open_ = receive["op"] not in self.done[send["peer"]]
+                    if open_ and receive["kind"] == "receive" and receive["peer"] == sender:
+                        if receive["bytes"] != send["bytes"]:
+                            self.wrong.append(f"rank {sender} gives {_said(send)}, taken as {_said(receive)}")
+                        self.done[sender].add(send["op"])
+                        self.done[send["peer"]].add(receive["op"])
+                        moved = True
+                        break
+        for rank, entry in heads.items():
+            complete = all(op["op"] in self.done[rank] for op in entry.ops)
+            if complete and self._batch_is_closed(rank, entry):
+                self.queues[rank, group].popleft()
+                moved = True
+        return moved
+
+    def _batch_is_closed(self, rank: int, entry: _Entry) -> bool:
+        """Whether no more of its batch is to come: the record of the rank has gone on."""
+        batch = entry.ops[0]["batch"]
+        if batch is None or self.at[rank] == len(self.records[rank]):
+            return True
+        return bool(self.records[rank][self.at[rank]].get("batch") != batch)
+
+    def _finish(self, group: str, rank: int) -> bool:
+        for op in self.queues[rank, group].popleft().ops:
+            self.done[rank].add(op["op"])
+        return True

@@ -1,0 +1,39 @@
+"""A buffer that is on its way is not touched before somebody has waited for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import nccl_order
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("read", "has read a buffer whose receive nobody has waited for"),
+        ("written", "has written a buffer whose send nobody has waited for"),
+        ("neither", ""),
+    ],
+)
+def test_touched(run_ranks: Callable[..., list[dict[str, Any]]], what: str, said: str) -> None:
+    for rank, found in enumerate(run_ranks(2, "tests/ranks_wires.py", what)):
+        assert (said in found["error"]) and bool(said) == bool(found["error"])
+        assert what == "written" or found["taken"] == [2.0 - rank] * 4
+
+
+def test_records(run_ranks: Any) -> None:
+    """What is taken down is what was said: two met, made a group for the host, and sent each other 16 bytes."""
+    run_ranks(2, "tests/ranks_wires.py", "neither")
+    files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.said"))
+    records = [nccl_order.read(file) for file in files]
+    assert len(records) == 2 and nccl_order.check(records) == {"all_reduce": 2, "send": 2, "receive": 2}
+    for rank, record in enumerate(records):
+        batch = [event for event in record if event["do"] == "post" and event["batch"] is not None]
+        assert [(one["kind"], one["peer"], one["bytes"]) for one in batch] == [
+            ("send", 1 - rank, 16),
+            ("receive", 1 - rank, 16),
+        ]
+        assert json.dumps(record)
