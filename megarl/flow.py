@@ -132,7 +132,9 @@ class HybridFlow(Items, Keeping):
             num_update=run.num_update if num_update is None else num_update,
             resume="auto" if ending.restarted() and not run.goes_on else run.resume,
         )
-        ending.introduce(run_dir=run.dir, save_every=run.save_every, max_restarts=run.max_restarts)
+        ending.introduce(
+            run_dir=run.dir, save_every=run.save_every, max_restarts=run.max_restarts, timeout_s=run.timeout_s
+        )
         self.config = dataclasses.replace(self.config, run=run)
         self.until = until or run.num_rollout
         report = validate(self.config, registered=self.registered, until=self.until)

@@ -24,6 +24,7 @@ from typing import Literal
 from megarl.ending import LAUNCHER, REQUEUE_EXIT_CODE, RESTARTED, SAME_S, Kind, Verdict, name_of
 from megarl.processes.family import children, end_orphans
 from megarl.restarts import Restarts, Rules, note
+from megarl.stopped import Stopped
 
 GRACE_S = 10.0
 """How long ranks that shall end now may take, to close their engines and files, before they are killed."""
@@ -77,6 +78,12 @@ class Words:
         """What the run has said that its restart depends on."""
         said = [word for word in self._said if word.kind == "run"]
         return Rules(**json.loads(said[-1].text)) if said else None
+
+    def add(self, late: tuple[int, str] | None) -> None:
+        """What the launcher says of a rank that cannot: it is what the others end by."""
+        if late is not None:
+            with self._reads:
+                self._said.append(Word(late[0], "late", late[1]))
 
     def forget(self) -> None:
         """What has been said is of ranks that are no more."""
@@ -166,6 +173,7 @@ class Launch:
         self.failed_at = float("inf")
         self._since: dict[int, float] = {}
         self._again = False  # they have been asked twice
+        self._stopped = Stopped()
 
     def run(self, environment: Mapping[str, str]) -> tuple[Verdict, Rules | None]:
         """Until all ranks have ended. Returns what that comes to, and what the run has said of itself."""
@@ -176,6 +184,7 @@ class Launch:
             while any(rank.poll() is None for rank in self.ranks):
                 self._look()
                 words.read()
+                words.add(self._stopped.look(self._there, words.rules()))
                 if time.monotonic() > self.deadline:
                     killed |= self._send(signal.SIGKILL)
                 time.sleep(_LOOK_S)
@@ -223,6 +232,9 @@ class Launch:
     def _end(self) -> None:
         self._send(signal.SIGINT)
         self.deadline = time.monotonic() + self.grace
+
+    def _there(self) -> dict[int, int]:
+        return {n: rank.pid for n, rank in enumerate(self.ranks) if rank.poll() is None}
 
     def _send(self, number: int) -> set[int]:
         """To all that are there; which ranks these are."""

@@ -25,11 +25,12 @@ _TAIL = 1 << 16
 
 @dataclass(frozen=True)
 class Rules:
-    """What a run says of itself: its folder, `run.save_every` and `run.max_restarts`."""
+    """What a run says of itself: its folder, `run.save_every`, `run.max_restarts` and `run.timeout_s`."""
 
     run_dir: str
     save_every: int
     max_restarts: int
+    timeout_s: float = float("inf")
 
 
 class Next(NamedTuple):

@@ -27,9 +27,10 @@ from pathlib import Path
 from megarl import launcher
 from megarl.ending import RESTARTED, SAME_S, name_of
 from megarl.nodes import Alone, Report, Several, own_name
-from megarl.processes.family import end_orphans
+from megarl.processes.family import children, end_orphans
 from megarl.processes.parent import inherit_orphans
 from megarl.restarts import note
+from megarl.stopped import Stopped
 
 _LOOK_S = 1.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -50,6 +51,7 @@ class _Watch(threading.Thread):
         self._deadline = float("inf")
         self._notice = float("inf")
         self._since: dict[int, float] = {}
+        self._stopped = Stopped()
         self._signals, write = os.pipe2(os.O_NONBLOCK)
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -61,6 +63,7 @@ class _Watch(threading.Thread):
         """For ranks that start now."""
         self.words.forget()
         self.has_killed, self._deadline, self._notice = False, float("inf"), float("inf")
+        self._stopped = Stopped()
         self.has_failed = has_failed
 
     def rest(self) -> None:
@@ -76,6 +79,7 @@ class _Watch(threading.Thread):
                     if number in _HANDLED:
                         self._pass_on(number)
             self.words.read()
+            self.words.add(self._stopped.look(_ranks, self.words.rules()))
             now = time.monotonic()
             if now - looked > _LOOK_S and self._notice == float("inf"):
                 looked = now
@@ -127,6 +131,16 @@ def _send(number: int) -> int:
                 os.kill(int(pid), number)
                 sent += 1
     return sent
+
+
+def _ranks() -> dict[int, int]:
+    """Pids of the ranks that this process has started."""
+    found = {}
+    for pid in children():
+        with contextlib.suppress(OSError):  # it has ended
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(one[5:]): pid for one in variables if one.startswith(b"RANK=")}
+    return found
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -28,6 +28,7 @@ LAYERS = (
         "__main__",
         "ending",
         "launcher",
+        "stopped",
         "nodes",
         "restarts",
         "torchrun",

@@ -23,9 +23,10 @@ ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 LAUNCHER = """
 import sys
-from megarl import launcher
+from megarl import launcher, stopped
 from megarl.processes.parent import inherit_orphans
 launcher.ORPHANS_S = 1.0
+stopped.FURTHER_S = 0.5
 pending = []
 def attempt(environment):
     launch = launcher.Launch((sys.executable, "rank.py"), 2, sys.argv[1] == "saves", GRACE, pending=pending)
@@ -50,9 +51,11 @@ with ending.one_line():
 """
 
 
-def run_of(folder: Path, body: str, saves: bool = False, grace: float = 60.0) -> subprocess.Popen[str]:
+def run_of(
+    folder: Path, body: str, saves: bool = False, grace: float = 60.0, launcher: str = LAUNCHER
+) -> subprocess.Popen[str]:
     """Two ranks that do `body`, in a process group of their own."""
-    (folder / "launcher.py").write_text(LAUNCHER.replace("GRACE", str(grace)))
+    (folder / "launcher.py").write_text(launcher.replace("GRACE", str(grace)))
     (folder / "rank.py").write_text(RANK.replace("BODY", body))
     command = [sys.executable, "launcher.py", "saves" if saves else ""]
     return start(command, folder)
@@ -97,6 +100,43 @@ def test_a_killed_rank_is_named_and_the_other_ends(tmp_path: Path, number: int, 
     code, (line,) = ended(process)
     assert code == status
     assert "rank 1 was " in line and signal.Signals(number).name in line
+
+
+@pytest.mark.parametrize("which", [(1,), (0, 1)])
+def test_ranks_that_stay_stopped_are_killed(tmp_path: Path, which: tuple[int, ...]) -> None:
+    """Nobody waits for them but the launcher, which waits as long as ranks would."""
+    rules = "run_dir='.', save_every=0, max_restarts=0, timeout_s=1.0"
+    process = run_of(tmp_path, f"ending.introduce({rules}); wait()", grace=0.5)
+    there = pids(tmp_path, process)
+    os.kill(there[1], signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(there[1], signal.SIGCONT)  # not for long
+    for rank in which:
+        os.kill(there[rank], signal.SIGSTOP)
+    code, (line,) = ended(process)
+    assert code == 1
+    assert line.startswith(tuple(f"error: rank {rank} has been stopped (SIGSTOP) for " for rank in which))
+    assert line.endswith("s, longer than run.timeout_s=1, and was killed")
+
+
+def test_ranks_that_are_stopped_with_their_launcher_go_on_with_it(tmp_path: Path) -> None:
+    """As by Ctrl-Z."""
+    body = "ending.introduce(run_dir='.', save_every=0, max_restarts=0, timeout_s=1.0); rank or wait()"
+    launcher = LAUNCHER.replace("stopped.FURTHER_S", "stopped._AWAY_S, stopped.FURTHER_S").replace("0.5", "1.5, 0.5")
+    (tmp_path / "there_1").write_text("1")
+    process = run_of(tmp_path, body, launcher=launcher)
+    rank = pids(tmp_path, process)[0]
+    time.sleep(2.5)  # it has looked
+    for pid in (process.pid, rank):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(1.2)  # a look with the rank still stopped
+    os.kill(rank, signal.SIGCONT)
+    time.sleep(1)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    assert ended(process) == (130, ["ended by Ctrl-C (SIGINT)"])
 
 
 def test_a_rank_that_sleeps_on_is_killed(tmp_path: Path) -> None:
