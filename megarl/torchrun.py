@@ -135,7 +135,7 @@ def _send(number: int) -> int:
 
 def _ranks() -> dict[int, int]:
     """Pids of the ranks that this process has started."""
-    found = {}
+    found: dict[int, int] = {}
     for pid in children():
         with contextlib.suppress(OSError):  # it has ended
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
