@@ -22,6 +22,18 @@ ALONE = (
     *("algorithms", "controllers", "data", "environments", "models", "observe", "processes", "reshard", "rewards"),
     *("sandbox", "sessions"),
 )
+ALONE_FILES = {
+    "checkpoint": "hf origin plain_pickles room tensor_files",
+    "launch": "commands",
+    "parallel": "placement shared_out watching",
+    "rollout": "calculator chat client continuation cpu_attention gathering kept loader multi_turn observations "
+    "reasoning server_args tool_call_formats tool_calls worlds",
+    "tools": "bench_scale compare_algorithms compare_corrections environment_rows faults make_quickstart plan_reshard "
+    "report timeline",
+    "workers": "oversampling",
+    "": "checks config dry_run episodes expected forks imports items recipes trust types",
+}
+"""Further ones, in folders of which others are not."""
 HAS_GPU = Path("/dev/nvidia0").exists()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -129,9 +141,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped on a machine without one; those that are one process get the mark `alone`."""
+    files = {(folder, f"test_{name}.py") for folder, names in ALONE_FILES.items() for name in names.split()}
     for item in items:
-        folder = item.path.relative_to(ROOT / "tests").parts[0]
-        if folder in ALONE and not {"run_ranks", "host"} & set(getattr(item, "fixturenames", ())):
+        *folders, name = item.path.relative_to(ROOT / "tests").parts
+        folder = folders[0] if folders else ""
+        if (folder in ALONE or (folder, name) in files) and not {"run_ranks", "host"} & set(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker("alone")
     if not HAS_GPU:
         for item in items:
