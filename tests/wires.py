@@ -148,6 +148,10 @@ def _is_view(func: Any) -> bool:
 
 def _used(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
     """Its tensors, and whether it writes to each."""
+    if func is torch.ops.aten.index_put_.default and args[0].dim() == 1 and len(args[1]) == 1 and args[1][0].numel():
+        target, (places,) = args[0], args[1]  # some of its elements, which lie between the first and the last
+        yield target[int(places.min()) : int(places.max()) + 1], True
+        args = (target[:0], *args[1:])
     for number, argument in enumerate(func._schema.arguments):
         value = args[number] if number < len(args) else kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
