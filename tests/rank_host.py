@@ -71,13 +71,14 @@ def fork(order: dict[str, Any], rank: int) -> int:
 
         said = wires.install()
         runpy.run_path(order["script"], run_name="__main__")
-        said.write(Path(f"{order['outputs'][rank]}.said"))
         status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:  # noqa: B036  whatever it is, the rank must not go on as its host
         traceback.print_exc()
     finally:
+        if status == 0 and not order["fresh"]:
+            said.write(Path(f"{order['outputs'][rank]}.said"))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

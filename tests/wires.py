@@ -55,6 +55,8 @@ class Wires:
         self.events: list[dict[str, Any]] = []
         self.hosts: set[str] = set()
         """Names of the groups that are gloo's on a GPU, too."""
+        self.members: dict[str, list[int]] = {}
+        """Ranks of the job, by group: torch may be told other numbers for a while (`parallel/subset.py`)."""
         self.batch: int | None = None
         self._works: dict[int, tuple[Any, int]] = {}  # the work stays: another must not have its id
         self._numbers = itertools.count()
@@ -63,7 +65,9 @@ class Wires:
     def post(self, group: Any, kind: str, tensors: list[torch.Tensor], peer: int | None = None) -> int:
         """One that is under way from now on; its number. peer: in the group, of a send or a receive."""
         number = next(self._numbers)
-        members = dist.get_process_group_ranks(group)
+        if group.group_name not in self.members:
+            self.members[group.group_name] = list(dist.get_process_group_ranks(group))
+        members = self.members[group.group_name]
         self.events.append(
             {
                 "do": "post",
@@ -225,8 +229,10 @@ def _new_group(wires: Wires, call: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **named: Any) -> Any:
         made = call(*args, **named)
         backend = named.get("backend", args[2] if len(args) > 2 else None)
-        if backend == "gloo" and isinstance(made, dist.ProcessGroup):
-            wires.hosts.add(made.group_name)
+        if isinstance(made, dist.ProcessGroup):
+            wires.members[made.group_name] = list(dist.get_process_group_ranks(made))
+            if backend == "gloo":
+                wires.hosts.add(made.group_name)
         return made
 
     return wrapped

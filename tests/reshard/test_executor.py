@@ -97,7 +97,7 @@ def test_a_rank_that_dies_ends_the_push_with_the_ranks_names(
     run_ranks: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIE", "1")
-    results = run_ranks(4, SCRIPT, "58", whole=False)
+    results = run_ranks(4, SCRIPT, "58")
     died = [result["died"] for result in results if "died" in result]
     # Others follow it, so not every rank names the first; one that it left before it began knows only its peers.
     assert any(re.search(r"ranks \d and (one of [^:]*\b)?1\b", message) for message in died), died
