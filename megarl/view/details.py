@@ -28,7 +28,7 @@ _FIGURES: tuple[str, ...] = (
 )
 _FIGURES += ("tool_errors", "seed", "id", "data_source", "branch", "forks", "drift")
 _JSON = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages")
-_TURNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards")
+_TURNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards", "turn_cached_tokens")
 _TOKENS = ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs")
 """Of a float each; the last two are in files of runs that have looked."""
 COLUMNS = (*_FIGURES, *_JSON, *_TURNS, "token_ids", *_TOKENS)
@@ -37,8 +37,8 @@ DIGITS = 5
 
 
 class Detail(dict[str, Any]):
-    """A rollout as a page has it: figures; `turns` of {tokens, written, version, runs, reward}; [tokens] `words`,
-    `ids`, `logprobs`, `advantages`, `trainer`, `unreplayed` (None each where it is not on record)."""
+    """A rollout as a page has it: figures; `turns` of {tokens, written, version, runs, reward, cached}; [tokens]
+    `words`, `ids`, `logprobs`, `advantages`, `trainer`, `unreplayed` (None each where it is not on record)."""
 
 
 def read_details(
@@ -83,11 +83,11 @@ def _detail(row: pa.Table, step: int, words: Words) -> Detail:
     found["ground_truth"] = texts["ground_truth"]
     found["messages"] = [_message(message) for message in of["messages"] or ()]
     lengths, written = (lists_of(row, name)[0] for name in _TURNS[:2])
-    versions, rewards = (
-        lists_of(row, name)[0].tolist() if name in row.column_names else [None] * len(lengths) for name in _TURNS[2:]
+    versions, rewards, cached = (
+        lists_of(row, name)[0].tolist() if _has(row, name) else [None] * len(lengths) for name in _TURNS[2:]
     )
     several = of["turn_versions"] or {}
-    if not len(lengths) == len(written) == len(versions) == len(rewards):
+    if not len(lengths) == len(written) == len(versions) == len(rewards) == len(cached):
         raise ValueError("its turns are not as many in every column")
     found["turns"] = [
         {
@@ -96,8 +96,11 @@ def _detail(row: pa.Table, step: int, words: Words) -> Detail:
             "version": version,
             "runs": [[int(one), int(tokens)] for one, tokens in several.get(str(at), ())],
             "reward": plain(reward),
+            "cached": None if served is None or served < 0 else served,
         }
-        for at, (count, own, version, reward) in enumerate(zip(lengths, written, versions, rewards, strict=True))
+        for at, (count, own, version, reward, served) in enumerate(
+            zip(lengths, written, versions, rewards, cached, strict=True)
+        )
     ]
     ids = lists_of(row, "token_ids")[0] if "token_ids" in row.column_names else np.zeros(int(lengths.sum()), np.int32)
     if int(lengths.sum()) != len(ids):
@@ -108,8 +111,12 @@ def _detail(row: pa.Table, step: int, words: Words) -> Detail:
     return found
 
 
+def _has(row: pa.Table, name: str) -> bool:
+    return name in row.column_names and bool(row.column(name)[0].is_valid)
+
+
 def _of_tokens(row: pa.Table, name: str, tokens: int) -> list[float | None] | None:
-    if name not in row.column_names or not row.column(name)[0].is_valid:
+    if not _has(row, name):
         return None
     values = lists_of(row, name)[0]
     if len(values) != tokens:

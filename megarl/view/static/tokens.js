@@ -11,6 +11,7 @@
     trainer: { label: "log-prob, trainer", about: "the stronger the colour, the less likely", of: (one) => one.trainer },
     ratio: { label: "ratio", about: "trainer over engine, in logarithms: red below 1, green above", of: (one) => one.trainer && each((own, i) => less(own.trainer[i], own.logprobs[i]))(one), ends: true },
     version: { label: "weight version", about: "a colour for each version", of: (one) => (one.versions.some((own) => own >= 0) ? one.versions : null) },
+    cache: { label: "cache", about: "what the engine read from its cache when it was first asked to go on behind it", of: (one) => (one.cached.some((own) => own !== null) ? one.cached : null) },
     routing: { label: "routing", about: "how far the trainer's log-prob moves when it chooses the experts itself", of: (one) => one.trainer && one.unreplayed && each((own, i) => { const by = less(own.trainer[i], own.unreplayed[i]); return by === null ? null : Math.abs(by); })(one) },
   };
   let mode = "mask";
@@ -19,10 +20,16 @@
     if (one.mask) return one;
     one.mask = [];
     one.versions = [];
+    one.cached = [];
+    let since = 0, until = 0; // tokens behind the last request, of which the next says what was cached
     for (const turn of one.turns) {
+      const known = turn.written && turn.cached !== null && turn.cached !== undefined;
+      if (turn.written) { for (; since < until; since++) one.cached.push(known ? (since < turn.cached ? 1 : 0) : null); }
+      until += turn.tokens;
       const runs = turn.runs.length ? turn.runs : [[turn.version, turn.tokens]];
       for (const [version, tokens] of runs) for (let i = 0; i < tokens; i++) { one.mask.push(turn.written); one.versions.push(turn.written ? version ?? -1 : -1); }
     }
+    for (; since < until; since++) one.cached.push(null);
     return one;
   }
 
@@ -32,6 +39,7 @@
     const own = values.filter((value, i) => one.mask[i] && value !== null).map(Math.abs);
     const most = own.reduce((a, b) => Math.max(a, b), 0) || 1;
     if (mode === "mask") return (i) => (one.mask[i] ? "rgba(59,130,246,.22)" : "");
+    if (mode === "cache") return (i) => (values[i] === null ? "" : values[i] ? "rgba(13,148,136,.30)" : "rgba(217,119,6,.22)");
     if (mode === "version") return (i) => (values[i] >= 0 ? COLOURS[values[i] % COLOURS.length] + "55" : "");
     return (i) => {
       if (!one.mask[i] || values[i] === null) return "";
@@ -75,7 +83,7 @@
         }
         if (at < end) spans.push(el("em", { class: "faint" }, ` … and ${end - at} more tokens`));
         at = end;
-        const label = `turn ${number}: ${turn.written ? `policy, ${turn.tokens} tokens, weights ${turn.runs.length ? turn.runs.map(([version, tokens]) => `${version} (${tokens})`).join(", ") : turn.version}` : `given, masked, ${turn.tokens} tokens`}${turn.reward ? `, reward ${said(turn.reward)}` : ""}`;
+        const label = `turn ${number}: ${turn.written ? `policy, ${turn.tokens} tokens, weights ${turn.runs.length ? turn.runs.map(([version, tokens]) => `${version} (${tokens})`).join(", ") : turn.version}${turn.cached > 0 ? `, ${turn.cached} of the ${at - turn.tokens} tokens before it from the cache` : turn.cached === 0 ? ", nothing before it from the cache" : ""}` : `given, masked, ${turn.tokens} tokens`}${turn.reward ? `, reward ${said(turn.reward)}` : ""}`;
         marked.push(el("div", { class: turn.written ? "turn written" : "turn" }, el("h4", {}, label), el("div", { class: "tokens" }, ...spans)));
       }
       turns.replaceChildren(...marked);
