@@ -32,8 +32,10 @@ _TURNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards
 _TOKENS = ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs")
 """Of a float each; the last two are in files of runs that have looked."""
 COLUMNS = (*_FIGURES, *_JSON, *_TURNS, "token_ids", *_TOKENS)
-DIGITS = 5
-"""Of a number on a token, which is drawn as a colour and read as a few digits."""
+DIGITS = {"advantages": 5}
+"""Behind the point of a number on a token, which is drawn as a colour and read as a few digits."""
+EXACT = 7
+"""Of a log-prob: what is drawn is how far two of them are apart, which is 1e-6 where all is well."""
 
 
 class Detail(dict[str, Any]):
@@ -121,7 +123,8 @@ def _of_tokens(row: pa.Table, name: str, tokens: int) -> list[float | None] | No
     values = lists_of(row, name)[0]
     if len(values) != tokens:
         raise ValueError(f"{len(values)} {name} for {tokens} tokens")
-    return [plain(round(value, DIGITS)) for value in values.astype(np.float64).tolist()]
+    digits = DIGITS.get(name, EXACT)
+    return [plain(round(value, digits)) for value in values.astype(np.float64).tolist()]
 
 
 def _message(message: Any) -> dict[str, str]:
