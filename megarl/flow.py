@@ -32,7 +32,7 @@ from megarl.named_models import vocabulary_hash
 from megarl.observe.clock import Clock
 from megarl.observe.control import Control
 from megarl.observe.hangs import Lookout
-from megarl.observe.meter import Gpu, speed
+from megarl.observe.meter import Gpu, clocks_of, speed
 from megarl.observe.metrics import batch_metrics, rollout_metrics
 from megarl.observe.profile import Profile
 from megarl.observe.run_log import RunLog
@@ -235,7 +235,11 @@ class HybridFlow(Items, Keeping):
         if result.batch is not None:
             metrics |= batch_metrics(result.batch, metrics["time/step"], self.job.world)
         works = [worker.work for worker in self.workers if isinstance(worker, ModelWorker) and worker.work]
-        metrics |= speed(works, metrics, self.job.world, peak_flops(device.gpu_name()))
+        elsewhere = {
+            first: ranks.broadcast_object({name: metrics.get(name, 0.0) for name in names}, first)
+            for first, names in clocks_of(works).items()
+        }
+        metrics |= speed(works, metrics, self.job.world, peak_flops(device.gpu_name()), elsewhere)
         if self.gpu is not None:
             metrics |= self.gpu.figures()
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30

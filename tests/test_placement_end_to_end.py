@@ -73,6 +73,8 @@ def test_three_steps_on_three_ranks(split_run: Path, folder: Path) -> None:
         assert row["rollout/logprob_diff_p95"] <= 1e-4
         names = ("actor/grad_norm", "actor/entropy", "critic/grad_norm", "critic/vf_loss")
         assert all(row[name] > 0 for name in names)
+        # Of roles on rank 0 and elsewhere alike.
+        assert row["perf/actor_tflops_per_gpu"] > 0 and row["perf/critic_tflops_per_gpu"] > 0
     for step in (1, 2, 3):
         assert versions(split_run, step) == {step - 1} and len(read_rollouts(split_run, step)) == 16
     evaluated = [row for row in metrics_of(split_run) if "eval/reward_greedy" in row]

@@ -1,11 +1,14 @@
-"""Take apart what engine and trainer say of the same tokens differently: staleness, routing, cut-off sampling, kernels.
+"""Take apart what engine and trainer say of the same tokens differently: staleness, routing, cut-off sampling, kernels,
+the engine's cache.
 
     .venv/bin/python tools/mismatch.py RUN_DIR [--step N] [--worst N] [--json]
 
 Of one step (by default the last one in which the trainer has looked: `rollout.verify_every` says how often it does
 where its loss does not need these log-probs anyway). The table has a line for each cause: tokens, |gap| in nats as
-mean, 99th percentile and largest, and the share of all that is apart. Below stand the worst tokens, with what comes
-before them. megarl/observe/mismatch.py says how causes are told apart, and what of them cannot be told.
+mean, 99th percentile and largest, and the share of all that is apart. Below it stands how far the engine's own
+log-probs of the same token behind the same tokens are apart, with and without something in its cache; then the worst
+tokens, with what comes before them. megarl/observe/mismatch.py says how causes are told apart, and what of them cannot
+be told.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import yaml
 
 from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ConfigError
-from megarl.observe.mismatch import Gaps, causes_of, gaps_of, worst_of
+from megarl.observe.mismatch import Gaps, causes_of, gaps_of, twins_of, worst_of
 from megarl.observe.rollout_log import is_whole, parts_of, read_records, recorded_steps, rows_of
 from megarl.observe.rollout_table import Record
 
@@ -103,12 +106,18 @@ def table(found: dict[str, Any]) -> list[str]:
         figures = "".join(f"{one[name]:>11.2e}" for name in ("mean", "p99", "largest"))
         share = f"{one['share']:>7.1%}" if one["name"] != "all" else ""
         rows.append(f"{one['name']:<31}{one['tokens']:>10,}{figures} {share}".rstrip())
+    if found["twins"]:
+        rows.append("\nthe engine against itself: the same token behind the same tokens, something before it was")
+        for one in found["twins"]:
+            figures = "".join(f"{one[name]:>11.2e}" for name in ("mean", "p99", "largest"))
+            rows.append(f"{one['name']:<34}{one['tokens']:>7,}{figures}")
     for one in found["worst"]:
         rows.append(
             f"\nrollout {one['rollout']}, prompt {shown(one['prompt'])}, token {one['token']}: gap {one['gap']:+.3e}, "
             f"engine {one['engine']:.4f}, trainer {one['trainer']:.4f}: {one['cause']}"
             + (f", {one['lag']} versions behind" if one["lag"] else "")
             + (f", one of {one['choices']} words" if one["choices"] else "")
+            + (f", {one['cached']} tokens cached" if one["cached"] > 0 else "")
         )
         rows.append(f"  {shown(one['before'])} >>{shown(one['text'])}<<")
     return rows
@@ -126,6 +135,7 @@ def take_apart(options: argparse.Namespace) -> int:
         "routing_measured": bool((gaps.routing == gaps.routing).any()),
         "not_finite": gaps.not_finite,
         "causes": [dataclasses.asdict(cause) for cause in causes_of(gaps)],
+        "twins": [dataclasses.asdict(cause) for cause in twins_of(records, step - 1)],
         "worst": described(records, gaps, options.worst, decoder(options.run)) if options.worst else [],
     }
     if options.json:

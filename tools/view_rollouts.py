@@ -15,7 +15,7 @@ For figures over all of them, a step is a folder of parquet files with a row for
 
     pandas.read_parquet("RUN_DIR/rollouts/step_000012")[["group", "reward", "advantage", "status", "messages"]]
 
-megarl/observe/rollout_table.py lists the columns.
+megarl/observe/rollout_columns.py lists the columns.
 """
 
 from __future__ import annotations
@@ -152,6 +152,8 @@ def turn_label(index: int, turn: Turn) -> str:
     label = f"turn {index}: policy, {count} tokens, weights {turn.weight_version}"
     if count:
         label += f", mean log-prob {np.mean(turn.logprobs, dtype=np.float64):.3f}"
+    if turn.cached >= 0:
+        label += f", {turn.cached} tokens before it from the cache"
     if turn.reward:
         label += f", reward {turn.reward:g}"
     return label

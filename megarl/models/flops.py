@@ -20,26 +20,40 @@ from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, part_of
 
 PEAKS: dict[str, float] = {
-    "B200": 2250e12,  # Blackwell architecture brief: 2.25 PFLOP/s dense of a HGX B200's GPU
-    "GB200": 2500e12,  # GB200 NVL72 datasheet: 180 PFLOP/s dense of 72
-    "H200": 989.4e12,  # H200 datasheet, SXM, half of what it says with sparsity
-    "H100 PCIe": 756e12,  # H100 datasheet
-    "H100 NVL": 835e12,  # H100 NVL datasheet
-    "H100": 989.4e12,  # H100 datasheet, SXM
-    "H800": 989.4e12,  # of the same chip, with slower links
-    "H20": 148e12,  # H20 datasheet
-    "GH200": 989.4e12,  # GH200 datasheet
-    "A100": 312e12,  # A100 datasheet
+    "B300": 2250e12,  # HGX B300: 36 PFLOP/s of 8 with sparsity
+    "GB300": 2500e12,  # GB300 NVL72: 360 PFLOP/s of 72 with sparsity
+    "B200": 2250e12,  # HGX B200: 36 PFLOP/s of 8 with sparsity (Blackwell datasheet)
+    "GB200": 2500e12,  # GB200 NVL72: 360 PFLOP/s of 72 with sparsity
+    "H200": 989.4e12,  # SXM: 1,979 TFLOP/s with sparsity
+    "H200 NVL": 835.5e12,  # 1,671 with sparsity
+    "H100": 989.4e12,  # SXM5: Hopper whitepaper, dense
+    "H100 PCIe": 756e12,  # 1,513 with sparsity
+    "H100 NVL": 835.5e12,  # 1,671 with sparsity
+    "H800": 989.4e12,  # SXM, of the same chip, with slower links
+    "H800 PCIe": 756e12,
+    "H20": 148e12,
+    "GH200": 989.4e12,  # 1,979 with sparsity
+    "A100": 312e12,  # SXM4 and PCIe alike; 624 with sparsity
     "A800": 312e12,  # of the same chip, with slower links
-    "L40S": 362.05e12,  # L40S datasheet, without sparsity
-    "L40": 181.05e12,  # L40 datasheet
-    "L4": 121e12,  # L4 datasheet, half of 242 with sparsity
-    "A40": 149.7e12,  # A40 datasheet
-    "A10": 125e12,  # A10 datasheet
-    "RTX 4090": 165.2e12,  # Ada whitepaper: with fp32 accumulation
-    "RTX 3090": 71e12,  # Ampere GA102 whitepaper: with fp32 accumulation
+    "A40": 149.7e12,  # 299.4 with sparsity
+    "A30": 165e12,  # 330 with sparsity
+    "A10": 125e12,  # 250 with sparsity
+    "L40S": 362.05e12,  # 733 with sparsity
+    "L40": 181.05e12,  # 362.1 with sparsity
+    "L20": 119.5e12,
+    "L4": 121e12,  # 242 with sparsity
+    "RTX 4090": 165.2e12,  # Ada whitepaper: with fp32 accumulation, as trainers have it; 330.3 with fp16's
+    "RTX 4090 D": 147.1e12,  # the same by its 456 of 512 tensor cores
+    "RTX 3090 Ti": 80e12,  # the same of Ampere's GA102 whitepaper
+    "RTX 3090": 71e12,
 }
-"""Dense bf16 operations per second on tensor cores, by what is in the name that CUDA has for the GPU."""
+"""Dense bf16 operations per second on tensor cores, by what is in the name that CUDA has for the GPU.
+
+Of NVIDIA's data sheet of each, which mostly give the figure with 2:4 sparsity, twice the dense one; where a comment
+names another source, of that. They were read where others quote them, not on NVIDIA's own pages: those of A100, H100,
+H200, B200 and L40S agree with torchtitan's table (pytorch/torchtitan, torchtitan/tools/utils.py), which cites those
+pages. Training in fp8 is measured against bf16 too, so that runs can be compared.
+"""
 
 
 def peak_flops(gpu: str) -> float | None:

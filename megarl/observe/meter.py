@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megarl.models.flops import Flops
 
@@ -15,14 +16,15 @@ EVERY_S = 2.0
 @dataclass
 class Work:
     """What the model of the role `name` has computed in the step so far, of all its ranks together, in operations of
-    `models.flops`. phase: the one in which it is updated. ranks: how many have it. here: whether this one does, so that
-    its clock knows how long it took."""
+    `models.flops`. phase: the one in which it is updated, or, where it is not trained, asked. ranks: how many have it.
+    first: the first of these; its clock knows how long the role took, wherever that is read."""
 
     name: str
     flops: Flops
     phase: str = ""
     ranks: int = 1
-    here: bool = True
+    first: int = 0
+    trains: bool = True
     forward: float = 0.0
     update: float = 0.0
 
@@ -36,21 +38,43 @@ class Work:
         self.update += self.flops.forward(known) + self.flops.backward(known)
 
 
-def speed(works: Iterable[Work], times: Mapping[str, float], world: int, peak: float | None) -> dict[str, float]:
-    """Of a step, whose figures begin anew: `perf/tflops_per_gpu` of all that models have computed on Megatron over the
-    whole step and all ranks, and `perf/<role>_tflops_per_gpu` of the role's updates over their time and its ranks;
-    with `peak`, what a GPU can do in a second, the same as shares of it, `perf/mfu` and `perf/<role>_mfu`.
+def clocks_of(works: Iterable[Work]) -> dict[int, list[str]]:
+    """Other ranks than 0 whose clocks `speed` reads, ascending, and what it reads of them; the same on all ranks."""
+    found: dict[int, list[str]] = {}
+    for work in works:
+        if work.first:
+            found.setdefault(work.first, []).append(f"time/{work.phase}")
+    return dict(sorted(found.items()))
 
-    times: of the clock. What engines compute is in none of them, so that the first two say how much of the machine
-    training had, and the others how well it used it.
+
+Times = Mapping[str, float]
+"""Of a clock: seconds of a step by `time/<phase>`."""
+
+
+def speed(
+    works: Iterable[Work],
+    times: Times,
+    world: int,
+    peak: float | None,
+    elsewhere: Mapping[int, Times] = MappingProxyType({}),
+) -> dict[str, float]:
+    """Of a step, whose figures begin anew: `perf/tflops_per_gpu` of all that models have computed on Megatron over the
+    whole step and all ranks, and `perf/<role>_tflops_per_gpu` of the role's updates over their time and its ranks, of a
+    role that is not trained of what it was asked; with `peak`, what a GPU can do in a second, the same as shares of it,
+    `perf/mfu` and `perf/<role>_mfu`.
+
+    times: of the clock here. elsewhere: of the clocks of other ranks, by rank, which hold for the roles that begin on
+    them. What engines compute is in none of them, so that the first two say how much of the machine training had, and
+    the others how well it used it.
     """
     rates: dict[str, float] = {}
     whole = 0.0
     for work in works:
         whole += work.forward + work.update
-        seconds = times.get(f"time/{work.phase}", 0.0)
-        if work.here and work.update and seconds > 0:
-            rates[f"{work.name}_"] = work.update / seconds / work.ranks
+        done = work.update if work.trains else work.forward
+        seconds = elsewhere.get(work.first, times).get(f"time/{work.phase}", 0.0)
+        if done and seconds > 0:
+            rates[f"{work.name}_"] = done / seconds / work.ranks
         work.forward = work.update = 0.0
     if whole and times.get("time/step", 0.0) > 0:
         rates[""] = whole / times["time/step"] / world

@@ -16,13 +16,18 @@ first of these that holds:
     cut-off     what it could be was cut off (`rollout.top_p`, `top_k`, `min_p`): both sides are over the words that
                 the engine kept, so what is left are kernels, which a small set of words makes larger or smaller. With
                 one word left it is 0
-    kernels     the same weights over all words: kernels of the two sides and the engine's cache, in the first turn
+    kernels     the same weights over all words, of a turn for which the engine had nothing in its cache: it computed
+                all that stands before it at once, as the trainer does, and the turn itself token by token
+    cache       likewise, of a turn for which it had: keys and values that another request left there, or an earlier
+                turn of the same conversation, which the policy's own tokens wrote one by one, in other batches
 
-    later turns likewise, behind an earlier turn of the policy: there the engine may go on from keys and values that it
-                computed token by token, where the trainer computes all at once
+Files of runs that did not put it on record (`turn_cached_tokens`) have `kernels and cache` instead, in a first turn,
+where only a prompt can come from the cache, and in later ones.
 
-Which tokens the engine served from its cache is not on record, so kernels and cache are not told apart beyond that: in
-a first turn only a prompt can come from the cache; where `kernels` and `later turns` are alike, the cache adds nothing.
+`kernels` and `cache` are of different tokens, and a token behind a long conversation may be another kind of token. So
+`twins` compares the same with the same: samples of a prompt begin alike, and where several have chosen the same token
+behind the same tokens, by the same weights, the engine has said its log-prob several times over. Two of these differ by
+what it had cached, or, where it had cached nothing for both, by the batches alone that they were computed in.
 """
 
 from __future__ import annotations
@@ -34,8 +39,12 @@ from typing import Any
 import numpy as np
 
 from megarl.observe.rollout_table import Record
+from megarl.types import Rollout
 
-RESTS = ("staleness", "cut-off sampling", "kernels and cache, first turn", "kernels and cache, later turns")
+RESTS = (
+    *("staleness", "cut-off sampling", "kernels, nothing cached", "cache, and kernels"),
+    *("kernels and cache, first turn", "kernels and cache, later turns"),
+)
 """Causes of the part that is not routing, by their numbers in `Gaps.rest_of`."""
 ROUTING = "routing"
 
@@ -51,6 +60,7 @@ class Gaps:
     rest_of: np.ndarray  # [n] int8, place in RESTS
     lag: np.ndarray  # [n] int32, versions by which the weights that chose it are older
     choices: np.ndarray  # [n] int32 words that it could be; 0 for all
+    cached: np.ndarray  # [n] int32 tokens before its turn that the engine had in its cache; -1 where it did not say
     at: np.ndarray  # [n, 2] int64: which of the records, which of its tokens
     unseen: int = 0  # rollouts of which the trainer has said nothing
     not_finite: int = 0  # tokens left out
@@ -67,8 +77,8 @@ class Gaps:
 def gaps_of(records: Sequence[Record], version: int) -> Gaps:
     """version: of the trainer's weights in their step. Records of what could be drawn must have been read, too."""
     parts = [found for number, record in enumerate(records) if (found := _of(number, record, version)) is not None]
-    columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0) for i in range(8)]
-    engine, replayed, free, rest_of, lag, choices, number, place = columns
+    columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0) for i in range(9)]
+    engine, replayed, free, rest_of, lag, choices, cached, number, place = columns
     own = np.where(np.isnan(free), replayed, free)
     keep = np.isfinite(engine) & np.isfinite(own) & np.isfinite(replayed)
     return Gaps(
@@ -79,6 +89,7 @@ def gaps_of(records: Sequence[Record], version: int) -> Gaps:
         rest_of=rest_of[keep].astype(np.int8),
         lag=lag[keep].astype(np.int32),
         choices=choices[keep].astype(np.int32),
+        cached=cached[keep].astype(np.int32),
         at=np.stack([number, place], 1).astype(np.int64)[keep],
         unseen=sum(record.trainer is None for record in records),
         not_finite=int((~keep).sum()),
@@ -99,10 +110,18 @@ def _of(number: int, record: Record, version: int) -> tuple[np.ndarray, ...] | N
     support = rollout.support
     choices = np.zeros(len(engine), np.int32) if support is None else support.counts.numpy()
     stale = lag > 0 if says.unreplayed is None else np.maximum.accumulate(lag) > 0
-    rest_of = np.select([stale, choices > 0, turn <= 1], [0, 1, 2], 3)
+    cached = _cached(rollout)
+    rest_of = np.select([stale, choices > 0, cached == 0, cached > 0, turn <= 1], [0, 1, 2, 3, 4], 5)
     free = np.full(len(engine), np.nan) if says.unreplayed is None else says.unreplayed[written].astype(np.float64)
     place = np.flatnonzero(written)
-    return engine, says.logprobs[written].astype(np.float64), free, rest_of, lag, choices, place * 0 + number, place
+    says_so = says.logprobs[written].astype(np.float64)
+    return engine, says_so, free, rest_of, lag, choices, cached, place * 0 + number, place
+
+
+def _cached(rollout: Rollout) -> np.ndarray:
+    """[actions] of each token that the policy chose, what was cached for its turn."""
+    own = [turn for turn in rollout.turns if turn.is_action]
+    return np.repeat(np.array([turn.cached for turn in own], np.int32), [len(turn.token_ids) for turn in own])
 
 
 @dataclass(frozen=True)
@@ -152,7 +171,59 @@ def worst_of(gaps: Gaps, count: int) -> list[dict[str, Any]]:
                 "routing": routing,
                 "lag": int(gaps.lag[i]),
                 "choices": int(gaps.choices[i]),
+                "cached": int(gaps.cached[i]),
                 "cause": ROUTING if abs(routing) > abs(gaps.rest[i]) else RESTS[gaps.rest_of[i]],
             }
         )
     return found
+
+
+TWINS = ("cached for one, not for the other", "cached for both", "cached for neither")
+"""What two requests that said the log-prob of one token differ in, `Cause.name` of `twins_of`."""
+
+
+def twins_of(records: Sequence[Record], version: int) -> list[Cause]:
+    """How far the engine's log-probs of the same token behind the same tokens are apart, by what was cached for either:
+    each token is held against the first of its twins for which nothing was cached, and, where there is none, against
+    the first of all. Of tokens that the weights of `version` chose out of all words, behind none of older weights, and
+    where it is on record what was cached. `share` means nothing here and is 0. The trainer need not have looked."""
+    parts = [part for record in records if (part := _prefixes(record.rollout, version)) is not None]
+    if not parts:
+        return []
+    key, cached, logprob = (np.concatenate([part[i] for part in parts]) for i in range(3))
+    # Within a key those without a cache come first, in the order of the records.
+    order = np.lexsort((cached, key))
+    key, cached, logprob = key[order], cached[order], logprob[order]
+    first = np.concatenate([[True], key[1:] != key[:-1]])
+    base = np.maximum.accumulate(np.where(first, np.arange(len(key)), 0))
+    gap = np.abs(logprob - logprob[base])
+    kinds = np.select([~cached, cached[base]], [2, 1], 0)
+    found = [(name, gap[~first & (kinds == i)]) for i, name in enumerate(TWINS)]
+    return [_cause(name, part, 0.0) for name, part in found if len(part)]
+
+
+def _prefixes(rollout: Rollout, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Of its tokens that can have twins: [n] uint64 hash of all tokens down to each, [n] bool whether something was
+    cached for its turn, [n] float64 the engine's log-prob."""
+    own = [turn for turn in rollout.turns if turn.is_action]
+    if not rollout.num_actions or max(turn.cached for turn in own) < 0:
+        return None
+    written = np.repeat([turn.is_action for turn in rollout.turns], [len(turn.token_ids) for turn in rollout.turns])
+    ids = rollout.token_ids.astype(np.uint64)
+    prefix = np.cumsum(_mixed(_mixed(ids) + np.arange(len(ids), dtype=np.uint64)), dtype=np.uint64)[written]
+    cached = _cached(rollout)
+    old = np.concatenate([turn.token_versions for turn in own]) != version
+    keep = ~np.maximum.accumulate(old) & (cached >= 0)
+    if rollout.support is not None:
+        keep &= rollout.support.counts.numpy() == 0
+    logprobs = np.concatenate([turn.logprobs for turn in own]).astype(np.float64)
+    keep &= np.isfinite(logprobs)
+    return prefix[keep], cached[keep] > 0, logprobs[keep]
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """[n] uint64 whose bits all depend on all bits of a value (splitmix64, Steele et al. 2014)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -2,7 +2,7 @@
 
     <run>/rollouts/step_000012/rank_00003.parquet
 
-Each rank writes the rollouts that it has, in the background; `rollout_table` says what is in a file. A step is whole
+Each rank writes the rollouts that it has, in the background; `rollout_columns` says what is in a file. A step is whole
 when its files together have as many rollouts as each of them says that the step has.
 """
 
@@ -23,18 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config import ConfigError
-from megarl.observe.rollout_table import (
-    FORMAT,
-    LATER,
-    RECORDS,
-    REPEATED,
-    SCHEMA,
-    Record,
-    TrainerSays,
-    rows,
-    to_batch,
-    to_record,
-)
+from megarl.observe.rollout_columns import FORMAT, LATER, RECORDS, REPEATED, SCHEMA
+from megarl.observe.rollout_table import Record, TrainerSays, rows, to_batch, to_record
 from megarl.types import Rollout
 
 SHARE = 1 << 20

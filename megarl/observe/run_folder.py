@@ -67,7 +67,7 @@ wandb/ swanlab/ mlflow/   and for other trackers, where track.trackers names the
 rollouts/        step_000012/ holds every conversation of step 12, a part of them in the file of each rank: words, turns
                  with token ids, log-probs and advantages, reward, seed. Look:
                  .venv/bin/python tools/view_rollouts.py <this folder> --step 12
-                 or as a table, which megarl/observe/rollout_table.py explains:
+                 or as a table, which megarl/observe/rollout_columns.py explains:
                  pandas.read_parquet("<this folder>/rollouts/step_000012")
 quarantine.jsonl rollouts of which a log-prob, a value or an advantage was not finite, if there were any: nothing was
                  trained on them. rollouts/ has them; their prompt and seed are said here

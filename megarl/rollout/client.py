@@ -166,6 +166,7 @@ class Client:
             support=support,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),
+            cached=_cached(meta.get("cached_tokens"), asked),
             reason=f"the engine cut the answer off: {finish.get('message', 'it does not say why')}" if cut else "",
         )
 
@@ -266,6 +267,11 @@ def cuts(params: Mapping[str, Any]) -> bool:
     """Whether under these sampling parameters not every token can be drawn, at random among several."""
     odd = params.get("top_p", 1.0) < 1 or params.get("top_k", -1) > 0 or params.get("min_p", 0.0) > 0
     return bool(odd and params.get("temperature", 1.0) > 0)
+
+
+def _cached(said: object, asked: int) -> int:
+    """Of `asked` tokens; -1 for what can be no such number, for nothing is trained by it."""
+    return said if type(said) is int and 0 <= said <= asked else -1
 
 
 def _odd_support(support: Support, token_ids: Ids, values: int) -> str:

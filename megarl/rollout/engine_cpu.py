@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megarl.config import Config, ConfigError
+from megarl.rollout import torch_manager
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -90,6 +91,7 @@ def has_memory_saver() -> bool:
 
 def pack(tensors: NamedTensors) -> bytes:
     """Pickle of [(name, tensor)] for a process on this machine; the data lie in shared memory, not in the pickle."""
+    torch_manager.start_without_secrets()
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")  # a file descriptor cannot be sent by HTTP
     try:

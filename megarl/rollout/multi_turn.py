@@ -162,7 +162,7 @@ class _Talk:
         turns, last = now.turns, None
         if len(out.token_ids):
             own, last = (
-                Turn(out.token_ids, out.logprobs, True, out.weight_version, out.versions),
+                Turn(out.token_ids, out.logprobs, True, out.weight_version, out.versions, cached=out.cached),
                 int(out.token_ids[-1]),
             )
             turns = (*turns[:-1], joined(turns[-1], own)) if now.written else (*turns, own)

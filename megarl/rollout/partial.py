@@ -133,7 +133,7 @@ class Partial:
 
 
 def joined(turn: Turn, more: Turn) -> Turn:
-    """A turn of the policy with what it has written since."""
+    """A turn of the policy with what it has written since. What was cached is of the request that began it."""
     runs: list[tuple[int, int]] = []
     for version, tokens in (*turn.runs, *more.runs):
         before = runs.pop()[1] if runs and runs[-1][0] == version else 0
@@ -144,6 +144,7 @@ def joined(turn: Turn, more: Turn) -> Turn:
         is_action=True,
         weight_version=more.weight_version,
         versions=tuple(runs) if len(runs) > 1 else (),
+        cached=turn.cached,
     )
 
 
@@ -166,6 +167,7 @@ def to_record(partial: Partial, put: Put) -> dict[str, Any]:
             "is_action": turn.is_action,
             "weight_version": turn.weight_version,
             "versions": turn.versions,
+            "cached": turn.cached,
         }
         for turn in partial.turns
     ]
@@ -192,6 +194,7 @@ def from_record(record: dict[str, Any], get: Get) -> Partial:
                 bool(turn["is_action"]),
                 int(turn["weight_version"]),
                 tuple((int(version), int(tokens)) for version, tokens in turn["versions"]),
+                cached=int(turn.get("cached", -1)),
             )
             for turn in fields["turns"]
         )

@@ -28,6 +28,7 @@ class Generation:
     support: where sampling was cut off, what could have been drawn in the place of each token; the log-probs are of the
     distribution over these.
     drafted, accepted: tokens that were drafted for it (rollout.draft_tokens), and those of them that it accepted.
+    cached: of the tokens that were asked for, those that the engine had in its cache; -1 where it does not say.
     """
 
     token_ids: Ids
@@ -40,6 +41,7 @@ class Generation:
     drafted: int = 0
     accepted: int = 0
     reason: str = ""
+    cached: int = -1
 
 
 class Policy(Protocol):

@@ -179,7 +179,8 @@ class Seat:
 
 
 def joined(said: Generation, more: Generation) -> Generation:
-    """An answer that was cut off, with what followed. A token's routing is of the request that ran it first."""
+    """An answer that was cut off, with what followed. A token's routing is of the request that ran it first; what was
+    cached is of the one that wrote the first token."""
     runs = [run for run in (*_runs(said), *_runs(more)) if run[1]]
     versions: list[tuple[int, int]] = []
     for version, tokens in runs:
@@ -197,6 +198,7 @@ def joined(said: Generation, more: Generation) -> Generation:
         support=Support.joined(supports) if supports else None,
         drafted=said.drafted + more.drafted,
         accepted=said.accepted + more.accepted,
+        cached=said.cached if len(said.token_ids) else more.cached,
     )
 
 

@@ -181,7 +181,9 @@ def _partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, seed: in
     """own: the answers of the path that are actions."""
     actions = {node: node.said for node in own if node.said is not None}
     turns = [
-        Turn(node.ids, said.logprobs, True, said.weight_version, said.versions) if said is not None else Turn(node.ids)
+        Turn(node.ids)
+        if said is None
+        else Turn(node.ids, said.logprobs, True, said.weight_version, said.versions, cached=said.cached)
         for node, said in ((node, actions.get(node)) for node in path)
     ]
     routing, known = [], 0

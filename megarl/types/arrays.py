@@ -51,8 +51,9 @@ def no_logprobs() -> Logprobs:
 
 
 def same(left: object, right: object) -> bool:
-    """Equality of two values of one class field by field, arrays by what is in them; NaN is like NaN."""
-    for item in fields(left):  # type: ignore[arg-type]
+    """Equality of two values of one class field by field, arrays by what is in them; NaN is like NaN. Fields with
+    `compare=False` are left out."""
+    for item in (item for item in fields(left) if item.compare):  # type: ignore[arg-type]
         a, b = getattr(left, item.name), getattr(right, item.name)
         if not (np.array_equal(a, b, equal_nan=True) if isinstance(a, np.ndarray) else a == b):
             return False

@@ -70,6 +70,9 @@ class Turn:
     """(version, tokens) of one run of tokens after the other, where the weights changed meanwhile; else empty."""
     reward: float = 0.0
     """What an action turn itself was found to be worth; it is a part of the rollout's reward."""
+    cached: int = field(default=-1, compare=False)
+    """Of all tokens before an action turn, how many the engine had in its cache when it was asked for it; -1 where that
+    is not on record. It depends on which request came first, so turns that are alike may differ in it."""
 
     def __post_init__(self) -> None:
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
@@ -79,8 +82,8 @@ class Turn:
             raise ValueError(f"an action turn has {len(self.token_ids)} tokens but {logprobs.size} logprobs")
         if not self.is_action and logprobs.size:
             raise ValueError("only an action turn carries logprobs")
-        if self.reward and not self.is_action:
-            raise ValueError("only an action turn has a reward")
+        if (self.reward or self.cached >= 0) and not self.is_action:
+            raise ValueError("only an action turn has a reward, and tokens that were cached for it")
         if self.versions and sum(tokens for _, tokens in self.versions) != len(self.token_ids):
             raise ValueError(f"a turn of {len(self.token_ids)} tokens with versions of others: {self.versions}")
         if self.versions and self.versions[-1][0] != self.weight_version:

@@ -28,17 +28,19 @@ _FIGURES: tuple[str, ...] = (
 )
 _FIGURES += ("tool_errors", "seed", "id", "data_source", "branch", "forks", "drift")
 _JSON = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages")
-_TURNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards")
+_TURNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards", "turn_cached_tokens")
 _TOKENS = ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs")
 """Of a float each; the last two are in files of runs that have looked."""
 COLUMNS = (*_FIGURES, *_JSON, *_TURNS, "token_ids", *_TOKENS)
-DIGITS = 5
-"""Of a number on a token, which is drawn as a colour and read as a few digits."""
+DIGITS = {"advantages": 5}
+"""Behind the point of a number on a token, which is drawn as a colour and read as a few digits."""
+EXACT = 7
+"""Of a log-prob: what is drawn is how far two of them are apart, which is 1e-6 where all is well."""
 
 
 class Detail(dict[str, Any]):
-    """A rollout as a page has it: figures; `turns` of {tokens, written, version, runs, reward}; [tokens] `words`,
-    `ids`, `logprobs`, `advantages`, `trainer`, `unreplayed` (None each where it is not on record)."""
+    """A rollout as a page has it: figures; `turns` of {tokens, written, version, runs, reward, cached}; [tokens]
+    `words`, `ids`, `logprobs`, `advantages`, `trainer`, `unreplayed` (None each where it is not on record)."""
 
 
 def read_details(
@@ -83,11 +85,11 @@ def _detail(row: pa.Table, step: int, words: Words) -> Detail:
     found["ground_truth"] = texts["ground_truth"]
     found["messages"] = [_message(message) for message in of["messages"] or ()]
     lengths, written = (lists_of(row, name)[0] for name in _TURNS[:2])
-    versions, rewards = (
-        lists_of(row, name)[0].tolist() if name in row.column_names else [None] * len(lengths) for name in _TURNS[2:]
+    versions, rewards, cached = (
+        lists_of(row, name)[0].tolist() if _has(row, name) else [None] * len(lengths) for name in _TURNS[2:]
     )
     several = of["turn_versions"] or {}
-    if not len(lengths) == len(written) == len(versions) == len(rewards):
+    if not len(lengths) == len(written) == len(versions) == len(rewards) == len(cached):
         raise ValueError("its turns are not as many in every column")
     found["turns"] = [
         {
@@ -96,8 +98,11 @@ def _detail(row: pa.Table, step: int, words: Words) -> Detail:
             "version": version,
             "runs": [[int(one), int(tokens)] for one, tokens in several.get(str(at), ())],
             "reward": plain(reward),
+            "cached": None if served is None or served < 0 else served,
         }
-        for at, (count, own, version, reward) in enumerate(zip(lengths, written, versions, rewards, strict=True))
+        for at, (count, own, version, reward, served) in enumerate(
+            zip(lengths, written, versions, rewards, cached, strict=True)
+        )
     ]
     ids = lists_of(row, "token_ids")[0] if "token_ids" in row.column_names else np.zeros(int(lengths.sum()), np.int32)
     if int(lengths.sum()) != len(ids):
@@ -108,13 +113,18 @@ def _detail(row: pa.Table, step: int, words: Words) -> Detail:
     return found
 
 
+def _has(row: pa.Table, name: str) -> bool:
+    return name in row.column_names and bool(row.column(name)[0].is_valid)
+
+
 def _of_tokens(row: pa.Table, name: str, tokens: int) -> list[float | None] | None:
-    if name not in row.column_names or not row.column(name)[0].is_valid:
+    if not _has(row, name):
         return None
     values = lists_of(row, name)[0]
     if len(values) != tokens:
         raise ValueError(f"{len(values)} {name} for {tokens} tokens")
-    return [plain(round(value, DIGITS)) for value in values.astype(np.float64).tolist()]
+    digits = DIGITS.get(name, EXACT)
+    return [plain(round(value, digits)) for value in values.astype(np.float64).tolist()]
 
 
 def _message(message: Any) -> dict[str, str]:

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.observe.rollout_columns import FORMAT, LATER, SCHEMA
 from megarl.observe.rollout_log import recorded_steps, step_folder
-from megarl.observe.rollout_table import FORMAT, LATER, SCHEMA
 
 ESSENTIAL = ("number", "group", "status", "reward", "turn_lengths", "turn_is_action")
 """Columns without which a file says nothing of rollouts."""

@@ -52,9 +52,10 @@ class ModelWorker(Worker):
                 raise ConfigError(f"roles.{self.name}.model is not set; it must name the HF folder of the {self._name}")
             lora = config.lora if trains else None
             flops = model_flops(hf, lora, valued=self.role != "actor")
-            phase = f"{self.role}_update"
+            # A reward model has no time of its own: its scores are made among the other parts of the reward.
+            phase = f"{self.role}_update" if trains else f"{self.name}_logprobs" if self.role == "actor" else ""
             layout = self.context.layouts[self.name]
-            self.work = Work(self.name, flops, phase, max(1, len(self.members)), layout is not None)
+            self.work = Work(self.name, flops, phase, max(1, len(self.members)), min(self.members, default=0), trains)
             if layout is None:
                 return
             updates = self.context.updates[self.name] if trains else 1

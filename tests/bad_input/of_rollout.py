@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from case import Case
 
+from megarl.observe.rollout_columns import FORMAT
 from megarl.observe.rollout_log import part_file, write_part
-from megarl.observe.rollout_table import FORMAT
 from megarl.types import Prompt, Rollout, Turn
 
 LATER = str(FORMAT + 1)

@@ -106,10 +106,17 @@ def test_pairs() -> None:
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA H800 PCIe", "H800 PCIe"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA A100-PCIE-40GB", "A100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 D", "RTX 4090 D"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
     ],
 )
 def test_peaks_by_the_name_that_cuda_has(name: str, known: str) -> None:
@@ -118,3 +125,4 @@ def test_peaks_by_the_name_that_cuda_has(name: str, known: str) -> None:
 
 def test_of_an_unknown_gpu_there_is_none() -> None:
     assert peak_flops("AMD Instinct MI300X") is None and peak_flops("") is None
+    assert peak_flops("NVIDIA A10G") is None, "half of an A10, under a name of its own"

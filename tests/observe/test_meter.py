@@ -8,7 +8,7 @@ import pytest
 
 from megarl.models.flops import Flops
 from megarl.observe import meter
-from megarl.observe.meter import Gpu, Work, speed
+from megarl.observe.meter import Gpu, Work, clocks_of, speed
 
 pytestmark = pytest.mark.alone
 
@@ -16,21 +16,34 @@ FLOPS = Flops(met=8e9, returned=16e9, head=2e9, head_back=4e9, pair=0.0)
 
 
 def test_a_step_of_two_roles() -> None:
-    actor, critic = Work("actor", FLOPS, "actor_update", 2), Work("critic", FLOPS, "critic_update", 2, here=False)
+    actor, critic = Work("actor", FLOPS, "actor_update", 3), Work("critic", FLOPS, "critic_update", 1, first=3)
     actor.looked([60, 40])
     actor.learned([100])
     critic.learned([100])
-    times = {"time/actor_update": 0.5, "time/critic_update": 0.0, "time/step": 2.0}
-    found = speed([actor, critic], times, world=4, peak=10e12)
+    # The time here of the role that is elsewhere is what it takes to send it something.
+    times = {"time/actor_update": 0.5, "time/critic_update": 0.001, "time/step": 2.0}
+    assert clocks_of([actor, critic]) == {3: ["time/critic_update"]}
+    found = speed([actor, critic], times, 4, 10e12, {3: {"time/critic_update": 1.5}})
     assert found == pytest.approx(
         {
             "perf/tflops_per_gpu": (1e12 + 3e12 + 3e12) / 2 / 4 / 1e12,
-            "perf/actor_tflops_per_gpu": 3e12 / 0.5 / 2 / 1e12,
+            "perf/actor_tflops_per_gpu": 3e12 / 0.5 / 3 / 1e12,
+            "perf/critic_tflops_per_gpu": 3e12 / 1.5 / 1 / 1e12,
             "perf/mfu": (1e12 + 3e12 + 3e12) / 2 / 4 / 10e12,
-            "perf/actor_mfu": 3e12 / 0.5 / 2 / 10e12,
+            "perf/actor_mfu": 3e12 / 0.5 / 3 / 10e12,
+            "perf/critic_mfu": 3e12 / 1.5 / 1 / 10e12,
         }
     )
     assert speed([actor, critic], times, 4, 10e12) == {}, "each step begins anew"
+
+
+def test_a_role_that_is_not_trained_is_rated_by_what_it_was_asked() -> None:
+    teacher = Work("teacher", FLOPS, "teacher_logprobs", 2, first=1, trains=False)
+    reward = Work("reward", FLOPS, "", trains=False)
+    teacher.looked([100])
+    reward.looked([50])
+    found = speed([teacher, reward], {"time/step": 1.0}, 4, None, {1: {"time/teacher_logprobs": 0.5}})
+    assert found == pytest.approx({"perf/tflops_per_gpu": 1.5 / 4, "perf/teacher_tflops_per_gpu": 1.0})
 
 
 def test_without_a_gpu_there_is_no_share_of_it() -> None:

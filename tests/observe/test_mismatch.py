@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from megarl.observe.mismatch import RESTS, ROUTING, causes_of, gaps_of, worst_of
+from megarl.observe.mismatch import RESTS, ROUTING, TWINS, causes_of, gaps_of, twins_of, worst_of
 from megarl.observe.rollout_table import Record, TrainerSays
 from megarl.types import Prompt, Rollout, Support, Turn
 
 pytestmark = pytest.mark.alone
 
-STALE, CUT, FIRST, LATER = RESTS
+STALE, CUT, FRESH, CACHED, FIRST, LATER = RESTS
 PROMPT = Prompt("p", ())
 
 
@@ -71,6 +71,7 @@ def test_older_weights_and_where_routing_is_replayed_what_stands_behind_their_to
             "routing": 0.0,
             "lag": 2,
             "choices": 0,
+            "cached": -1,
             "cause": STALE,
         }
     ]
@@ -79,6 +80,53 @@ def test_older_weights_and_where_routing_is_replayed_what_stands_behind_their_to
 def test_tokens_that_could_be_few_words_are_apart() -> None:
     gaps = gaps_of([record(two_turns(3), [0, 0, -1.5, -2, 0, -0.5], support=Support.of([[7, 3], [], [9]]))], 3)
     assert [RESTS[i] for i in gaps.rest_of] == [CUT, FIRST, CUT] and gaps.choices.tolist() == [2, 0, 1]
+
+
+def served(*cached: int) -> tuple[Turn, ...]:
+    """`two_turns`, where so many tokens before each of the policy's turns were cached."""
+    first, *rest = (dataclasses.replace(turn, cached=n) for turn, n in zip(two_turns(3)[1::2], cached, strict=True))
+    return Turn((1, 2)), first, Turn((4,)), *rest
+
+
+def test_turns_with_something_in_the_cache_are_apart_from_those_with_nothing() -> None:
+    said = [0, 0, -1.5, -2, 0, -0.5]
+    gaps = gaps_of([record(served(0, 4), said), record(served(1, 0), said), record(served(-1, -1), said)], 3)
+    assert [RESTS[i] for i in gaps.rest_of] == [FRESH, FRESH, CACHED, CACHED, CACHED, FRESH, FIRST, FIRST, LATER]
+    assert gaps.cached.tolist() == [0, 0, 4, 1, 1, 0, -1, -1, -1]
+    stale = gaps_of([record(served(0, 4), said)], 4)
+    assert {RESTS[i] for i in stale.rest_of} == {STALE}, "what older weights chose says nothing of the cache"
+
+
+def moved(turns: tuple[Turn, ...], by: float) -> tuple[Turn, ...]:
+    """Turns whose log-probs are a little higher."""
+    return tuple(dataclasses.replace(turn, logprobs=turn.logprobs + by) if turn.is_action else turn for turn in turns)
+
+
+def silent(turns: tuple[Turn, ...], **more: object) -> Record:
+    return Record(0, dataclasses.replace(Rollout(PROMPT, turns), **more), None, None)  # type: ignore[arg-type]
+
+
+def test_the_engine_against_itself_with_and_without_a_cache() -> None:
+    first, second, third = served(0, 0), moved(served(0, 3), 0.25), moved(served(2, 3), 0.5)
+    found = {cause.name: cause for cause in twins_of([silent(turns) for turns in (third, second, first)], 3)}
+    mixed, both, neither = (found.get(name) for name in TWINS)
+    # Against `second`, which comes first of those without: turn 1. Against `first`: turn 2, where only it has nothing.
+    assert mixed is not None and (mixed.tokens, mixed.mean, mixed.largest) == (4, 0.3125, 0.5)
+    assert neither is not None and (neither.tokens, neither.largest) == (2, 0.25) and both is None
+    (only,) = twins_of([silent(third), silent(second[:2] + third[2:])], 3)[1:]
+    assert (only.name, only.tokens, only.largest) == (TWINS[1], 1, 0.0)
+
+
+def test_only_what_is_the_same_in_all_but_the_cache_is_held_against_each_other() -> None:
+    turns = served(0, 3)
+    other = (Turn((2, 1)), *turns[1:])  # the same tokens in another order before it
+    assert twins_of([silent(turns), silent(other)], 3) == []
+    assert twins_of([silent(turns), silent(served(-1, -1))], 3) == [], "nobody knows what was cached"
+    assert twins_of([silent(turns), silent(turns)], 4) == [], "older weights"
+    cut = Support.of([[7], [8, 1], []])
+    (last,) = twins_of([silent(turns), silent(turns, support=cut)], 3)
+    assert (last.name, last.tokens) == (TWINS[1], 1), "of one of them only the last token is out of all words"
+    assert twins_of([], 3) == [] == twins_of([silent((Turn((1,)),))], 3)
 
 
 def test_what_is_not_there_or_no_number_is_counted_and_left_out() -> None:

@@ -19,6 +19,7 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.observe import exact_json, rollout_log
+from megarl.observe.rollout_columns import LATER, SCHEMA
 from megarl.observe.rollout_log import (
     RolloutLog,
     is_whole,
@@ -30,7 +31,7 @@ from megarl.observe.rollout_log import (
     vocabulary_of,
     write_part,
 )
-from megarl.observe.rollout_table import LATER, SCHEMA, TrainerSays
+from megarl.observe.rollout_table import TrainerSays
 from megarl.observe.run_log import advantages_of, trainer_of
 from megarl.types import Branch, Prompt, Rollout, Rollouts, Support, TrainBatch, Turn
 
@@ -155,6 +156,18 @@ def test_the_weights_may_change_within_a_turn(tmp_path: Path) -> None:
     assert read_rollouts(tmp_path, 12) == rollouts
 
 
+def test_what_was_cached_is_on_record_and_makes_no_difference(tmp_path: Path) -> None:
+    """Which of two equal requests came first is chance: turns are equal all the same."""
+    turns = example().turns
+    served = (*turns[:3], dataclasses.replace(turns[3], cached=5))
+    written(tmp_path, [example(turns=served), example()])
+    found = read_rollouts(tmp_path, 12)
+    assert found == [example(), example()]
+    assert [[turn.cached for turn in one.turns] for one in found] == [[-1, -1, -1, 5], [-1] * 4]
+    with pytest.raises(ValueError, match="tokens that were cached"):
+        Turn((1,), cached=0)
+
+
 def test_parts_of_several_ranks_and_row_groups_are_put_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,13 +272,15 @@ def test_files_of_earlier_formats_are_read_without_what_came_later(tmp_path: Pat
     rollouts = [example(branch=Branch(1, 1, True), support=Support.of([[7], [8], [9]])), example()]
     file = written(tmp_path, rollouts)
     table, about = pq.read_table(file, partitioning=None), pq.read_schema(file).metadata
-    for format in (4, 3):
+    for format in (5, 4, 3):
         table = table.drop_columns(list(LATER[format + 1]))
         pq.write_table(
             table.replace_schema_metadata({**about, b"megarl.format": str(format).encode()}), file, compression="zstd"
         )
         found = read_rollouts(tmp_path, 12, whole=True)
-        assert found == [dataclasses.replace(one, branch=None) for one in rollouts] and is_whole(tmp_path, 12)
+        known = [one if format > 4 else dataclasses.replace(one, branch=None) for one in rollouts]
+        assert found == known and is_whole(tmp_path, 12)
+        assert {turn.cached for one in found for turn in one.turns} == {-1}
         assert [one.support is None for one in found] == [format < 4, True]
 
 
@@ -432,7 +447,7 @@ def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
     says(
         lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}),
         "format 7",
-        "formats 3 to 5 only",
+        "formats 3 to 6 only",
     )
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.step": b"3"}), "is of step 3")
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.total": b"-1"}), "no megarl.total")

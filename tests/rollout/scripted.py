@@ -61,7 +61,7 @@ class Script:
 
 def said(text: str, finish: Any = "stop", version: int = 7) -> Generation:
     tokens = ids(text) + ((END,) if finish == "stop" else ())
-    return Generation(tokens, tuple(-0.1 * (i + 1) for i in range(len(tokens))), finish, version)
+    return Generation(tokens, tuple(-0.1 * (i + 1) for i in range(len(tokens))), finish, version, cached=1)
 
 
 def turn_of(out: Generation) -> Turn:

@@ -125,6 +125,13 @@ def test_a_good_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "known"), [(0, 0), (2, 2), (..., -1), (None, -1), (3, -1), (-3, -1), ("1", -1), (True, -1)]
+)
+def test_what_the_engine_had_cached_is_a_number_of_what_it_was_asked_for_or_nothing(said: object, known: int) -> None:
+    assert ask(answer(cached_tokens=said)).cached == known
+
+
+@pytest.mark.parametrize(
     ("said", "status", "complaint"),
     [
         ({"detail": "Request running timeout reached."}, 503, "did not end the answer within rollout.request_timeout"),

@@ -67,6 +67,7 @@ def test_a_call_and_a_statement_turn_by_turn() -> None:
     assert list(rollout.turns) == turns
     assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
     assert [turn.weight_version for turn in rollout.turns] == [-1, 7, -1, 7]
+    assert [turn.cached for turn in rollout.turns] == [-1, 1, -1, 1]
     assert (rollout.status, rollout.tool_calls, rollout.tool_errors) == ("stop", 1, 0)
     assert (rollout.group, rollout.seed, rollout.answer) == (5, 9, "3")
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]

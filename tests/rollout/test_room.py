@@ -22,12 +22,14 @@ def part(tokens: Sequence[int], version: int, finish: Any = "abort", first: int 
 
 
 def test_two_parts_are_one_answer_by_hand() -> None:
-    said = joined(part([1, 2], 3, drafted=4, accepted=1), part([5], 4, "stop", first=2, drafted=2, accepted=2))
+    begun = part([1, 2], 3, drafted=4, accepted=1, cached=3)
+    said = joined(begun, part([5], 4, "stop", first=2, drafted=2, accepted=2, cached=9))
     assert said.token_ids.tolist() == [1, 2, 5] and said.finish == "stop"
     assert np.array_equal(said.logprobs, np.array([-0.1, -0.2, -0.5], np.float32))
     assert said.versions == ((3, 2), (4, 1)) and said.weight_version == 4
     assert said.routing is not None and said.routing.flatten().tolist() == [0, 1, 2]
     assert (said.drafted, said.accepted) == (6, 3)
+    assert said.cached == 3 and joined(part([], 3, cached=3), part([5], 3, cached=9)).cached == 9
 
 
 def test_what_could_have_been_sampled_is_joined() -> None:

@@ -21,7 +21,7 @@ def user(content: str) -> Message:
 def says(content: str, *tokens: int, routed: int, asked: int, **fields: object) -> Choice:
     places = torch.arange(routed, asked + len(tokens) - 1, dtype=torch.uint8)[:, None, None]
     values = -np.array(tokens, np.float32)
-    said = Generation(ids_of(tokens), values, "stop", 7, routing=places, **fields)  # type: ignore[arg-type]
+    said = Generation(ids_of(tokens), values, "stop", 7, routing=places, cached=routed, **fields)  # type: ignore[arg-type]
     return Choice({"role": "assistant", "content": content}, "stop", said)
 
 
@@ -81,6 +81,7 @@ def test_branches_by_hand() -> None:
     assert records == [[*range(branch.num_tokens - 1)] for branch in branches]
     assert [turn.logprobs.tolist() for turn in branches[1].turns] == [[], [-3, -4], [], [-12]]
     assert {turn.weight_version for branch in branches for turn in branch.turns if turn.is_action} == {7}
+    assert [turn.cached for turn in branches[2].turns] == [-1, -1, -1, 3]
     assert all(branch.seed == 4 and branch.prompt is PROMPT for branch in branches)
 
 

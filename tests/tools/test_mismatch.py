@@ -50,6 +50,25 @@ def test_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["worst"][0]["text"] == "9" and found["worst"][0]["rollout"] == 0
 
 
+def test_the_engine_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two samples that begin alike, the second of them with something cached."""
+    rollouts = [
+        Rollout(Prompt("p", ()), (Turn((1, 2)), Turn((7, 8 + n), (-1.0 - n / 4, -2.0), True, 0, cached=n)))
+        for n in range(2)
+    ]
+    says = [TrainerSays(np.array([0, 0, -1, -2.25], np.float32)) for _ in rollouts]
+    write_part(part_file(tmp_path / "r", 1, 0), 1, 2, [0, 1], rollouts, None, "", says)
+    assert mismatch.main([str(tmp_path / "r"), "--worst", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "kernels, nothing cached" in shown and "cache, and kernels" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("cached for one, not for the other"))
+    assert row.split()[-4:] == ["1", "2.50e-01", "2.50e-01", "2.50e-01"]
+    assert mismatch.main([str(tmp_path / "r"), "--worst", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["twins"]] == ["cached for one, not for the other"]
+    assert [one["cached"] for one in found["worst"]] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

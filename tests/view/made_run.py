@@ -29,7 +29,7 @@ def rollout(step: int, number: int, reward: float, ids: tuple[int, ...] = (3, 4,
         f"{name}{group}", ({"role": "user", "content": EVIL},), (1, 2), ground_truth=EVIL, data_source="sums"
     )
     logprobs = tuple(-0.25 * (place + 1) for place in range(len(ids)))
-    turns = (Turn(prompt.token_ids), Turn(ids, logprobs, True, step - 1))
+    turns = (Turn(prompt.token_ids), Turn(ids, logprobs, True, step - 1, cached=1))
     said = ({"role": "assistant", "content": EVIL},)
     return Rollout(prompt, turns, "stop", reward, seed=number, group=group, messages=(*prompt.messages, *said))
 

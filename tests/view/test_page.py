@@ -114,7 +114,8 @@ def test_what_it_wrote_would_run_on_another_page(tmp_path: Path) -> None:
 def test_a_page_of_an_odd_name_finds_its_files(page: Path, tmp_path: Path) -> None:
     file = tmp_path / "a#1 %41?.html"
     write_page([load(page.parent / "first")], file)
-    assert "turn 1: policy, 3 tokens, weights 2" in seen(f"{file.as_uri()}#Rollouts", tmp_path / "profile")
+    shown = seen(f"{file.as_uri()}#Rollouts", tmp_path / "profile")
+    assert "turn 1: policy, 3 tokens, weights 2, 1 of the 2 tokens before it from the cache" in shown
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")

@@ -76,6 +76,7 @@ def test_one_rollout_with_its_tokens(run_dir: Path) -> None:
         (2, False, -1),
         (3, True, 2),
     ]
+    assert [turn["cached"] for turn in found["turns"]] == [None, 1]
     assert len(list(read_details(run_dir, 3, None, Words(None)))) == 4
 
 
