@@ -110,12 +110,14 @@ class Nest:
             self._room = disk_mb, files
 
     def alive(self) -> bool:
-        """Whether its first process is, or is still to come."""
-        handle = self._first_handle
-        if handle < 0:
-            return not self._doomed and self._status_end >= 0
+        """Whether its bubblewrap is, and its first process is or is still to come."""
+        if self._doomed or self._status_end < 0:
+            return False
+        if os.waitid(os.P_PID, self.outer, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return False
         look = select.poll()
-        look.register(handle, select.POLLIN)
+        if self._first_handle >= 0:
+            look.register(self._first_handle, select.POLLIN)
         return not look.poll(0)
 
     def feed(self, stdin: bytes) -> None:
