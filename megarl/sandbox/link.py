@@ -114,7 +114,7 @@ class Link:
     @property
     def pid(self) -> int:
         """Of the process that starts boxes; 0 where there is none."""
-        return self._process.pid if self._process is not None and self._owner == os.getpid() else 0
+        return int(self.ready["pid"]) if self.ready is not None and self._owner == os.getpid() else 0
 
     def number(self) -> int:
         return next(self._numbers)

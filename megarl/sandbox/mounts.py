@@ -2,20 +2,24 @@
 
 That process is nobody: as root it gives up its user id for real, for the root of a user namespace made by true root
 can write to `/proc/sys`. Then it takes a user and a mount namespace of its own, in which a file system of fixed size
-and number of files can be mounted for each box.
+and number of files can be mounted for each box; and one of processes, of which it is the first, so that the kernel ends
+all boxes with it, whatever ended it and however far they are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
+import signal
 import stat
 import sys
 from collections.abc import Callable, Sequence
 
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 32, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
+_PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
 _NOBODY = 65534
 _OWN_IDS = 0x70000000
@@ -42,11 +46,12 @@ def inherit_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def enter(place: str, python: str, packages: Sequence[str], hand_over: Callable[[int], None]) -> str:
+def enter(place: str, python: str, packages: Sequence[str], hand_over: Callable[[int], None]) -> tuple[str, int]:
     """Become nobody, with `place` mounted anew: `python` and `packages` in it, and `boxes`, an empty folder.
 
-    Root gives what it will need to `hand_over` first, with the user that it becomes. Says who it is now, in words.
-    Raises OSError with what failed."""
+    Root gives what it will need to `hand_over` first, with the user that it becomes. Returns who it is now, in words,
+    and its pid for those outside: in a process of its own, for the one that called it does nothing any more but wait
+    for that, and ends as that does. Raises OSError with what failed."""
     user, group = os.geteuid(), os.getegid()
     said = f"runs as user {user}"
     if user == 0:
@@ -56,14 +61,33 @@ def enter(place: str, python: str, packages: Sequence[str], hand_over: Callable[
         user, group = os.geteuid(), os.getegid()
     _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the maps below are not ours to write
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _call("unshare", _CLONE_NEWUSER | _CLONE_NEWNS, what="a user namespace")
+    _call("unshare", _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID, what="a user namespace")
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     if said.startswith("runs"):
         _fill(place, python, packages)
     mount("tmpfs", f"{place}/boxes", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0700")
-    return said
+    return said, _be_the_first()
+
+
+def _be_the_first() -> int:
+    """Go on as the first process of the namespace that was made; its pid outside of it."""
+    before = os.pidfd_open(os.getpid())
+    first = os.fork()
+    if first:
+        os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+        _, status = os.waitpid(first, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    waits = select.poll()
+    waits.register(before, select.POLLIN)
+    if waits.poll(0):  # and was not there any more to be waited for
+        os._exit(1)
+    os.close(before)
+    outside = int(os.readlink("/proc/self"))
+    mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    return outside
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
@@ -75,6 +99,11 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 def new_files(path: str, size: int, files: int) -> None:
     """A file system in memory, of so many bytes and files."""
     mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=0700,size={size},nr_inodes={files}")
+
+
+def resize(path: str, size: int, files: int) -> None:
+    """Another size for what `new_files` has made; what is mounted elsewhere of it has it, too."""
+    mount("tmpfs", path, "tmpfs", _MS_REMOUNT | _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes={files}")
 
 
 def unmount(path: str) -> None:

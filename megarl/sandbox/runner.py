@@ -26,6 +26,8 @@ from megarl.sandbox.cgroups import Cgroups
 from megarl.sandbox.ends import Ends
 from megarl.sandbox.frames import Frame, Unpacker, packed
 from megarl.sandbox.life import Box
+from megarl.sandbox.nest import Nest
+from megarl.sandbox.nests import Nests
 from megarl.sandbox.spawning import Bare, Spawner, counts_by_box
 from megarl.sandbox.turns import Turns
 
@@ -44,10 +46,12 @@ class Runner:
         self.cgroups: Cgroups | None = None
         self.layers: list[str] = []
         self.missing: list[str] = []
+        self.pid = os.getpid()
+        """For those outside of its namespaces."""
         self._unpacker = unpacker
         self._boxes: dict[int, Box] = {}
         self._busy: dict[Box, int] = {}
-        self._by_outer: dict[int, Box] = {}
+        self._by_outer: dict[int, Nest] = {}
         self._waiting: deque[tuple[Box, Callable[[], None]]] = deque()
         self.place = setup["place"]
         mounts.private_folder(self.place)
@@ -59,12 +63,13 @@ class Runner:
             self.spawner = Bare(setup["python"])
             self.place = tempfile.mkdtemp(prefix="boxes-", dir=self.place)
             os.mkdir(f"{self.place}/boxes")
+        self.nests = Nests(self, setup["processes"])
         self._wire = wire.detach()
         self.ends.listen(self._wire, self._hear)
 
     def _become_nobody(self, setup: dict[str, Any]) -> None:
         self.cgroups = Cgroups.find() if setup["cgroups"] else None
-        said = mounts.enter(self.place, setup["python"], setup["packages"], self._hand_over)
+        said, self.pid = mounts.enter(self.place, setup["python"], setup["packages"], self._hand_over)
         self.spawner = Spawner(setup["bwrap"], self.place, setup["python"])
         self.layers = [said, "bubblewrap: namespaces of its own, read-only files"]
         if self.spawner.filtered:
@@ -98,6 +103,7 @@ class Runner:
                 soonest = now + _TRY_AGAIN_S
             for box in tuple(self._busy):
                 soonest = min(soonest, box.look(now))
+            soonest = min(soonest, self.nests.refill(now))
             self.ends.wait(soonest - time.monotonic())
 
     def answer(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None:
@@ -107,9 +113,15 @@ class Runner:
         """A session's call is over."""
         self._turns.give_back(self._busy.pop(box))
 
+    def started(self, nest: Nest) -> None:
+        self._by_outer[nest.outer] = nest
+
+    def removed(self, nest: Nest) -> None:
+        if self._by_outer.get(nest.outer) is nest:
+            del self._by_outer[nest.outer]
+
     def ended(self, box: Box) -> None:
         self._boxes.pop(box.number, None)
-        self._by_outer.pop(box.outer, None)
         if box in self._busy:
             self._turns.give_back(self._busy.pop(box))
 
@@ -142,7 +154,7 @@ class Runner:
 
     def _end(self, box: Box) -> None:
         self._waiting = deque(entry for entry in self._waiting if entry[0] is not box)
-        if box.outer:
+        if box.begun:
             box.end("closed")
         else:
             self.ended(box)
@@ -158,12 +170,9 @@ class Runner:
             self.ended(box)
             return True
         try:
-            new = not box.outer
             begin()
-            if new:
-                self._by_outer[box.outer] = box
         except (OSError, ValueError) as error:
-            box.finish(f"{type(error).__name__}: {error}")
+            box.fail(f"{type(error).__name__}: {error}")
         return True
 
     def _reap(self, children: int) -> None:
@@ -171,14 +180,14 @@ class Runner:
             os.read(children, _PIECE)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if box := self._by_outer.get(ended[0]):
-                    box.left(ended[1])
+                if nest := self._by_outer.pop(ended[0], None):
+                    nest.left(ended[1])
 
     def leave(self) -> None:
         """Each box ends with its bubblewrap, and that with this process."""
+        self.nests.end()
         for box in tuple(self._boxes.values()):
-            if box.outer:
-                box.end("closed")
+            box.end("closed")
         if not self.spawner.boxed:
             shutil.rmtree(self.place, ignore_errors=True)
         os._exit(0)
@@ -200,14 +209,14 @@ def main(wire: socket.socket, parent: int) -> None:
         if not piece:
             return
         found = unpacker.feed(piece)
+    handle = os.pidfd_open(parent)
     try:
         runner = Runner(wire, unpacker, found[0][0])
     except OSError as error:
         wire.sendall(packed({"kind": "refused", "why": str(error)}))
         return
-    handle = os.pidfd_open(parent)
     runner.ends.listen(handle, runner.leave)
-    runner.answer({"kind": "ready", "layers": runner.layers, "missing": runner.missing}, ())
+    runner.answer({"kind": "ready", "pid": runner.pid, "layers": runner.layers, "missing": runner.missing}, ())
     for order, blobs in found[1:]:
         runner.take(order, blobs)
     runner.run()

@@ -19,8 +19,9 @@ PACKAGES = "/packages"
 FOLDERS = ("app", "tests", "logs")
 """Of the root, links to folders in /tmp, that may be made there: where tasks in Harbor's format expect theirs."""
 CHANNEL = 3
-_ARGUMENTS, _FILTER, _STATUS, _GATE = 10, 11, 12, 13
+_ARGUMENTS, _FILTER, _STATUS, _GATE, _HELD = 10, 11, 12, 13, 14
 """Numbers of bubblewrap's own ends; none of them is there in the box."""
+_GATE_OF_SHELL = 9
 _DEVICES = ("null", "full", "random", "urandom")  # no zero: what is mapped of it is memory that no watchdog sees
 _LEAST_ADDRESS_SPACE = 4 << 30
 _DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -91,17 +92,21 @@ class Spawner:
     def start(self, command: Sequence[str], folder: str, ends: Mapping[int, int]) -> tuple[int, int, int]:
         """Bubblewrap's pid, and our ends of two pipes: on the first it says the pid of the box's init, and at last how
         the command has ended; before the command begins, it waits for a line on the second. `ends`: by number in the
-        box, what its standard files and its channel are."""
+        box, what its standard files and its channel are.
+
+        The box's init holds the second pipe open as well: to bubblewrap its end is as good as a line, and the command
+        would begin, without limits, when this process has ended, and just before it is killed for that."""
         given = [*self._view, "--bind", f"{folder}/shm", "/dev/shm", "--remount-ro", "/dev"]
         given += ["--bind", f"{folder}/tmp", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
         given += ["--json-status-fd", str(_STATUS), "--block-fd", str(_GATE)]
+        given += ["--sync-fd", str(_HELD)]
         if self.filtered:
             given += ["--seccomp", str(_FILTER)]
         arguments = _held("\0".join(given).encode() + b"\0")
         said, saying = os.pipe2(os.O_CLOEXEC)
         waiting, gate = os.pipe2(os.O_CLOEXEC)
         program = os.open(f"/proc/self/fd/{self._filter}", os.O_RDONLY | os.O_CLOEXEC)  # with an offset of its own
-        inside = {**ends, _ARGUMENTS: arguments, _FILTER: program, _STATUS: saying, _GATE: waiting}
+        inside = {**ends, _ARGUMENTS: arguments, _FILTER: program, _STATUS: saying, _GATE: waiting, _HELD: gate}
         try:
             pid = posix_spawn(
                 self._bwrap, ["bwrap", "--args", str(_ARGUMENTS), "--", *command], self._environment, inside
@@ -126,10 +131,19 @@ class Bare:
         self._environment = environment(python)
 
     def start(self, command: Sequence[str], folder: str, ends: Mapping[int, int]) -> tuple[int, int, int]:
-        """As a `Spawner`'s, without its pipes."""
-        enter = ["/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/tmp", *command]
+        """As a `Spawner`'s, without its first pipe."""
+        line = f'read _ <&{_GATE_OF_SHELL} || exit; exec {_GATE_OF_SHELL}<&-; cd "$0" && exec "$@"'
+        enter = ["/bin/sh", "-c", line, f"{folder}/tmp", *command]
         own = {**self._environment, "HOME": f"{folder}/tmp", "TMPDIR": f"{folder}/tmp"}
-        return posix_spawn("/bin/sh", enter, own, ends, apart=True), -1, -1
+        waiting, gate = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = posix_spawn("/bin/sh", enter, own, {**ends, _GATE_OF_SHELL: waiting}, apart=True)
+        except BaseException:
+            os.close(gate)
+            raise
+        finally:
+            os.close(waiting)
+        return pid, -1, gate
 
 
 def posix_spawn(

@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))
 import attacks  # noqa: E402
+import own_attacks  # noqa: E402
 from heavy import HEAVY  # noqa: E402
 from real_boxes import Boxes, needs_boxes  # noqa: E402
+from waiting import COMMAND, children, until, waiting, warm  # noqa: E402
 
 pytestmark = needs_boxes
 SECRET = "SECRET-OF-THE-TRAINER-1f00"
-QUICK = re.findall(r"^def (\w+)", attacks.QUICK, re.M)
+QUICK = re.findall(r"^def (\w+)", attacks.QUICK + own_attacks.QUICK, re.M)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +53,9 @@ def listening():
         assert not came
 
 
-@pytest.fixture(scope="module")
-def quick(box, listening, tmp_path_factory):
+@pytest.fixture(scope="module", params=["new", "prepared"])
+def quick(request, box, listening, tmp_path_factory):
+    """What each got: in a box that was made for it, and in one that had waited."""
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     (checkpoints / "weights").write_text("weights")
     port, abstract, _ = listening
@@ -59,9 +63,17 @@ def quick(box, listening, tmp_path_factory):
     names = {"PORT": port, "ABSTRACT": abstract, "CHECKPOINTS": str(checkpoints), "PYTHON": [python]}
     given = "".join(f"{name} = {value!r}\n" for name, value in names.items())
     given += f"SECRET = bytes({list(SECRET.encode())}).decode()\n"  # not to be found by a search for it
-    source = f"{attacks.PRELUDE}\n{given}\nbefore = set(globals()) | {{'before'}}\n{attacks.QUICK}\n{attacks.RUN_QUICK}"
-    found = box.collect(source, 1, limits=Limits(seconds=60, output_bytes=1 << 20))
+    source = f"{attacks.PRELUDE}\n{given}\nbefore = set(globals()) | {{'before'}}\n{attacks.QUICK}"
+    source += f"{own_attacks.QUICK}\n{attacks.RUN_QUICK}"
+    limits = Limits(seconds=60, output_bytes=1 << 20, memory_mb=256 if request.param == "prepared" else 300)
+    if request.param == "prepared":
+        for _ in range(5):
+            assert box.collect("send(0, 0)", 1, limits=limits).complete
+        until(lambda: len(waiting(box)) >= 4)
+        time.sleep(0.3)
+    found = box.collect(source, 1, limits=limits)
     assert found.complete, found.run
+    assert (found.results[0].pop("age") > 0.2) == (request.param == "prepared")
     return found.results[0]
 
 
@@ -71,11 +83,17 @@ def test_it_gets_nothing(quick, name):
 
 
 @pytest.fixture(scope="module")
-def heavy(box):
-    runs = {
-        name: box.sandbox.run(["python3", "-c", source], limits=limits) for name, (source, limits, _) in HEAVY.items()
-    }
-    return box.all(runs)
+def heavy():
+    """Of one command, so that the first ones have boxes that waited."""
+    boxes = Boxes(processes=4, memory_mb=256)
+    warm(boxes)
+    yield boxes.all(
+        {
+            name: boxes.sandbox.run(COMMAND, {"main.py": source.encode()}, limits=limits)
+            for name, (source, limits, _) in HEAVY.items()
+        }
+    )
+    boxes.end()
 
 
 @pytest.mark.parametrize("name", HEAVY)
@@ -84,3 +102,43 @@ def test_it_takes_no_more_than_it_may(heavy, name):
     assert result.reason in HEAVY[name][2], result
     assert result.seconds < HEAVY[name][1].seconds + 20
     assert len(result.stdout) <= HEAVY[name][1].output_bytes + 100
+
+
+def test_boxes_that_wait_take_no_notice_of_another():
+    """They are the same user as it is, and their gates are pipes as it has them, too."""
+    boxes = Boxes(processes=4)
+    try:
+        found = warm(boxes)
+        pids = [boxes.sandbox.runner, *found, *found.values()]
+
+        def states():
+            fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in pids]
+            return [(field[16], os.listdir(f"/proc/{pid}/task")) for pid, field in zip(pids, fields, strict=True)]
+
+        before = states()
+        assert not boxes.run(
+            ["sh", "-c", "exec python3 spoiling.py"], {"spoiling.py": own_attacks.SPOILING.encode()}
+        ).ok
+        assert states() == before
+        assert not any(children(first) for first in found.values())  # none has begun
+        assert boxes.run(COMMAND, {"main.py": b"print(4)"}).stdout == b"4\n"
+    finally:
+        boxes.end()
+
+
+def test_open_files_that_a_box_hands_out_are_taken_by_nobody():
+    boxes = Boxes(processes=2)
+    try:
+        for _ in range(3):
+            boxes.collect("send(0, 0)", 1)
+        until(lambda: len(waiting(boxes)) == 2)
+        ends = f"/proc/{boxes.sandbox.runner}/fd"
+        before = len(os.listdir(ends))
+        assert boxes.collect(own_attacks.GIVING, 1).results == {}
+        until(lambda: len(waiting(boxes)) == 2)
+        assert len(os.listdir(ends)) == before
+        assert "/usr" not in [
+            os.readlink(f"{ends}/{end}") for end in os.listdir(ends) if os.path.lexists(f"{ends}/{end}")
+        ]
+    finally:
+        boxes.end()
