@@ -5,10 +5,17 @@
 with the quickstart's model, as tools/make_quickstart.py leaves it in the folder, by a real engine; with --played by one
 that answers at once, so that all of the time is the server's and its clients'.
 
-Both ways in turn, in as many rounds: the same conversations, each turn of the policy of the same number of tokens, the
-user's words between them the same. Directly: in one event loop, ids in and ids out, as the rollout loop does it. By the
-server: clients in a process of their own, which send text and get text. No prompt comes twice, so that neither way
-finds the other's keys and values. The figures are of the medians; beside other work, the seconds that this process
+Three ways in turn, in as many rounds: the same conversations, each turn of the policy of the same number of tokens, the
+user's words between them the same.
+
+- by the loop: in one event loop of this process, ids in and ids out, as the rollout loop does it without any agent;
+- by the clients: in a process of their own, which asks the engine itself, with ids, and reads its records;
+- by the server: the clients' process sends text to the session server and gets text; this process asks the engine. What
+  has come of a conversation is had as it ends, as in a run.
+
+What the server costs an agent is the last over the second, for an agent is a process of its own either way; what agents
+cost over no agents is the last over the first. No prompt comes twice, so that no way finds another's keys and values.
+The figures are of the medians, and of the ratios within a round; beside other work, the seconds that this process
 computes say more than those of the clock.
 """
 
@@ -16,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import os
 import statistics
@@ -24,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +53,7 @@ from megarl.rollout.tool_calls import Reply
 from megarl.sessions import Recording, SessionServer
 from megarl.types import Ids, Message, Prompt, ids_of
 
+LOOP, CLIENTS, SERVER = WAYS = ("by the loop", "by the clients", "by the server")
 WORDS = {"role": "user", "content": "Are you sure? Say it again, and say how you have found it."}
 
 
@@ -74,7 +83,6 @@ def prompts(chat: Chat, options: argparse.Namespace, number: int) -> list[Prompt
 
 
 async def directly(policy: Policy, chat: Chat, asked: list[Prompt], params: dict[str, Any], options: Any) -> None:
-
     async def converse(prompt: Prompt) -> None:
         ids, routed = prompt.token_ids, 0
         for turn in range(options.turns):
@@ -97,18 +105,39 @@ async def through(
     clients.send(
         [(one.base_url, one.key, list(prompt.messages)) for one, prompt in zip(recordings, asked, strict=True)]
     )
-    await asyncio.to_thread(clients.recv)
-    for recording in recordings:
-        recording.branches()
-        await server.close(recording)
+    news, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(clients.fileno(), news.set)
+    try:
+        left = len(recordings)
+        while left:
+            await news.wait()
+            news.clear()
+            while left and clients.poll():
+                recording = recordings[clients.recv()]
+                await server.close(recording)
+                recording.branches()
+                left -= 1
+    finally:
+        loop.remove_reader(clients.fileno())
 
 
-def play_clients(pipe: Any, other_end: Any, turns: int) -> None:
-    """The process of the clients."""
+@dataclass(frozen=True)
+class Direct:
+    """For the clients: ask the engine themselves. engine: url, api_key, timeout, routing and version of a `Client`."""
+
+    engine: tuple[Any, ...]
+    asked: list[Prompt]
+    params: dict[str, Any]
+
+
+def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None:
+    """The process of the clients. It says of each conversation that it has ended, by its number; where it has asked the
+    engine itself, of all of them by one."""
     other_end.close()  # so that it is told of the parent's end
+    chats: list[Chat] = []
 
-    async def converse(http: aiohttp.ClientSession, url: str, key: str, messages: list[Message]) -> None:
-        for _ in range(turns):
+    async def converse(number: int, http: aiohttp.ClientSession, url: str, key: str, messages: list[Message]) -> None:
+        for _ in range(options.turns):
             body = {"model": "policy", "messages": messages}
             async with http.post(
                 f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
@@ -116,40 +145,58 @@ def play_clients(pipe: Any, other_end: Any, turns: int) -> None:
                 answer = await told.json()
                 assert told.status == 200, answer
             messages += [answer["choices"][0]["message"], WORDS]
+        pipe.send(number)
 
     async def all_of_them(sessions: list[tuple[str, str, list[Message]]]) -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            await asyncio.gather(*(converse(http, *session) for session in sessions))
+            await asyncio.gather(*(converse(number, http, *session) for number, session in enumerate(sessions)))
+
+    async def themselves(wanted: Direct) -> None:
+        async with Client(*wanted.engine) as client:
+            await directly(client, chats[0], wanted.asked, wanted.params, options)
+        pipe.send(len(wanted.asked))
 
     while True:
         try:
-            sessions = pipe.recv()
+            wanted = pipe.recv()
         except EOFError:
             return
-        asyncio.run(all_of_them(sessions))
-        pipe.send(None)
+        if isinstance(wanted, Direct):
+            chats = chats or [Chat.load(str(options.folder.resolve() / "model"))]
+            asyncio.run(themselves(wanted))
+        else:
+            asyncio.run(all_of_them(wanted))
 
 
 async def compare(
     chat: Chat, config: RolloutConfig, engine: Engine | None, options: argparse.Namespace, clients: Any
 ) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, seconds that this process computed) of every round, of both ways."""
-    found: dict[str, list[tuple[float, float]]] = {"directly": [], "by the server": []}
+    """(seconds, seconds that this process computed) of every round, of each way."""
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if engine is not None or way != CLIENTS}
+    ways = list(found)
     async with AsyncExitStack() as stack:
         policy: Policy = Played()
+        told: tuple[Any, ...] = ()
         if engine is not None:
             shape = routing_shape(load_hf_config(engine.config.model.path), {})
-            policy = await stack.enter_async_context(Client(engine.url, engine.api_key, 600.0, shape, engine.version))
+            told = (engine.url, engine.api_key, 600.0, shape, engine.version)
+            policy = await stack.enter_async_context(Client(*told))
         server = SessionServer(chat, parse, replace(config, max_new_tokens=options.tokens))
         await server.start()
         stack.push_async_callback(server.aclose)
         params = {**sampling_params(config, chat, False, 1), "ignore_eos": True}
+        gc.collect()
+        gc.freeze()  # as a run does before its first step
+        stack.callback(gc.unfreeze)
         for number in range(options.rounds + 1):  # the first is not counted
-            for way in sorted(found, reverse=bool(number % 2)):
-                asked = prompts(chat, options, 2 * number + (way == "directly"))
+            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                asked = prompts(chat, options, len(WAYS) * number + WAYS.index(way))
                 start = time.perf_counter(), time.process_time()
-                if way == "directly":
+                if way == LOOP:
                     await directly(policy, chat, asked, params, options)
+                elif way == CLIENTS:
+                    clients.send(Direct(told, asked, params))
+                    await asyncio.to_thread(clients.recv)
                 else:
                     await through(server, policy, asked, params, clients)
                 took = time.perf_counter() - start[0], time.process_time() - start[1]
@@ -169,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("fork")
     clients, theirs = context.Pipe()
-    process = context.Process(target=play_clients, args=(theirs, clients, options.turns), daemon=True)
+    process = context.Process(target=play_clients, args=(theirs, clients, options), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -181,11 +228,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     requests = options.conversations * options.turns
     for at, what in enumerate(("seconds", "seconds of this process")):
         rounds = {way: [round(took[at], 3) for took in found[way]] for way in found}
-        direct, served = (statistics.median(took[at] for took in found[way]) for way in ("directly", "by the server"))
-        print(
-            f"{what}: directly {direct:.3f}, by the server {served:.3f}: {served / direct - 1:+.1%}, "
-            f"{1000 * (served - direct) / requests:+.2f} ms a request; {requests} requests a round\n  {rounds}"
-        )
+        print(f"{what}, {requests} requests a round: {rounds}")
+        if at == 1:
+            found.pop(CLIENTS, None)  # they compute elsewhere
+        served = [took[at] for took in found[SERVER]]
+        for way in (way for way in found if way != SERVER):
+            direct = [took[at] for took in found[way]]
+            more = statistics.median(served) - statistics.median(direct)
+            ratio = statistics.median(mine / theirs for mine, theirs in zip(served, direct, strict=True))
+            print(
+                f"  medians: {way} {statistics.median(direct):.3f}, {SERVER} {statistics.median(served):.3f}: "
+                f"{more / statistics.median(direct):+.1%} (of the ratios {ratio - 1:+.1%}), "
+                f"{1000 * more / requests:+.2f} ms a request"
+            )
     return 0
 
 
