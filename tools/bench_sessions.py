@@ -1,12 +1,14 @@
 """Seconds of conversations through the session server, over those of asking the engine directly.
 
-    .venv/bin/python tools/bench_sessions.py FOLDER [--conversations 64] [--turns 3] [--tokens 32] [--rounds 5]
+    .venv/bin/python tools/bench_sessions.py FOLDER [--conversations 64] [--turns 3] [--tokens 32] [--rounds 5] [--even]
 
 with the quickstart's model, as tools/make_quickstart.py leaves it in the folder, by a real engine; with --played by one
 that answers at once, so that all of the time is the server's and its clients'.
 
-Three ways in turn, in as many rounds: the same conversations, each turn of the policy of the same number of tokens, the
-user's words between them the same.
+Three ways in turn, in as many rounds: the same conversations, with the same number of tokens in each turn of the policy
+and the same words of the user's between them. A turn has from 1 to twice as many tokens as are asked for, less one;
+with --even all have as many, so that all answers come at the same moment and the engine has nothing to do until the
+first of the next questions are there: no agents are like this, and what a server costs is largest then.
 
 - by the loop: in one event loop of this process, ids in and ids out, as the rollout loop does it without any agent;
 - by the clients: in a process of their own, which asks the engine itself, with ids, and reads its records;
@@ -26,13 +28,14 @@ import asyncio
 import gc
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +85,18 @@ def prompts(chat: Chat, options: argparse.Namespace, number: int) -> list[Prompt
     return [Prompt("", (message,), ids_of(chat.render(Prompt("", (message,))))) for message in asked]
 
 
+def lengths(options: argparse.Namespace) -> list[list[int]]:
+    """Tokens of each turn of each conversation."""
+    dice = random.Random(options.tokens)
+    least, most = (options.tokens, options.tokens) if options.even else (1, 2 * options.tokens - 1)
+    return [[dice.randint(least, most) for _ in range(options.turns)] for _ in range(options.conversations)]
+
+
 async def directly(policy: Policy, chat: Chat, asked: list[Prompt], params: dict[str, Any], options: Any) -> None:
-    async def converse(prompt: Prompt) -> None:
+    async def converse(prompt: Prompt, tokens: list[int]) -> None:
         ids, routed = prompt.token_ids, 0
-        for turn in range(options.turns):
-            said = await policy.generate(ids, {**params, "max_new_tokens": options.tokens}, routed)
+        for turn, most in enumerate(tokens):
+            said = await policy.generate(ids, {**params, "max_new_tokens": most}, routed)
             routed += 0 if said.routing is None else len(said.routing)
             await parse(chat.text(said.token_ids), ())
             if turn == options.turns - 1:
@@ -94,7 +104,7 @@ async def directly(policy: Policy, chat: Chat, asked: list[Prompt], params: dict
             behind = ids_of(chat.continuation([WORDS], (), int(said.token_ids[-1])))
             ids = np.concatenate([ids, said.token_ids, behind])
 
-    await asyncio.gather(*map(converse, asked))
+    await asyncio.gather(*map(converse, asked, lengths(options)))
 
 
 async def through(
@@ -135,10 +145,11 @@ def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None
     engine itself, of all of them by one."""
     other_end.close()  # so that it is told of the parent's end
     chats: list[Chat] = []
+    tokens = lengths(options)
 
     async def converse(number: int, http: aiohttp.ClientSession, url: str, key: str, messages: list[Message]) -> None:
-        for _ in range(options.turns):
-            body = {"model": "policy", "messages": messages}
+        for most in tokens[number]:
+            body = {"model": "policy", "messages": messages, "max_tokens": most}
             async with http.post(
                 f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
             ) as told:
@@ -181,7 +192,7 @@ async def compare(
             shape = routing_shape(load_hf_config(engine.config.model.path), {})
             told = (engine.url, engine.api_key, 600.0, shape, engine.version)
             policy = await stack.enter_async_context(Client(*told))
-        server = SessionServer(chat, parse, replace(config, max_new_tokens=options.tokens))
+        server = SessionServer(chat, parse, config)
         await server.start()
         stack.push_async_callback(server.aclose)
         params = {**sampling_params(config, chat, False, 1), "ignore_eos": True}
@@ -213,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--played", action="store_true", help="no real engine: one that answers at once")
     for name, value in {"conversations": 64, "turns": 3, "tokens": 32, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=count(), default=value)
+    parser.add_argument("--even", action="store_true", help="no turn is longer than another")
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("fork")
     clients, theirs = context.Pipe()
@@ -246,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _found(options: argparse.Namespace, run: Path, clients: Any) -> dict[str, list[tuple[float, float]]]:
     model = options.folder.resolve() / "model"
-    settings = {"max_context": 2048, "max_new_tokens": options.tokens, "concurrency": options.conversations}
+    settings = {"max_context": 2048, "max_new_tokens": 2 * options.tokens, "concurrency": options.conversations}
     config: Config = from_dict(
         {
             "run": {"dir": str(run)},

@@ -85,8 +85,8 @@ class Writes:
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         seed = params["sampling_seed"]
-        tokens = self._left.setdefault(seed, lengths(self._options, seed)).pop(0)
-        own = {**params, "max_new_tokens": tokens, "ignore_eos": True, "stop_token_ids": []}
+        length = self._left.setdefault(seed, lengths(self._options, seed)).pop(0)
+        own = {**params, "max_new_tokens": length, "ignore_eos": True, "stop_token_ids": []}
         said = await self._client.generate(ids, own, routed)
         tokens = np.concatenate([said.token_ids[:-1], ids_of([self._end])])
         return Generation(tokens, said.logprobs, "stop", said.weight_version, routing=said.routing)
