@@ -26,6 +26,8 @@ _MARK = 16
 
 _PIECE = 1 << 14
 """Characters of a flood that are read at a time."""
+_USUAL = 8
+"""Characters of a token, or fewer, in nearly all texts."""
 _TORN = 16
 """Tokens that tearing a text in two may add, with room to spare."""
 
@@ -112,9 +114,9 @@ class Rendering:
 
     def _check_flood(self, texts: Sequence[str], room: int, before: int) -> None:
         """Raise TooMuch where this is so much text that it need not be read to its end: that takes seconds of a
-        megabyte, in which nobody else is answered."""
+        megabyte, in which nobody else is answered. What may fit is not read here."""
         count = 0
-        for text in texts if sum(map(len, texts)) > _PIECE else ():
+        for text in texts if sum(map(len, texts)) > max(_PIECE, _USUAL * room) else ():
             for begin in range(0, len(text), _PIECE):
                 count += len(self.chat.ids(text[begin : begin + _PIECE])) - _TORN
                 if count > room:
