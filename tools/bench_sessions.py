@@ -1,14 +1,23 @@
 """Seconds of conversations through the session server, over those of asking the engine directly.
 
-    .venv/bin/python tools/bench_sessions.py FOLDER [--conversations 64] [--turns 3] [--tokens 32] [--rounds 5]
+    .venv/bin/python tools/bench_sessions.py FOLDER [--conversations 64] [--turns 3] [--tokens 32] [--rounds 5] [--even]
 
 with the quickstart's model, as tools/make_quickstart.py leaves it in the folder, by a real engine; with --played by one
 that answers at once, so that all of the time is the server's and its clients'.
 
-Both ways in turn, in as many rounds: the same conversations, each turn of the policy of the same number of tokens, the
-user's words between them the same. Directly: in one event loop, ids in and ids out, as the rollout loop does it. By the
-server: clients in a process of their own, which send text and get text. No prompt comes twice, so that neither way
-finds the other's keys and values. The figures are of the medians; beside other work, the seconds that this process
+Three ways in turn, in as many rounds: the same conversations, with the same number of tokens in each turn of the policy
+and the same words of the user's between them. A turn has from 1 to twice as many tokens as are asked for, less one;
+with --even all have as many, so that all answers come at the same moment and the engine has nothing to do until the
+first of the next questions are there: no agents are like this, and what a server costs is largest then.
+
+- by the loop: in one event loop of this process, ids in and ids out, as the rollout loop does it without any agent;
+- by the clients: in a process of their own, which asks the engine itself, with ids, and reads its records;
+- by the server: the clients' process sends text to the session server and gets text; this process asks the engine. What
+  has come of a conversation is had as it ends, as in a run.
+
+What the server costs an agent is the last over the second, for an agent is a process of its own either way; what agents
+cost over no agents is the last over the first. No prompt comes twice, so that no way finds another's keys and values.
+The figures are of the medians, and of the ratios within a round; beside other work, the seconds that this process
 computes say more than those of the clock.
 """
 
@@ -16,15 +25,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +56,7 @@ from megarl.rollout.tool_calls import Reply
 from megarl.sessions import Recording, SessionServer
 from megarl.types import Ids, Message, Prompt, ids_of
 
+LOOP, CLIENTS, SERVER = WAYS = ("by the loop", "by the clients", "by the server")
 WORDS = {"role": "user", "content": "Are you sure? Say it again, and say how you have found it."}
 
 
@@ -73,12 +85,18 @@ def prompts(chat: Chat, options: argparse.Namespace, number: int) -> list[Prompt
     return [Prompt("", (message,), ids_of(chat.render(Prompt("", (message,))))) for message in asked]
 
 
-async def directly(policy: Policy, chat: Chat, asked: list[Prompt], params: dict[str, Any], options: Any) -> None:
+def lengths(options: argparse.Namespace) -> list[list[int]]:
+    """Tokens of each turn of each conversation."""
+    dice = random.Random(options.tokens)
+    least, most = (options.tokens, options.tokens) if options.even else (1, 2 * options.tokens - 1)
+    return [[dice.randint(least, most) for _ in range(options.turns)] for _ in range(options.conversations)]
 
-    async def converse(prompt: Prompt) -> None:
+
+async def directly(policy: Policy, chat: Chat, asked: list[Prompt], params: dict[str, Any], options: Any) -> None:
+    async def converse(prompt: Prompt, tokens: list[int]) -> None:
         ids, routed = prompt.token_ids, 0
-        for turn in range(options.turns):
-            said = await policy.generate(ids, {**params, "max_new_tokens": options.tokens}, routed)
+        for turn, most in enumerate(tokens):
+            said = await policy.generate(ids, {**params, "max_new_tokens": most}, routed)
             routed += 0 if said.routing is None else len(said.routing)
             await parse(chat.text(said.token_ids), ())
             if turn == options.turns - 1:
@@ -86,7 +104,7 @@ async def directly(policy: Policy, chat: Chat, asked: list[Prompt], params: dict
             behind = ids_of(chat.continuation([WORDS], (), int(said.token_ids[-1])))
             ids = np.concatenate([ids, said.token_ids, behind])
 
-    await asyncio.gather(*map(converse, asked))
+    await asyncio.gather(*map(converse, asked, lengths(options)))
 
 
 async def through(
@@ -97,59 +115,99 @@ async def through(
     clients.send(
         [(one.base_url, one.key, list(prompt.messages)) for one, prompt in zip(recordings, asked, strict=True)]
     )
-    await asyncio.to_thread(clients.recv)
-    for recording in recordings:
-        recording.branches()
-        await server.close(recording)
+    news, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(clients.fileno(), news.set)
+    try:
+        left = len(recordings)
+        while left:
+            await news.wait()
+            news.clear()
+            while left and clients.poll():
+                recording = recordings[clients.recv()]
+                await server.close(recording)
+                recording.branches()
+                left -= 1
+    finally:
+        loop.remove_reader(clients.fileno())
 
 
-def play_clients(pipe: Any, other_end: Any, turns: int) -> None:
-    """The process of the clients."""
+@dataclass(frozen=True)
+class Direct:
+    """For the clients: ask the engine themselves. engine: url, api_key, timeout, routing and version of a `Client`."""
+
+    engine: tuple[Any, ...]
+    asked: list[Prompt]
+    params: dict[str, Any]
+
+
+def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None:
+    """The process of the clients. It says of each conversation that it has ended, by its number; where it has asked the
+    engine itself, of all of them by one."""
     other_end.close()  # so that it is told of the parent's end
+    chats: list[Chat] = []
+    tokens = lengths(options)
 
-    async def converse(http: aiohttp.ClientSession, url: str, key: str, messages: list[Message]) -> None:
-        for _ in range(turns):
-            body = {"model": "policy", "messages": messages}
+    async def converse(number: int, http: aiohttp.ClientSession, url: str, key: str, messages: list[Message]) -> None:
+        for most in tokens[number]:
+            body = {"model": "policy", "messages": messages, "max_tokens": most}
             async with http.post(
                 f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
             ) as told:
                 answer = await told.json()
                 assert told.status == 200, answer
             messages += [answer["choices"][0]["message"], WORDS]
+        pipe.send(number)
 
     async def all_of_them(sessions: list[tuple[str, str, list[Message]]]) -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            await asyncio.gather(*(converse(http, *session) for session in sessions))
+            await asyncio.gather(*(converse(number, http, *session) for number, session in enumerate(sessions)))
+
+    async def themselves(wanted: Direct) -> None:
+        async with Client(*wanted.engine) as client:
+            await directly(client, chats[0], wanted.asked, wanted.params, options)
+        pipe.send(len(wanted.asked))
 
     while True:
         try:
-            sessions = pipe.recv()
+            wanted = pipe.recv()
         except EOFError:
             return
-        asyncio.run(all_of_them(sessions))
-        pipe.send(None)
+        if isinstance(wanted, Direct):
+            chats = chats or [Chat.load(str(options.folder.resolve() / "model"))]
+            asyncio.run(themselves(wanted))
+        else:
+            asyncio.run(all_of_them(wanted))
 
 
 async def compare(
     chat: Chat, config: RolloutConfig, engine: Engine | None, options: argparse.Namespace, clients: Any
 ) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, seconds that this process computed) of every round, of both ways."""
-    found: dict[str, list[tuple[float, float]]] = {"directly": [], "by the server": []}
+    """(seconds, seconds that this process computed) of every round, of each way."""
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if engine is not None or way != CLIENTS}
+    ways = list(found)
     async with AsyncExitStack() as stack:
         policy: Policy = Played()
+        told: tuple[Any, ...] = ()
         if engine is not None:
             shape = routing_shape(load_hf_config(engine.config.model.path), {})
-            policy = await stack.enter_async_context(Client(engine.url, engine.api_key, 600.0, shape, engine.version))
-        server = SessionServer(chat, parse, replace(config, max_new_tokens=options.tokens))
+            told = (engine.url, engine.api_key, 600.0, shape, engine.version)
+            policy = await stack.enter_async_context(Client(*told))
+        server = SessionServer(chat, parse, config)
         await server.start()
         stack.push_async_callback(server.aclose)
         params = {**sampling_params(config, chat, False, 1), "ignore_eos": True}
+        gc.collect()
+        gc.freeze()  # as a run does before its first step
+        stack.callback(gc.unfreeze)
         for number in range(options.rounds + 1):  # the first is not counted
-            for way in sorted(found, reverse=bool(number % 2)):
-                asked = prompts(chat, options, 2 * number + (way == "directly"))
+            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                asked = prompts(chat, options, len(WAYS) * number + WAYS.index(way))
                 start = time.perf_counter(), time.process_time()
-                if way == "directly":
+                if way == LOOP:
                     await directly(policy, chat, asked, params, options)
+                elif way == CLIENTS:
+                    clients.send(Direct(told, asked, params))
+                    await asyncio.to_thread(clients.recv)
                 else:
                     await through(server, policy, asked, params, clients)
                 took = time.perf_counter() - start[0], time.process_time() - start[1]
@@ -166,10 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--played", action="store_true", help="no real engine: one that answers at once")
     for name, value in {"conversations": 64, "turns": 3, "tokens": 32, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=count(), default=value)
+    parser.add_argument("--even", action="store_true", help="no turn is longer than another")
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("fork")
     clients, theirs = context.Pipe()
-    process = context.Process(target=play_clients, args=(theirs, clients, options.turns), daemon=True)
+    process = context.Process(target=play_clients, args=(theirs, clients, options), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -181,17 +240,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     requests = options.conversations * options.turns
     for at, what in enumerate(("seconds", "seconds of this process")):
         rounds = {way: [round(took[at], 3) for took in found[way]] for way in found}
-        direct, served = (statistics.median(took[at] for took in found[way]) for way in ("directly", "by the server"))
-        print(
-            f"{what}: directly {direct:.3f}, by the server {served:.3f}: {served / direct - 1:+.1%}, "
-            f"{1000 * (served - direct) / requests:+.2f} ms a request; {requests} requests a round\n  {rounds}"
-        )
+        print(f"{what}, {requests} requests a round: {rounds}")
+        if at == 1:
+            found.pop(CLIENTS, None)  # they compute elsewhere
+        served = [took[at] for took in found[SERVER]]
+        for way in (way for way in found if way != SERVER):
+            direct = [took[at] for took in found[way]]
+            more = statistics.median(served) - statistics.median(direct)
+            ratio = statistics.median(mine / theirs for mine, theirs in zip(served, direct, strict=True))
+            print(
+                f"  medians: {way} {statistics.median(direct):.3f}, {SERVER} {statistics.median(served):.3f}: "
+                f"{more / statistics.median(direct):+.1%} (of the ratios {ratio - 1:+.1%}), "
+                f"{1000 * more / requests:+.2f} ms a request"
+            )
     return 0
 
 
 def _found(options: argparse.Namespace, run: Path, clients: Any) -> dict[str, list[tuple[float, float]]]:
     model = options.folder.resolve() / "model"
-    settings = {"max_context": 2048, "max_new_tokens": options.tokens, "concurrency": options.conversations}
+    settings = {"max_context": 2048, "max_new_tokens": 2 * options.tokens, "concurrency": options.conversations}
     config: Config = from_dict(
         {
             "run": {"dir": str(run)},

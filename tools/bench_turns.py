@@ -1,13 +1,22 @@
 """Conversations with slow tools: MegaRL's loop against one that goes turn by turn, by a real engine, in the same run.
 
-    .venv/bin/python tools/bench_turns.py FOLDER [--conversations 96] [--turns 4] [--tokens 24] [--tool-s 0.5]
-                                                 [--spread] [--concurrency 32] [--rounds 3]
+    .venv/bin/python tools/bench_turns.py FOLDER [--conversations 32] [--turns 16] [--tokens 16] [--tool-s 0.5] [--even]
+                                                 [--concurrency 32] [--rounds 2]
 
 with the model of the quickstart, as tools/make_quickstart.py leaves it in the folder. Both ways in turn, in as many
-rounds. In each conversation the policy writes so many turns of so many tokens, with a call of a tool between them that
-takes so many seconds; with --spread as many on average, exponentially distributed, as searches and tests of programs
-are. Turn by turn, as a batched generation goes: all write, all call, and when the last tool has answered all write
-again. By the loop: whoever is done goes on. The engine has room for `concurrency` answers either way.
+rounds. In each conversation the policy writes so many turns of so many tokens on average, with a call of a tool between
+them that takes so many seconds on average. Both are exponentially distributed, a turn up to four times its average:
+searches and tests of programs are mostly quick, and now and then slow. With --even every turn and every call is the
+average. In a round both ways have the same lengths and the same seconds.
+
+Turn by turn, as a batched generation goes: all write, all call, and when the last tool has answered all write again.
+By the loop: whoever is done goes on. The engine has room for `concurrency` answers either way.
+
+It says, too, what waiting for tools alone would take, by an engine that writes in no time: turn by turn the sum of each
+turn's longest call, by the loop the longest of the conversations' sums. The first over the second is what the loop can
+win where tools are all that is slow. It grows with the turns, for long calls meet in few conversations; evenly it is 1,
+and what the loop wins then is that the engine writes while tools work. What an engine takes to write it takes in both
+ways, so the slower it is, the smaller the ratio.
 """
 
 from __future__ import annotations
@@ -41,15 +50,44 @@ from megarl.rollout.tool_calls import Call, Reply
 from megarl.rollout.tools import load_tools
 from megarl.types import Ids, Message, Prompt, ids_of
 
+TURNS, LOOP = "turn by turn", "by the loop"
+LONGEST = 4
+"""Times the average that a turn may have."""
+
+
+def lengths(options: argparse.Namespace, seed: object) -> list[int]:
+    """Tokens of a conversation's turns."""
+    if options.even:
+        return [options.tokens] * options.turns
+    dice = random.Random(f"lengths {seed}")
+    drawn = (round(dice.expovariate(1 / options.tokens)) for _ in range(options.turns))
+    return [min(max(2, tokens), LONGEST * options.tokens) for tokens in drawn]
+
+
+def seconds_of(options: argparse.Namespace, seed: object) -> list[float]:
+    """Of a conversation's calls, one behind each of its turns but the last."""
+    dice = random.Random(f"seconds {seed}")
+    return [options.tool_s if options.even else dice.expovariate(1 / options.tool_s) for _ in range(options.turns - 1)]
+
+
+def waiting(calls: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """(turn by turn, by the loop): seconds that go by in calls alone. calls: seconds of each, by conversation."""
+    return sum(map(max, zip(*calls, strict=True))), max(map(sum, calls))
+
 
 class Writes:
-    """The engine, which writes as many tokens as it is asked for and then ends its turn, so that it can call."""
+    """The engine, which writes as many tokens as a turn is to have and then ends it, so that it can call."""
 
-    def __init__(self, client: Client, end: int) -> None:
-        self._client, self._end = client, end
+    def __init__(self, client: Client, end: int, options: argparse.Namespace) -> None:
+        self._client, self._end, self._options = client, end, options
+        self._left: dict[int, list[int]] = {}
+        """Lengths of the turns that are to come, by the seeds of conversations."""
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        said = await self._client.generate(ids, {**params, "ignore_eos": True, "stop_token_ids": []}, routed)
+        seed = params["sampling_seed"]
+        length = self._left.setdefault(seed, lengths(self._options, seed)).pop(0)
+        own = {**params, "max_new_tokens": length, "ignore_eos": True, "stop_token_ids": []}
+        said = await self._client.generate(ids, own, routed)
         tokens = np.concatenate([said.token_ids[:-1], ids_of([self._end])])
         return Generation(tokens, said.logprobs, "stop", said.weight_version, routing=said.routing)
 
@@ -87,12 +125,11 @@ class SlowSessions:
 
 class SlowSession:
     def __init__(self, options: argparse.Namespace, prompt: Prompt, schemas: list[dict[str, Any]]) -> None:
-        self._options, self.messages, self.schemas = options, prompt.messages, schemas
-        self._dice = random.Random(prompt.id)
+        self.messages, self.schemas = prompt.messages, schemas
+        self._seconds = seconds_of(options, prompt.ground_truth)
 
     async def call(self, number: int, name: str, arguments: Any) -> ToolResult:
-        seconds = self._options.tool_s
-        await asyncio.sleep(self._dice.expovariate(1 / seconds) if self._options.spread else seconds)
+        await asyncio.sleep(self._seconds[number])
         return ToolResult("42", True)
 
     async def reward(self, answer: str, messages: Sequence[Message], turns: Sequence[str]) -> None:
@@ -108,38 +145,58 @@ async def parse(text: str, schemas: Any) -> Reply:
 
 
 async def compare(engine: Engine, chat: Chat, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of every round, of both ways."""
-    found: dict[str, list[float]] = {"turn by turn": [], "by the loop": []}
-    config = engine.config.rollout
+    """Seconds of every round, of both ways, and of what waiting alone would take."""
+    found: dict[str, list[float]] = {TURNS: [], LOOP: [], f"{TURNS}, waiting alone": [], f"{LOOP}, waiting alone": []}
     async with Client(engine.url, engine.api_key, 600.0, None, engine.version) as client:
-        for number in range(options.rounds + 1):  # the first is not counted
-            for way in sorted(found, reverse=bool(number % 2)):
-                asked = [f"{number}{way[0]}{i}: what is {i}+{2 * i}?" for i in range(options.conversations)]
-                prompts = [Prompt(text, ({"role": "user", "content": text},)) for text in asked]
-                policy: Policy = Writes(client, chat.end_of_turn)
-                own = config
-                if way == "turn by turn":
-                    policy = InStep(policy, options.conversations, options.concurrency)
-                    own = from_dict(settings(options, options.conversations)).rollout
-                sessions: Any = SlowSessions(options, chat.schemas(prompts[0]))
-                around = Surroundings(chat, sessions, parse, own)
-                start = time.perf_counter()
-                done = await gather_rollouts(
-                    prompts, Tickets(len(prompts)), policy, around, samples=1, greedy=False, seed=number
+        short = argparse.Namespace(**{**vars(options), "turns": 2})
+        for way in (TURNS, LOOP):  # not counted
+            await timed(engine, chat, short, client, way, 0)
+        for number in range(1, options.rounds + 1):
+            alone = waiting([seconds_of(options, seed) for seed in seeds(options, number)])
+            for way, seconds in zip((TURNS, LOOP), alone, strict=True):
+                found[f"{way}, waiting alone"].append(seconds)
+            for way in (TURNS, LOOP) if number % 2 else (LOOP, TURNS):
+                found[way].append(await timed(engine, chat, options, client, way, number))
+                print(
+                    f"round {number}, {way:14} {found[way][-1]:6.2f} s, of which waiting for tools alone "
+                    f"{found[f'{way}, waiting alone'][-1]:6.2f} s",
+                    flush=True,
                 )
-                seconds = time.perf_counter() - start
-                turns = {sum(turn.is_action for turn in rollout.turns) for rollout in done.rollouts}
-                assert turns == {options.turns} and len(done.rollouts) == options.conversations, turns
-                if number:
-                    found[way].append(seconds)
-                    print(f"round {number}, {way:14} {seconds:6.2f} s", flush=True)
     return found
+
+
+def seeds(options: argparse.Namespace, number: int) -> list[str]:
+    """Of the calls of a round's conversations."""
+    return [f"{number}/{i}" for i in range(options.conversations)]
+
+
+async def timed(
+    engine: Engine, chat: Chat, options: argparse.Namespace, client: Client, way: str, number: int
+) -> float:
+    """Seconds of one round of one way."""
+    prompts = []
+    for i, seed in enumerate(seeds(options, number)):
+        text = f"{number}{options.turns}{way[0]}{i}: what is {i}+{2 * i}?"
+        prompts.append(Prompt(text, ({"role": "user", "content": text},), ground_truth=seed))
+    policy: Policy = Writes(client, chat.end_of_turn, options)
+    at_once = options.concurrency
+    if way == TURNS:
+        policy = InStep(policy, options.conversations, options.concurrency)
+        at_once = options.conversations
+    sessions: Any = SlowSessions(options, chat.schemas(prompts[0]))
+    around = Surroundings(chat, sessions, parse, from_dict(settings(options, at_once)).rollout)
+    start = time.perf_counter()
+    done = await gather_rollouts(prompts, Tickets(len(prompts)), policy, around, samples=1, greedy=False, seed=number)
+    seconds = time.perf_counter() - start
+    turns = {sum(turn.is_action for turn in rollout.turns) for rollout in done.rollouts}
+    assert turns == {options.turns} and len(done.rollouts) == options.conversations, turns
+    return seconds
 
 
 def settings(options: argparse.Namespace, concurrency: int) -> dict[str, Any]:
     rollout = {
         "max_turns": options.turns,
-        "max_new_tokens": options.tokens,
+        "max_new_tokens": LONGEST * options.tokens,
         "max_context": 2048,
         "concurrency": concurrency,
         "tools": ["megarl.rollout.tools:calculator"],
@@ -167,18 +224,20 @@ def run(options: argparse.Namespace) -> int:
         finally:
             engine.shutdown()
             host.close()
-    slow, quick = (statistics.median(found[way]) for way in ("turn by turn", "by the loop"))
-    print(f"medians: turn by turn {slow:.2f} s, by the loop {quick:.2f} s: {slow / quick:.2f}x")
+    medians = {way: statistics.median(found[way]) for way in found}
+    for behind in (", waiting alone", ""):
+        slow, quick = medians[TURNS + behind], medians[LOOP + behind]
+        print(f"medians{behind}: {TURNS} {slow:.2f} s, {LOOP} {quick:.2f} s: {slow / quick:.2f}x")
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of tools/make_quickstart.py")
-    for name, value in {"conversations": 96, "turns": 4, "tokens": 24, "concurrency": 32, "rounds": 3}.items():
+    for name, value in {"conversations": 32, "turns": 16, "tokens": 16, "concurrency": 32, "rounds": 2}.items():
         parser.add_argument(f"--{name}", type=count(), default=value)
     parser.add_argument("--tool-s", type=float, default=0.5)
-    parser.add_argument("--spread", action="store_true")
+    parser.add_argument("--even", action="store_true", help="no turn is longer than another, no call slower")
     return run(parser.parse_args(arguments))
 
 

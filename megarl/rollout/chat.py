@@ -23,7 +23,7 @@ from megarl.environments.protocol import Described
 from megarl.environments.tools import Tool
 from megarl.rollout.controls import Controls, generation_eos
 from megarl.rollout.escaping import Escaping
-from megarl.rollout.messages import FORMS, Form, call_id, example_arguments, plain
+from megarl.rollout.messages import FORMS, Form, call_id, example_arguments, plain, safe_schemas
 from megarl.rollout.reasoning import Reasoned, find, forgets, is_open, marks_of
 from megarl.rollout.spelling import Spelling
 from megarl.types import Ids, Message, Prompt, ids_of
@@ -350,7 +350,10 @@ class Chat:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages), tools=list(schemas) or None, tokenize=False, add_generation_prompt=generate
+                    list(messages),
+                    tools=safe_schemas(schemas, self.controls) or None,
+                    tokenize=False,
+                    add_generation_prompt=generate,
                 )
             )
         except Exception as error:  # jinja2's errors and whatever a template raises on purpose

@@ -77,22 +77,33 @@ def safe(message: Message, controls: Controls) -> Message:
     """A plain message in which others than the template have written no control tokens. Tags stay, see `Controls`, but
     for what a tool says, and in names, ids and arguments: there they would be taken for the policy's."""
 
-    def escaped(value: Any) -> Any:
-        if isinstance(value, str):
-            return controls.escape(value)
-        if isinstance(value, dict):
-            return {escaped(key): escaped(item) for key, item in value.items()}
-        return [escaped(item) for item in value] if isinstance(value, list) else value
-
     strict = message["role"] == "tool"
     return {
         key: value
         if key == "role"
         else controls.escape(value, tags=strict)
         if key in ("content", "reasoning_content")
-        else escaped(value)
+        else _escaped(value, controls)
         for key, value in message.items()
     }
+
+
+def safe_schemas(schemas: Sequence[dict[str, Any]], controls: Controls) -> list[dict[str, Any]]:
+    """Schemas in which there are no control tokens: a client or a server of tools may have described them. Tags stay,
+    as in `safe`."""
+    text = repr(schemas)
+    if len(controls.spelled(text)) == len(controls.tags_in(text)):  # as nearly always
+        return list(schemas)
+    return [_escaped(schema, controls, tags=False) for schema in schemas]
+
+
+def _escaped(value: Any, controls: Controls, tags: bool = True) -> Any:
+    """A value as of JSON, with all of its texts escaped."""
+    if isinstance(value, str):
+        return controls.escape(value, tags)
+    if isinstance(value, dict):
+        return {_escaped(key, controls, tags): _escaped(item, controls, tags) for key, item in value.items()}
+    return [_escaped(item, controls, tags) for item in value] if isinstance(value, list | tuple) else value
 
 
 def hollow(message: Message) -> Message:

@@ -22,6 +22,8 @@ _FOLLOWED = (
 )  # fmt: skip
 _MEANINGLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
 """Fields that ask for nothing that could change an answer."""
+_PLAIN = (_FOLLOWED | _MEANINGLESS) - {"tool_choice"}
+"""Those whose values need no look."""
 _REFUSED = {
     "functions": "it is of an old form; use tools",
     "function_call": "it is of an old form; use tool_choice",
@@ -94,6 +96,9 @@ def _loaded(body: bytes) -> Any:
 
 
 def _ignored(given: Mapping[str, Any], params: Mapping[str, Any]) -> set[str]:
+    doubtful = given.keys() - _PLAIN
+    if not doubtful:  # as most requests are
+        return set()
     own = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **params}
     same = {name for name in ("temperature", "top_p", "top_k", "min_p") if given.get(name) == own[name]}
     idle: dict[str, tuple[Any, ...]] = {
@@ -108,7 +113,7 @@ def _ignored(given: Mapping[str, Any], params: Mapping[str, Any]) -> set[str]:
         "modalities": (["text"],),
     }
     same |= {name for name, values in idle.items() if given.get(name) in values}
-    return {str(encodable(name)) for name in given.keys() - same - (_FOLLOWED - {"tool_choice"}) - _MEANINGLESS}
+    return {str(encodable(name)) for name in doubtful - same}
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:

@@ -15,7 +15,7 @@ from megarl.rollout.observations import observed, spare_of
 from megarl.rollout.policy import Generation
 from megarl.rollout.reasoning import is_open
 from megarl.rollout.tool_calls import Call, Parse, Reply
-from megarl.sessions.answers import Choice
+from megarl.sessions.answers import Choice, as_text
 from megarl.sessions.asked import Asked
 from megarl.sessions.tree import Node, Schemas
 from megarl.types import Ids, Message, ids_of
@@ -24,10 +24,18 @@ _MARK = 16
 """Tokens within which the head of a turn opens reasoning."""
 
 
-class TooMuch(Exception):
-    """Messages leave the policy no room. tokens: that they are, with what stands before them."""
+_PIECE = 1 << 14
+"""Characters of a flood that are read at a time."""
+_USUAL = 8
+"""Characters of a token, or fewer, in nearly all texts."""
+_TORN = 16
+"""Tokens that tearing a text in two may add, with room to spare."""
 
-    def __init__(self, tokens: int) -> None:
+
+class TooMuch(Exception):
+    """Messages leave the policy no room. tokens: that they are, in words, with what stands before them."""
+
+    def __init__(self, tokens: str) -> None:
         super().__init__(tokens)
         self.tokens = tokens
 
@@ -95,12 +103,24 @@ class Rendering:
     ) -> Shown:
         """before: tokens that stand there already."""
         room = config.max_context - before - 1
+        texts = [text for one in messages if one["role"] != "tool" for text in (one["content"], *_arguments(one))]
+        self._check_flood(texts, room, before)
         found = observed(self.chat, messages, schemas, config.max_observation, room, spare_of(config), make)
         if found is None:
-            raise TooMuch(before + len(make(messages)))
+            raise TooMuch(str(before + len(make(messages))))
         said, ids = found
         cut = sum(one["content"] != given["content"] for one, given in zip(said, messages, strict=True))
         return Shown(ids_of(ids), tuple(said), cut)
+
+    def _check_flood(self, texts: Sequence[str], room: int, before: int) -> None:
+        """Raise TooMuch where this is so much text that it need not be read to its end: that takes seconds of a
+        megabyte, in which nobody else is answered. What may fit is not read here."""
+        count = 0
+        for text in texts if sum(map(len, texts)) > max(_PIECE, _USUAL * room) else ():
+            for begin in range(0, len(text), _PIECE):
+                count += len(self.chat.ids(text[begin : begin + _PIECE])) - _TORN
+                if count > room:
+                    raise TooMuch(f"more than {before + count}")
 
     def _drops(self, behind: Sequence[Message]) -> bool:
         """Whether the template leaves out the reasoning of a turn before these messages."""
@@ -172,6 +192,10 @@ class Rendering:
         except ConfigError:
             return True
         return not np.array_equal(ids_of(fresh), path[-1].tokens)
+
+
+def _arguments(message: Message) -> list[str]:
+    return [as_text(call["function"]["arguments"]) for call in message.get("tool_calls", ())]
 
 
 def _call(call: Call, number: int) -> dict[str, Any]:

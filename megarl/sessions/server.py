@@ -59,7 +59,7 @@ class SessionServer:
         app.router.add_post("/s/{id}/v1/chat/completions", self._complete)
         app.router.add_get("/s/{id}/v1/models", self._models)
         app.router.add_get("/s/{id}/v1/models/{model:.+}", self._models)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1.0, backlog=_BACKLOG)
         await site.start()
@@ -121,7 +121,8 @@ class SessionServer:
         if recording is None:
             raise Refused("there is no such session, or it is closed", status=404, code="session_not_found")
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), recording.key.encode()):
+        given = key.strip().encode(errors="replace")  # headers may be of any bytes
+        if kind.lower() != "bearer" or not hmac.compare_digest(given, recording.key.encode()):
             raise Refused("the key is not this session's", status=401, code="invalid_api_key")
         return recording
 
@@ -137,6 +138,8 @@ class SessionServer:
         recording = self._session(request)
         body = await request.read()
         try:
+            if coding := request.headers.get("Content-Encoding"):
+                raise Refused(f"the body has the encoding {coding[:40]!r}; send it as it is")
             asked = read(body, recording.model, recording.params, recording.heard)
             place = recording.place(asked)
         except Refused:

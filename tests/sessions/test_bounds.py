@@ -73,6 +73,36 @@ def test_results_are_cut_by_tokens_head_and_tail_kept() -> None:
     run(test, policy, config=replace(CONFIG, max_observation=40))
 
 
+def test_a_flood_is_refused_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte takes seconds, in which no other session would be answered."""
+    read, own = [0], CHAT.ids
+
+    def counting(text: str) -> list[int]:
+        read[0] += len(text)
+        return own(text)
+
+    monkeypatch.setattr(CHAT, "ids", counting)
+    flood = "1+2 " * 250_000
+    call_of_it = {"id": "c", "type": "function", "function": {"name": "f", "arguments": f'{{"x": "{flood}"}}'}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call_of_it]}
+
+    async def test(served: Served) -> None:
+        answer = (await served.create(ASK)).choices[0].message
+        for messages in (
+            [{"role": "user", "content": flood}],
+            [*ASK, answer, {"role": "user", "content": flood}],
+            [*ASK, calling, {"role": "tool", "tool_call_id": "c", "content": "3"}],
+        ):
+            with pytest.raises(
+                openai.BadRequestError, match=r"more than \d+ tokens, .*rollout\.max_context"
+            ) as refused:
+                await served.create(messages)
+            assert refused.value.code == "context_length_exceeded"
+        assert read[0] < 200_000
+
+    run(test, Numbered("one"))
+
+
 def test_results_are_cut_to_the_room_there_is() -> None:
     async def test(served: Served) -> None:
         message = (await served.create(ASK, tools=TOOLS)).choices[0].message

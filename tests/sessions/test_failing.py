@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,23 @@ def test_a_body_that_is_none(body: bytes, complaint: str, param: str | None) -> 
         assert answer.status_code == 400 and complaint in error["message"] and error["param"] == param
         assert error["type"] == "invalid_request_error"
         assert (await served.create(ASK)).choices[0].message.content == "a"  # the session goes on
+
+    run(test, Numbered("a"))
+
+
+def test_headers_of_any_bytes_and_a_body_that_is_compressed_are_refused_in_words() -> None:
+    async def test(served: Served) -> None:
+        own = f"Bearer {served.recording.key}".encode()
+        url = f"{served.recording.base_url}/chat/completions"
+        async with httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(url, content=b"{}", headers={"Authorization": b"Bearer \xff\xfe"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            for body in (b"nonsense", gzip.compress(b"{}")):
+                headers = {"Authorization": own, "Content-Encoding": b"gzip"}
+                answer = await client.post(url, content=body, headers=headers)
+                assert answer.status_code == 400
+                assert "has the encoding 'gzip'; send it as it is" in answer.json()["error"]["message"]
+        assert (await served.create(ASK)).choices[0].message.content == "a"
 
     run(test, Numbered("a"))
 
