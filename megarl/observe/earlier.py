@@ -16,6 +16,15 @@ def last_step(run: Path) -> int:
         return 0
 
 
+def afresh(run: Path) -> str:
+    """What is said of a run that is asked to go on in this folder, which has no checkpoint."""
+    lost = last_step(run)
+    again = (
+        f"; there are figures of {lost} steps, which are taken again, and their rollouts are removed" if lost else ""
+    )
+    return f"no checkpoint in the run folder yet: starting afresh{again}"
+
+
 def has_checkpoints(run: Path) -> bool:
     """Whole ones or others: which of them are, a resume says."""
     return any((run / "checkpoints").glob("step_*"))
