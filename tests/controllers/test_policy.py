@@ -261,3 +261,21 @@ def test_vapo_learns_from_what_went_well_besides() -> None:
     assert right[0.0] < right[0.1] < right[0.2]
     # All logits are 0 in the first update: each token costs log 6.
     assert found[0.1]["actor/nll_loss"] == found[0.2]["actor/nll_loss"] == pytest.approx(math.log(6))
+
+
+def test_a_critic_warms_up_before_the_policy_moves_and_a_resume_does_not_begin_it_anew() -> None:
+    """VAPO's value pre-training: of two such steps the critic learns from each, the policy from none."""
+    assert from_dict({"algorithm": "vapo"}).critic.warmup_steps == 50  # as in its paper
+    config = from_dict({"algorithm": "vapo", "critic": {"warmup_steps": 2}})
+    flow: Any = Given(config, ROLLOUTS)
+    controller = make_controller(config)
+    tables = []
+    for _ in range(4):
+        again = make_controller(config)
+        again.load_state_dict(controller.state_dict())
+        controller = again
+        controller.step(flow, [])
+        tables.append(flow.policy.table.detach().clone())
+    assert len(flow.critic_saw) == 4 and len(flow.actor_saw) == 2
+    assert not tables[1].any() and tables[2].any()
+    assert flow.calls == ["sleep", "push"] * 4
