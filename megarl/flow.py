@@ -36,6 +36,7 @@ from megarl.observe.meter import Gpu, clocks_of, speed
 from megarl.observe.metrics import batch_metrics, rollout_metrics
 from megarl.observe.profile import Profile
 from megarl.observe.run_log import RunLog
+from megarl.observe.spread import Spread
 from megarl.parallel import device, everyone, last_words, ranks, watching
 from megarl.parallel.layouts import lay_out
 from megarl.parallel.placement import placement_of
@@ -150,6 +151,7 @@ class HybridFlow(Items, Keeping):
             self._read_data()
         records = self.config.track.rollouts and self.declared.generates
         self.log = RunLog(self.config, self.job, vocabulary_hash(self.config.model.path) if records else "")
+        self.spread = Spread(self.declared)
         finished = False
         try:
             for warning in report.warnings:
@@ -229,6 +231,8 @@ class HybridFlow(Items, Keeping):
             metrics |= figures
             if line:
                 self.log.alarm(line)
+        if line := self.spread.look(self.step, metrics):
+            self.log.alarm(line)
         metrics |= self.loader.epochs() | self.clock.lap(self.step)
         self.log.spans(self.clock.spans())
         self.profile.end(self.step)

@@ -23,6 +23,7 @@ from megarl.controllers.base import Controller
 from megarl.data.prompts import PromptLoader
 from megarl.observe.clock import Clock
 from megarl.observe.control import Control
+from megarl.observe.earlier import afresh
 from megarl.observe.run_log import RunLog
 from megarl.parallel import everyone, ranks
 from megarl.parallel.placement import placement_of, role_parallel
@@ -220,7 +221,7 @@ class Keeping:
             self._look_at_data(folder)
         self.log.begin(step)
         if folder is None:
-            self.log.say("no checkpoint in the run folder yet: starting afresh")
+            self.log.say(afresh(self.log.run_dir))
         return folder
 
     def _look_at_data(self, folder: Path) -> None:

@@ -54,3 +54,24 @@ def test_a_fork_has_recipes_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
         assert config.advantage.group_std is False and declare(config).name == "lab_recipes:mine"
     finally:
         sys.modules.pop("lab_recipes", None)
+
+
+def test_the_complete_recipes_are_what_their_papers_say() -> None:
+    """DAPO (arXiv:2503.14476), VAPO (arXiv:2504.05118), PF-PPO (arXiv:2409.06957), Dr. GRPO (arXiv:2503.20783)."""
+    dapo, vapo, pf_ppo, dr_grpo = (from_dict({"algorithm": name}) for name in ("dapo", "vapo", "pf_ppo", "dr_grpo"))
+    for one in (dapo, vapo):
+        assert (one.loss.clip, one.loss.clip_high, one.loss.mean, one.kl.place) == (0.2, 0.28, "token", "none")
+    found = find_controller("dapo").read_options(dapo)
+    assert (found.generations, found.overlong) == (10, 0.2) and dapo.advantage.group_std
+    found = find_controller("vapo").read_options(vapo)
+    assert (found.critic_lam, found.length_adaptive, found.positive_nll) == (1.0, 0.05, 0.1)
+    assert vapo.critic.warmup_steps == 50 and vapo.advantage.gamma == 1.0 and vapo.rollout.samples_per_prompt > 1
+    found = find_controller("pf_ppo").read_options(pf_ppo)
+    assert (found.filter, found.buffer) == (0.8, 10_000)
+    assert (dr_grpo.advantage.group_std, dr_grpo.loss.mean) == (False, "constant")
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov"])
+def test_a_recipe_of_a_loss_has_that_loss(name: str) -> None:
+    config = from_dict({"algorithm": name})
+    assert config.loss.policy == name and (config.loss.mean == "sequence") == (name in ("gspo", "sapo", "gmpo"))

@@ -3,13 +3,14 @@
     .venv/bin/python tools/check_recipes.py [CONFIG ...] [--quickstart runs/quickstart] [--out runs/checked]
                                             [section.key=value ...]
 
-By default all of configs/ that expect something and need no more ranks than this machine has cores, or three. Those of
-the quickstart's task are given the folder of launch/quickstart.sh. Ends with 1 where something was not reached. Runs
-that are finished in --out are not taken again.
+By default those of the quickstart's task, which are small: they are given the folder of launch/quickstart.sh, and take
+some minutes each on two cores. Others are named; they need the weights and the data that their first lines say. Ends
+with 1 where something was not reached. Runs that are finished in --out are not taken again.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -21,19 +22,42 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.command_line import Parser, ends_in_a_line
-from megarl.config import ConfigError, load_config
+from megarl.config import Config, ConfigError, load_config
 from megarl.expected import expectations, reached
+
+TASK = "runs/quickstart/"
+"""Where recipes of the quickstart's task look for what launch/quickstart.sh has made."""
 
 
 def small() -> list[Path]:
-    """The configurations that expect something and fit this machine."""
+    """The configurations of the quickstart's task that expect something and fit this machine."""
     most = max(3, os.cpu_count() or 1)
     found = []
     for path in sorted((trials.ROOT / "configs").glob("*.yaml")):
         config = load_config(path)
-        if config.expect and config.parallel.world_size <= most:
+        if config.expect and config.model.path.startswith(TASK) and config.parallel.world_size <= most:
             found.append(path)
     return found
+
+
+def of_task(config: Config, folder: Path) -> list[str]:
+    """Overrides by which a recipe reads this folder where it names runs/quickstart; none for one that does not. Raises
+    ConfigError where the folder lacks what it reads."""
+    named = {"model.path": (config.model.path,), "data.train": config.data.train, "data.eval": config.data.eval}
+    overrides = []
+    for key, paths in named.items():
+        if not any(path.startswith(TASK) for path in paths):
+            continue
+        here = [folder / path.removeprefix(TASK) if path.startswith(TASK) else Path(path) for path in paths]
+        for path in here:
+            if not path.exists():
+                raise ConfigError(
+                    f"{path} is not there: call launch/quickstart.sh first, or give the folder it has made with "
+                    "--quickstart"
+                )
+        one = str(here[0]) if len(here) == 1 else json.dumps([str(path) for path in here])
+        overrides.append(f"{key}={one}")
+    return overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         expected = expectations(config)
         if not expected:
             raise ConfigError(f"{path} expects nothing: give it a section `expect`")
-        of_task = config.model.path.startswith("runs/quickstart/sft/")
-        own = trials.quickstart(options.quickstart.resolve()) if of_task else []
+        own = of_task(config, options.quickstart.resolve())
         metrics = trials.run(str(path.resolve()), [*own, *overrides], options.out.resolve() / path.stem)
         for name, (figure, good) in reached(expected, metrics).items():
             said = "not told" if figure is None else f"{figure:.4g}"

@@ -26,9 +26,9 @@ class RunConfig:
     epochs: Count = 1
     """Passes over each rollout batch; of SFT over the rows of each step, not over the data."""
     resume: Literal["never", "auto", "forced"] = "never"
-    """`auto` goes on from the newest checkpoint in the run folder, or starts afresh when there is none. Most keys may
-    change then; the folder's README.txt says which not. `forced` goes on although some of those have changed, or the
-    content of `data.train`: what is trained is then another run's from there on."""
+    """`auto` goes on from the newest checkpoint in the run folder, or starts afresh where there is none and the run is
+    not finished. Most keys may change then; the folder's README.txt says which not. `forced` goes on although some
+    of those have changed, or the content of `data.train`: what is trained is then another run's from there on."""
     save_every: CountOrNone = 0
     """Write a checkpoint every so many steps, and at the end; 0 writes none. Where the disk does not take one, training
     goes on, but not beyond the last."""

@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 import yaml
 
 from megarl.config import Config, ConfigError, load_config, to_dict
+from megarl.observe.earlier import has_checkpoints, is_finished
 from megarl.observe.webhook import BY_NAME
 
 IDENTITY = (
@@ -217,7 +218,8 @@ def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
     if not file.is_file():
         raise ConfigError(f"run folder {path} has results but no config.yaml; set run.dir to another folder")
     try:
-        changes = differing_keys(load_config(file), config)
+        old = load_config(file)
+        changes = differing_keys(old, config)
     except (OSError, ValueError, RecursionError) as error:
         what = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(
@@ -232,13 +234,19 @@ def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
             "back, or set run.resume=forced to go on with them all the same"
         )
     if not resume:
-        if not any((path / "checkpoints").glob("step_*")):
+        if not has_checkpoints(path):
             raise ConfigError(
                 f"run folder {path} holds this run already, without a checkpoint from which run.resume=auto could "
                 "continue it; set run.dir to another one"
             )
         raise ConfigError(
             f"run folder {path} holds this run already; set run.resume=auto to continue it, or run.dir to another one"
+        )
+    if is_finished(path, old) and not has_checkpoints(path):
+        raise ConfigError(
+            f"run folder {path} holds this run already, finished and without a checkpoint (run.save_every): "
+            f"run.resume={config.run.resume} would start afresh and overwrite its rollouts and its export; set run.dir "
+            "to another folder, or remove this one"
         )
     return changes
 

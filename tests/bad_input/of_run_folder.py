@@ -117,6 +117,12 @@ def folder_at(name: str) -> Callable[[Path], None]:
     return make
 
 
+def finished(folder: Path) -> None:
+    export = run_of(folder) / "export"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+
+
 def exported_over_model(folder: Path) -> None:
     (folder / "run").mkdir()
     (folder / "run" / "export").symlink_to(folder / "model")
@@ -176,6 +182,15 @@ CASES = [
         ("parallel.world_size=2", "run.seed=5", RESUME),
         earlier(),
     ),
+    *[
+        Case(
+            f"a finished run without a checkpoint, {resume}",
+            ("finished and without a checkpoint", f"run.resume={resume} would start afresh", "set run.dir"),
+            (f"run.resume={resume}", "run.num_rollout=9"),
+            finished,
+        )
+        for resume in ("auto", "forced")
+    ],
     Case("a run with other settings already", ("run.resume=auto",), ("actor_optimizer.lr=0.5",), earlier()),
     Case("results of nobody", ("no config.yaml", "run.dir"), (RESUME,), only("metrics.jsonl", "")),
     *[

@@ -261,3 +261,50 @@ def test_vapo_learns_from_what_went_well_besides() -> None:
     assert right[0.0] < right[0.1] < right[0.2]
     # All logits are 0 in the first update: each token costs log 6.
     assert found[0.1]["actor/nll_loss"] == found[0.2]["actor/nll_loss"] == pytest.approx(math.log(6))
+
+
+def test_a_critic_warms_up_before_the_policy_moves_and_a_resume_does_not_begin_it_anew() -> None:
+    """VAPO's value pre-training: of two such steps the critic learns from each, the policy from none."""
+    assert from_dict({"algorithm": "vapo"}).critic.warmup_steps == 50  # as in its paper
+    config = from_dict({"algorithm": "vapo", "critic": {"warmup_steps": 2}})
+    flow: Any = Given(config, ROLLOUTS)
+    controller = make_controller(config)
+    tables = []
+    for _ in range(4):
+        again = make_controller(config)
+        again.load_state_dict(controller.state_dict())
+        controller = again
+        controller.step(flow, [])
+        tables.append(flow.policy.table.detach().clone())
+    assert len(flow.critic_saw) == 4 and len(flow.actor_saw) == 2
+    assert not tables[1].any() and tables[2].any()
+    assert flow.calls == ["sleep", "push"] * 4
+
+
+def test_vapos_lambdas_by_hand() -> None:
+    """Of two actions and a reward of 1 at the end, with values of 0 and gamma 1: the policy's lambda is 1 - 1/2, by the
+    answer's length, the critic's 1, and `advantage.lam` is nobody's."""
+    options = {"critic_lam": 1.0, "length_adaptive": 1.0, "positive_nll": 0.0}
+    advantage = {"whiten": False, "gamma": 1.0, "lam": 0.9}
+    config = from_dict({"algorithm": "vapo", "options": options, "critic": {"warmup_steps": 0}, "advantage": advantage})
+    flow: Any = Given(config, [rollout(0, 1.0, "stop")])
+    batch = make_controller(config).step(flow, []).batch
+    assert batch is not None and batch.advantages is not None and batch.returns is not None
+    assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([0.5, 1.0])
+    assert batch.returns[batch.loss_mask].tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_a_kl_in_the_reward_is_taken_off() -> None:
+    """Of two answers of equal reward, that which the policy has come to write more often than the reference is the
+    worse one."""
+    config = from_dict({"algorithm": "grpo", "kl": {"place": "reward", "coef": 0.1, "target": None}})
+    often, seldom = rollout(0, 1.0, "stop"), rollout(0, 1.0, "stop")
+    seldom = dataclasses.replace(seldom, turns=(seldom.turns[0], Turn((2, 3), (-1.8, -1.8), True, 0)))
+    flow: Any = Given(config, [often, seldom])
+    with torch.no_grad():
+        flow.policy.table[0, 1] += 1.0
+        flow.policy.table[1, 4] += 1.0
+    batch = make_controller(config).step(flow, []).batch
+    assert batch is not None and batch.advantages is not None
+    first, _, second, _ = batch.advantages[batch.loss_mask].tolist()
+    assert first == pytest.approx(-second) and first < -0.5

@@ -724,10 +724,32 @@ def unread() -> Any:
     return said
 
 
+def repeating() -> list[str]:
+    """What a flow says, by the step, of steps in which the rewards of no prompt's answers differ."""
+    from types import SimpleNamespace
+
+    from megarl.config import from_dict
+    from megarl.controllers.base import StepResult
+    from megarl.controllers.registry import declare
+    from megarl.flow import HybridFlow
+    from megarl.observe.spread import Spread
+
+    flow: Any = HybridFlow(from_dict({"algorithm": "grpo"}))
+    flow.spread, flow.workers, flow.job = Spread(declare(flow.config)), [], SimpleNamespace(world=1)
+    flow.loader = flow.clock = flow.profile = SimpleNamespace(
+        epochs=dict, lap=lambda step: {"time/step": 1.0}, spans=list, end=lambda step: None
+    )
+    said: list[str] = []
+    flow.log = SimpleNamespace(alarm=said.append, spans=lambda spans: None, step=lambda step, metrics, *others: metrics)
+    for flow.step in range(1, 5):
+        flow._finish_step(StepResult({"rollout/zero_spread_frac": 1.0, "rollout/reward_mean": 0.0}))
+    return said
+
+
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
     refusals, folder, half, schedule, critic, aux_losses, training, waking, numbers, comparing, nothing, spared,
-    placing, unnamed_columns, unread, cutoff.cut_logprobs, cutoff.cut_micro_batch,
+    placing, unnamed_columns, unread, repeating, cutoff.cut_logprobs, cutoff.cut_micro_batch,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -49,6 +49,28 @@ def test_a_folder_with_results_is_kept_from_other_runs(tmp_path: Path) -> None:
     prepare(tmp_path, CONFIG, resume=True).release()
 
 
+def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_in_its_folder(tmp_path: Path) -> None:
+    """Neither by its export nor, where it has none, by its last step; one that was broken off is."""
+    for name, export in (("a", True), ("b", False)):
+        config = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, num_rollout=2, export=export))
+        resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, num_rollout=9, resume="auto"))
+        folder = tmp_path / name
+        prepare(folder, config, resume=False).release()
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+        claim(folder, resumed, resume=True).release()
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+        if export:
+            claim(folder, resumed, resume=True).release()  # it was lost while it exported
+            (folder / "export").mkdir()
+            (folder / "export/config.json").write_text("{}")
+        with pytest.raises(
+            ConfigError, match=r"finished and without a checkpoint.*run\.resume=auto would start afresh"
+        ):
+            claim(folder, resumed, resume=True)
+        (folder / "checkpoints/step_000002").mkdir(parents=True)
+        claim(folder, resumed, resume=True).release()
+
+
 def test_keys_that_do_not_matter_are_not_spoken_of() -> None:
     other = dataclasses.replace(
         CONFIG,

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import check_recipes  # noqa: E402
 import trials  # noqa: E402
 
-from megarl.config import ConfigError  # noqa: E402
+from megarl.config import ConfigError, load_config  # noqa: E402
+from megarl.expected import expectations  # noqa: E402
 
 
 @pytest.fixture
@@ -39,8 +40,41 @@ def test_what_is_reached_and_what_is_missed(recipe: Path, capsys: pytest.Capture
 
 def test_the_small_ones_are_found() -> None:
     names = [path.name for path in check_recipes.small()]
-    assert {"quickstart.yaml", "quickstart_async.yaml", "quickstart_split.yaml"} <= set(names)
-    assert "deepseek_v3_671b.yaml" not in names
+    quick = ["quickstart.yaml", "quickstart_async.yaml", "quickstart_sft.yaml", "quickstart_split.yaml"]
+    assert names == quick  # and none whose weights a machine may lack
+
+
+def test_those_of_the_quickstarts_task_are_given_its_folder(tmp_path: Path) -> None:
+    configs = trials.ROOT / "configs"
+    warm_up, ppo = (load_config(configs / name) for name in ("quickstart_sft.yaml", "quickstart.yaml"))
+    with pytest.raises(ConfigError, match="model is not there: call launch/quickstart.sh first"):
+        check_recipes.of_task(warm_up, tmp_path)
+    for name in ("model", "sft/export"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("sft.jsonl", "train.jsonl", "eval.jsonl"):
+        (tmp_path / name).touch()
+    at = str(tmp_path)
+    assert check_recipes.of_task(warm_up, tmp_path) == [f"model.path={at}/model", f"data.train={at}/sft.jsonl"]
+    own = [f"model.path={at}/sft/export", f"data.train={at}/train.jsonl", f"data.eval={at}/eval.jsonl"]
+    assert check_recipes.of_task(ppo, tmp_path) == own
+    mixed = load_config(configs / "quickstart_sft.yaml", ["data.train=[runs/quickstart/sft.jsonl,mine.jsonl]"])
+    with pytest.raises(ConfigError, match="mine.jsonl is not there"):
+        check_recipes.of_task(mixed, tmp_path)
+    assert check_recipes.of_task(load_config(configs / "sft.yaml"), tmp_path) == []
+
+
+RECIPES = sorted((trials.ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_each_recipe_says_what_it_must_reach(path: Path) -> None:
+    """By a figure that such a run has."""
+    config = load_config(path)
+    found = expectations(config)
+    assert found
+    for metric in found:
+        if metric.startswith("eval/"):
+            assert config.run.eval_every and config.data.eval, f"{metric} is never told"
 
 
 def test_a_recipe_that_expects_nothing(tmp_path: Path) -> None:

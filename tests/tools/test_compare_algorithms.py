@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,3 +112,12 @@ def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
         compare_algorithms.main([str(folder), "--algorithms", "ppoo"])
     with pytest.raises(ConfigError, match="has no sft/export/config.json: call launch/quickstart.sh first"):
         compare_algorithms.main([str(tmp_path / "nothing")])
+
+
+def test_the_page_has_what_came_of_each() -> None:
+    """A row of each algorithm that can be compared, in which it has learned the task; and the plot."""
+    page = (trials.ROOT / "megarl/controllers/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| [\d.]+, ([\d.]+) \| [\d.]+, ([\d.]+) \|", page, flags=re.MULTILINE)
+    assert [name for name, _, _ in rows] == compare_algorithms.comparable()
+    assert all(float(figure) >= 0.8 for _, *held_out in rows for figure in held_out)
+    assert "(compared.png)" in page and (trials.ROOT / "megarl/controllers/compared.png").is_file()

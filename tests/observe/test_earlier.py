@@ -1,0 +1,29 @@
+"""What a run folder without a checkpoint says of the run in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.observe.earlier import afresh, last_step
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.mark.parametrize(
+    ("metrics", "step"),
+    [
+        (None, 0),
+        (b"", 0),
+        (b'{"step": 0, "eval/reward_greedy": 0}\n', 0),
+        (b'{"step": 1}\n{"step": 2}\n{"step": 3, "a"', 2),
+        (b"\xff\xfe", 0),
+    ],
+)
+def test_the_last_step_that_has_figures(tmp_path: Path, metrics: bytes | None, step: int) -> None:
+    if metrics is not None:
+        (tmp_path / "metrics.jsonl").write_bytes(metrics)
+    assert last_step(tmp_path) == step
+    assert afresh(tmp_path).startswith("no checkpoint in the run folder yet: starting afresh")
+    assert (f"figures of {step} steps, which are taken again" in afresh(tmp_path)) == bool(step)
