@@ -248,6 +248,13 @@ def sentences(paper: Paper, bound: Bound, links: Links) -> list[str]:
                 f"network to others. Some GPU sends {gigabytes(bound.send_beside)} at least, or one sends more than "
                 f"{SLACK:g} of the least over the network."
             )
+        sent = network_out + paper.inside_out.sum(0)
+        if (ratio := sent.max() / max(bound.send_beside, 1.0)) > SLACK:
+            found.append(
+                f"The busiest GPU sends {ratio:.2f} of what some GPU has to send in all where the network is spared: "
+                "the planner levels what goes over the network first, and what goes inside of nodes not as well in "
+                "engines of such a size."
+            )
     seconds, busiest = float(paper.round_seconds(links).sum()), paper.busiest_seconds(links)
     found.append(
         f"It goes in {paper.plan.rounds} rounds through staging of two buckets of {paper.plan.bucket_bytes >> 20} MiB. "
