@@ -128,6 +128,8 @@ def reason(one: Judged, search: Search, others: int) -> str:
 NAMES = {
     "arithmetic": "arithmetic",
     "recomputation": "recomputation",
+    "memory": "what is no matrix product",
+    "launches": "launching kernels",
     "tensor": "tensor parallel traffic",
     "context": "context parallel traffic",
     "expert": "expert parallel traffic",
