@@ -244,14 +244,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--nvlink-gbs", type=amount(), default=Links.inside / 1e9, help="GB/s in a node (default %(default)g)"
     )
     links.add_argument(
-        "--round-us", type=amount(-1e-9), default=Links.round_seconds * 1e6, help="of a round (default %(default)g)"
+        "--round-us", type=amount(-1e-9), default=Links.round_seconds * 1e6, help="between rounds (default %(default)g)"
+    )
+    links.add_argument(
+        "--hand-over-ms",
+        type=amount(-1e-9),
+        default=Links.hand_over * 1e3,
+        help="least of a round: handing over the one before (default %(default)g)",
     )
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     file_to_write(options.html, "--html")
-    links = Links(options.nic_gbs * 1e9, options.nvlink_gbs * 1e9, options.round_us / 1e6)
+    links = Links(options.nic_gbs * 1e9, options.nvlink_gbs * 1e9, options.round_us / 1e6, options.hand_over_ms / 1e3)
     hf = on_the_wire(model_config(options.model), options.wire)
     family_of(hf).check(hf)
     config = configured(options, hf)

@@ -63,6 +63,7 @@ def test_figures(figures: tuple[dict[str, Any], str]) -> None:
     assert 0 < found["staging_peak_bytes"] <= 2 * found["bucket_bytes"]
     assert found["messages"] * found["mean_message_bytes"] == pytest.approx(found["cross_bytes"], rel=1e-3)
     assert found["modelled_seconds"] >= found["modelled_seconds_if_nobody_waits"]
+    assert found["modelled_over_busiest_nic"] >= found["nic_send_max_over_bound"]
     assert found["modelled_seconds_if_nobody_waits"] >= found["nic_send_max"] / found["model"]["nic_bytes_per_second"]
     assert "not measured" in found["model"]["what"]
 
@@ -92,6 +93,21 @@ def test_page(figures: tuple[dict[str, Any], str]) -> None:
     assert "node 0 to node 7: " in text and "inside of node 3: " in text
     assert "sends most over the network" in text and "A model, not a measurement" in text
     assert "stage 3" in text and "http" not in text
+
+
+def test_a_push_of_512_is_as_long_as_its_busiest_network_card(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In rounds that no rank leaves before the others, as they are modelled; staging stays at two buckets."""
+    layout = ("--train", "world=512,tp=8,pp=16,ep=32", "--engine", "tp=32,ep=32", "--json")
+    assert main(["--model", "deepseek-v3", *layout]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["modelled_over_busiest_nic"] <= 1.10
+    assert found["staging_peak_bytes"] <= 2 * found["bucket_bytes"]
+    # A round lasts as long as handing over the one before, at least.
+    assert main(["--model", "deepseek-v3", *layout, "--hand-over-ms", "20", "--round-us", "0"]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert slow["modelled_seconds"] == pytest.approx(slow["rounds"] * 0.02, rel=1e-3)
 
 
 def test_table_and_advice(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
