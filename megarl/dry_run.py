@@ -34,8 +34,7 @@ from megarl.observe.trackers.known import check_trackers
 from megarl.observe.webhook import check_webhook
 from megarl.parallel.placement import Placement, check_placement, engine_ranks, placement_of, role_parallel, spans
 from megarl.parallel.roles import role_settings
-from megarl.reshard.configured import engine_layout, push_plan
-from megarl.reshard.planner import Plan
+from megarl.reshard.configured import engine_layout, planned_push
 from megarl.rewards.backends import check_reward
 from megarl.rollout.beforehand import check_asynchronous, check_oversampling
 from megarl.rollout.engine import check_here
@@ -157,7 +156,7 @@ def validate(
         if not dry_run:
             passes(check_here, config)
         divides = divides and passes(engine_layout, config)
-        divides = divides and (not declared.trains or passes(_push_plan, hf, config))
+        divides = divides and (not declared.trains or passes(planned_push, hf, config))
     elif declared.generates:
         passes(lambda: check_replay(config, hf, named_models.vocabulary_hash(config.model.path), until))
     if divides:
@@ -196,13 +195,6 @@ def _ranks_of(config: Config, roles: Sequence[str], served: Iterable[str]) -> di
 def _called(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:
     names = [role.replace("_", " ") for role in roles if set(ranks) <= set(placement.of(role))]
     return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {', '.join(names)}"
-
-
-def _push_plan(hf: HFConfig, config: Config) -> Plan:
-    """Of the push from the actor's ranks to the engines'."""
-    placement = placement_of(config)
-    sides = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
-    return push_plan(hf, config, engine_layout(config), *sides)
 
 
 def _facts(
@@ -274,7 +266,7 @@ def _facts(
 
 def _pushed(hf: HFConfig, config: Config, here: int) -> list[tuple[str, str]]:
     """What a push sends. here: ranks of a machine."""
-    plan = _push_plan(hf, config)
+    plan = planned_push(hf, config)
     transfers, engines = plan.transfers(), len(plan.sides.engine)
     far = transfers.src // here != transfers.dst // here
     received, over = transfers.nbytes.sum() / engines, transfers.nbytes[far].sum() / engines

@@ -16,8 +16,8 @@ from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
 from megarl.models.step_time import StepTime
-from megarl.parallel.placement import check_layout
-from megarl.reshard.configured import engine_layout, push_plan
+from megarl.parallel.placement import check_layout, check_placement
+from megarl.reshard.configured import planned_push
 from megarl.types.declared import Declared
 
 WAYS = ("none", "selective", "full")  # of recomputing activations, the least first
@@ -153,12 +153,12 @@ def best(found: list[Judged]) -> Judged:
 
 def check(hf: HFConfig, config: Config, declared: Declared) -> None:
     """Raise ConfigError, as a dry run would, for a layout that does not divide, or whose weights cannot be pushed."""
-    check_layout(config.parallel)
+    check_placement(config, declared.roles, [])
     checks.check_nodes(config, declared)
     checks.check_training_layout(hf, config)
     if declared.generates:
         checks.check_engine(hf, config)
-        push_plan(hf, config, engine_layout(config))
+        planned_push(hf, config)
 
 
 def with_layout(hf: HFConfig, config: Config, parallel: ParallelConfig, way: str) -> Config:

@@ -102,6 +102,14 @@ def judged_table(found: list[Judged], search: Search, chosen: Judged | None) -> 
     return table
 
 
+def print_whole(console: Console, table: Table) -> None:
+    """However narrow the console is, as a pipe's 80 columns are: a figure that is cut off is worth less than a line
+    that a terminal breaks."""
+    room = console.options.update(max_width=10_000)
+    needed = console.measure(table, options=room).maximum
+    Console(file=console.file, width=max(needed, console.width)).print(table)
+
+
 def reason(one: Judged, search: Search, others: int) -> str:
     """Why this layout, in a sentence."""
     shares = sorted(((seconds, what) for what, seconds in one.seconds.items() if seconds), reverse=True)
@@ -120,6 +128,8 @@ def reason(one: Judged, search: Search, others: int) -> str:
 NAMES = {
     "arithmetic": "arithmetic",
     "recomputation": "recomputation",
+    "memory": "what is no matrix product",
+    "launches": "launching kernels",
     "tensor": "tensor parallel traffic",
     "context": "context parallel traffic",
     "expert": "expert parallel traffic",
@@ -196,7 +206,7 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     if chosen is not None and not any(one is chosen for one in rows_shown):
         rows_shown = [*rows_shown, chosen]
     if rows_shown:
-        console.print(judged_table(rows_shown, search, chosen))
+        print_whole(console, judged_table(rows_shown, search, chosen))
     if len(fitting) > len(rows_shown):
         console.print(f"The fastest of {len(fitting)} that fit.\n")
     console.print(why + "\n")
@@ -205,7 +215,7 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         if shown.config.model.megatron:
             console.print("model.megatron: " + json.dumps(shown.config.model.megatron))
         console.print(f"{layout_text(shown.config.parallel)}:")
-        console.print(memory_table(shown.memory))
+        print_whole(console, memory_table(shown.memory))
         console.print(verdict(shown.peak))
     return 0 if chosen else 1
 
@@ -271,7 +281,7 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         console.print(
             f"{Path(options.model).name}, {options.dtype}: {layout_text(config.parallel)}, bytes", style="bold"
         )
-        console.print(table)
+        print_whole(console, table)
     return 0 if worst <= 0.05 else 1
 
 

@@ -4,7 +4,8 @@
 
 Plans the push of every rank and prints bytes, balance, rounds and staging beside the bound that ownership sets, which
 is computed apart from the planner; the time it should take; and the split of the layers over the stages that would be
-better. Rank r is on node r // gpus-per-node. Trainer and engines have the same ranks, or those that are named:
+better. What a run would refuse, it refuses, by the same checks. Rank r is on node r // gpus-per-node. Trainer and
+engines have the same ranks, or those that are named:
 
     ... --train world=256,tp=8,pp=8,ep=32 --engine tp=32,ep=32 --train-ranks 0-255 --engine-ranks 256-511
 """
@@ -23,19 +24,24 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.command_line import Parser, amount, count, ends_in_a_line, file_to_write
-from megarl.config import ConfigError
+from megarl.config import Config, ConfigError, from_dict
+from megarl.controllers.registry import declare
 from megarl.models.family import HFConfig
+from megarl.models.fp8 import BLOCK
 from megarl.models.registry import family_of, load_hf_config
+from megarl.models.stages import stage_layers
+from megarl.parallel.placement import spans
 from megarl.reshard.advice import Advice, better_split
 from megarl.reshard.bound import Bound, bound
+from megarl.reshard.configured import planned_push
 from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
 from megarl.reshard.paper import Links, draw_up, figures, gigabytes, sentences
 from megarl.reshard.picture import page
-from megarl.reshard.planner import Plan
+from megarl.suggest import check, deal_out
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
 MODELS = {file.stem.replace("_", "-"): file for file in sorted(FOLDER.glob("*.json"))}
-TRAIN = {"world": 0, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "cp": 1}
+TRAIN = {"world": 0, "tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1}
 ENGINE = {"tp": 0, "ep": 1, "dp": 1, "mlp_tp": 0, "head_tp": 0, "shared_tp": 0}
 MOST = 1 << 20  # of anything that a layout has: GPUs, stages
 LEAST_GAIN = 0.002  # of another split, to be worth a line
@@ -76,29 +82,95 @@ def model_config(name: str) -> HFConfig:
     return load_hf_config(MODELS.get(name, name))
 
 
-def layouts(options: argparse.Namespace, hf: HFConfig) -> tuple[TrainLayout, EngineLayout]:
-    family = family_of(hf)
-    family.check(hf)
+def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
+    """The configuration of a run in these layouts, so that its checks are asked. Raises ConfigError."""
     train, engine = sizes(options.train, TRAIN, "--train"), sizes(options.engine, ENGINE, "--engine")
-    try:
-        counts = [int(layers) for layers in options.pp_layers.split(",")] if options.pp_layers else []
-    except ValueError:
-        raise ConfigError(f"--pp-layers must be numbers such as 4,4,3, not {options.pp_layers[:80]!r}") from None
-    layers, pp = int(hf["num_hidden_layers"]), train.pop("pp")
-    if pp > layers:
-        raise ConfigError(f"--train pp={pp}: {layers} layers do not fill so many stages")
-    stages = even_stages(layers, pp, counts)
-    tp, ep, dp, mlp_tp, head_tp, shared_tp = (engine[name] for name in ENGINE)
-    draft = family.mtp_layers(hf) > 0
     ours, theirs = rank_set(options.train_ranks, "--train-ranks"), rank_set(options.engine_ranks, "--engine-ranks")
-    return (
-        TrainLayout(train["world"], train["tp"], train["ep"], stages, train["etp"], train["cp"], ours),
-        EngineLayout(tp, ep, dp, mlp_tp, head_tp, shared_tp, draft=draft, ranks=theirs),
+    own, placement = train.pop("world"), {}
+    if ours and len(ours) != own:
+        raise ConfigError(f"a layout of {own} ranks of the trainer cannot lie on {len(ours)} ranks: --train-ranks")
+    if ours or theirs:
+        ours = ours or tuple(range(own))
+        placement = {"actor": spans(sorted(ours)), "rollout": spans(sorted(theirs or ours))}
+        here = options.gpus_per_node
+        own = -(-(max(*ours, *theirs) + 1) // here) * here  # the others of the last node have other roles
+    sglang, drafts = sglang_settings(engine), family_of(hf).mtp_layers(hf) == 1
+    if "attn_dp_size" in sglang or "moe_a2a_backend" in sglang:
+        drafts = False  # a run refuses them together
+    return from_dict(
+        {
+            "algorithm": "grpo",
+            "model": {
+                "dtype": "float32" if options.wire == "fp32" else "bfloat16",
+                "megatron": stage_settings(options, int(hf["num_hidden_layers"]), train["pp"], train["vpp"]),
+            },
+            "parallel": {"world_size": own, "ranks_per_node": options.gpus_per_node, **train},
+            "placement": placement,
+            "rollout": {
+                "tp": engine["tp"],
+                "ep": engine["ep"],
+                "sglang": sglang,
+                "draft_tokens": int(drafts),
+                "push_bucket_mb": options.bucket_mb,
+                "max_context": 1024,  # is of no account here
+            },
+            "train": {"mtp": float(drafts)},
+        }
     )
 
 
+def sglang_settings(engine: Mapping[str, int]) -> dict[str, Any]:
+    """Of SGLang's, by which an engine is cut like this. Raises ConfigError where it has none."""
+    found: dict[str, Any] = {}
+    tp, attention = engine["tp"], engine["tp"] // engine["dp"]
+    if engine["dp"] > 1:
+        found["attn_dp_size"] = engine["dp"]
+    if engine["mlp_tp"] not in (0, tp):
+        found["moe_dense_tp_size"] = engine["mlp_tp"]
+    if engine["head_tp"] not in (0, tp):
+        if engine["head_tp"] != attention:
+            raise ConfigError(
+                f"--engine head_tp={engine['head_tp']}: SGLang knows tp / dp = {attention} and tp={tp} only"
+            )
+        found["enable_dp_lm_head"] = True
+    if engine["shared_tp"] not in (0, tp):
+        if engine["shared_tp"] != 1:
+            raise ConfigError(f"--engine shared_tp={engine['shared_tp']}: SGLang knows 1 and tp={tp} only")
+        found["moe_a2a_backend"] = "deepep"
+    return found
+
+
+def stage_settings(options: argparse.Namespace, layers: int, pp: int, vpp: int) -> dict[str, int]:
+    """Of `model.megatron`: how many layers each stage has, as asked for, or as even as a run takes them."""
+    if not options.pp_layers:
+        return deal_out(layers, pp, vpp) or {}
+    try:
+        counts = [int(number) for number in options.pp_layers.split(",")]
+    except ValueError:
+        raise ConfigError(f"--pp-layers must be numbers such as 4,4,3, not {options.pp_layers[:80]!r}") from None
+    even_stages(layers, pp, counts)  # raises for other numbers than are there
+    if len(set(counts)) == 1:
+        return {}
+    found = {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
+    if [len(stage) for stage in stage_layers(layers, pp, found, vpp)] != counts:
+        raise ConfigError(
+            f"--pp-layers {options.pp_layers[:80]}: only the first and the last stage can have layers of their own "
+            "number, the others have equally many"
+        )
+    return found
+
+
+def on_the_wire(hf: HFConfig, wire: str) -> HFConfig:
+    """The model with a checkpoint whose engines are pushed to in this format."""
+    plain = {key: value for key, value in hf.items() if key != "quantization_config"}
+    if wire != "fp8":
+        return plain
+    return plain | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
+
+
 def title(options: argparse.Namespace, train: TrainLayout, engine: EngineLayout) -> str:
-    ours = {"TP": train.tp, "CP": train.cp, "PP": train.pp, "EP": train.ep, "ETP": train.etp}
+    vpp = sizes(options.train, TRAIN, "--train")["vpp"]
+    ours = {"TP": train.tp, "CP": train.cp, "PP": train.pp, "VPP": vpp, "EP": train.ep, "ETP": train.etp}
     theirs = {"TP": engine.tp, "EP": engine.ep, "DP": engine.dp}
 
     def text(values: dict[str, int]) -> str:
@@ -107,7 +179,13 @@ def title(options: argparse.Namespace, train: TrainLayout, engine: EngineLayout)
     number = f"{train.world} GPUs"
     if train.ranks or engine.ranks:
         number += f" -> {len(engine.ranks) or train.world} GPUs"
-    return f"{Path(options.model).name}, {number}: {text(ours)} -> {text(theirs)}, {options.wire} on the wire"
+    draft = ", with the draft model" if engine.draft else ""
+    return f"{Path(options.model).name}, {number}: {text(ours)} -> {text(theirs)}{draft}, {options.wire} on the wire"
+
+
+def split_line(megatron: Mapping[str, Any], train: TrainLayout) -> str:
+    counts = ",".join(str(len(stage)) for stage in train.stages)
+    return f"The stages have {counts} layers; a run needs model.megatron={json.dumps(dict(megatron))} for that."
 
 
 def table(found: dict[str, Any], receivers: int) -> Table:
@@ -144,13 +222,15 @@ def advice_line(advice: Advice) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder")
-    parser.add_argument("--train", required=True, metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,etp=,cp=]")
+    parser.add_argument("--train", required=True, metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,vpp=,etp=,cp=]")
     parser.add_argument("--engine", required=True, metavar="SIZES", help="tp=32,ep=32[,dp=,mlp_tp=,head_tp=...]")
     parser.add_argument("--train-ranks", default="", metavar="0-255", help="where the trainer is (default: from 0 on)")
     parser.add_argument("--engine-ranks", default="", metavar="256-511", help="where engines are (default: trainer's)")
     parser.add_argument("--gpus-per-node", type=count(), default=8)
     parser.add_argument("--wire", choices=("bf16", "fp8", "fp32"), default="bf16")
-    parser.add_argument("--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: even)")
+    parser.add_argument(
+        "--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: as even as a run can)"
+    )
     parser.add_argument(
         "--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
     )
@@ -164,24 +244,35 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--nvlink-gbs", type=amount(), default=Links.inside / 1e9, help="GB/s in a node (default %(default)g)"
     )
     links.add_argument(
-        "--round-us", type=amount(-1e-9), default=Links.round_seconds * 1e6, help="of a round (default %(default)g)"
+        "--round-us", type=amount(-1e-9), default=Links.round_seconds * 1e6, help="between rounds (default %(default)g)"
+    )
+    links.add_argument(
+        "--hand-over-ms",
+        type=amount(-1e-9),
+        default=Links.hand_over * 1e3,
+        help="least of a round: handing over the one before (default %(default)g)",
     )
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     file_to_write(options.html, "--html")
-    links = Links(options.nic_gbs * 1e9, options.nvlink_gbs * 1e9, options.round_us / 1e6)
-    hf = model_config(options.model)
-    train, engine = layouts(options, hf)
+    links = Links(options.nic_gbs * 1e9, options.nvlink_gbs * 1e9, options.round_us / 1e6, options.hand_over_ms / 1e3)
+    hf = on_the_wire(model_config(options.model), options.wire)
+    family_of(hf).check(hf)
+    config = configured(options, hf)
+    check(hf, config, declare(config))
+    paper = draw_up(lambda: planned_push(hf, config))
+    train, engine = paper.plan.train, paper.plan.engine
     node, wire = options.gpus_per_node, options.wire
-    paper = draw_up(lambda: Plan(hf, train, engine, node, options.bucket_mb << 20, wire))
     least: Bound = bound(hf, train, engine, node, wire)
     found = figures(paper, least, links)
-    advice = better_split(hf, train, engine, node, wire)
+    advice = better_split(hf, train, engine, node, wire, config.parallel.vpp)
     found["better_pp_layers"] = list(advice.better) if advice.gain >= LEAST_GAIN else None
     found["better_pp_gain"] = round(advice.gain, 4)
     lines = [*sentences(paper, least, links), advice_line(advice)]
+    if config.model.megatron:
+        lines.insert(0, split_line(config.model.megatron, train))
     if options.html:
         options.html.write_text(page(title(options, train, engine), paper, least, links, lines), encoding="utf-8")
     if options.json:

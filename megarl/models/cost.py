@@ -19,6 +19,13 @@ def met_weights(hf: HFConfig) -> float:
     return met if counts["head"] else met + counts["embedding"]  # a tied head
 
 
+def met_experts(hf: HFConfig) -> float:
+    """How many of these are routed experts'."""
+    settings = family_of(hf).megatron_config(hf)
+    experts = settings.get("num_moe_experts")
+    return param_count(hf)["experts"] * settings["moe_router_topk"] / experts if experts else 0.0
+
+
 def quadratic_cost(hf: HFConfig) -> float:
     """q, where a sequence of n tokens costs as much as n + q n^2 times what one token costs without attention.
 

@@ -1,7 +1,9 @@
 """Seconds of a training step in one layout beside those in another, modelled: what `tools/plan_memory.py` suggests by.
 
-A model to rank layouts with, not to promise a speed by: matrices compute at one rate whatever their shape, links run at
-theirs, nothing overlaps, experts get equal shares. None of it has been measured on a GPU.
+Matrices compute at one rate, experts' at a lower one; what is no matrix product runs at the speed of memory; a layer
+costs the host something for each micro-batch; links run at theirs, part of it behind arithmetic; experts get equal
+shares. The constants are those with which nine published runs come out (`models/README.md` has them beside the model);
+none of it has been measured on a GPU here.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.models.activations import is_moe
-from megarl.models.cost import met_weights, quadratic_cost
+from megarl.models.cost import met_experts, met_weights, quadratic_cost
 from megarl.models.family import HFConfig
 from megarl.models.memory import BYTES, stage_elements
 from megarl.models.registry import family_of
@@ -22,16 +24,33 @@ from megarl.models.stages import stage_layers
 
 @dataclass(frozen=True)
 class Machine:
-    """Assumed of each GPU: operations per second of matrix products (40 % of what an H100 can do in bf16), and bytes
-    per second and direction of the network (400 Gbit/s) and of the links inside a node (NVLink of an H100 or H200)."""
+    """Of each GPU; an H100's or H200's. Chosen together so that published runs come out, each within what the part can
+    do: nominal are 989e12 operations per second in bf16, 3.35e12 bytes per second of memory, and per direction 50e9 of
+    the network (400 Gbit/s) and 450e9 of NVLink.
 
-    flops: float = 400e12
-    network: float = 50e9
-    inside: float = 450e9
+    flops: operations per second of large matrix products in bf16; fp8: how many times that in FP8; experts: the share
+    of it that the products of experts, grouped and narrow, come to. memory: bytes per second. network, inside: bytes
+    per second and direction. hidden: the share of traffic that goes on behind arithmetic. layer, moe_layer: seconds
+    that launching a layer's kernels, forward and backward, adds to each micro-batch.
+    """
+
+    flops: float = 600e12
+    fp8: float = 1.6
+    experts: float = 0.75
+    memory: float = 2.5e12
+    network: float = 40e9
+    inside: float = 270e9
+    hidden: float = 0.5
+    layer: float = 0.5e-3
+    moe_layer: float = 2.5e-3
 
     def seconds(self, nbytes: float, far: float) -> float:
         """Of bytes of which the share `far` goes over the network, side by side with the others."""
-        return max(nbytes * far / self.network, nbytes * (1 - far) / self.inside)
+        return self.traffic(nbytes * far, nbytes * (1 - far))
+
+    def traffic(self, far: float, near: float) -> float:
+        """Seconds, those that are not hidden, of bytes over the network side by side with bytes inside of a node."""
+        return (1 - self.hidden) * max(far / self.network, near / self.inside)
 
 
 class StepTime:
@@ -41,10 +60,12 @@ class StepTime:
         self.hf, self.tokens, self.machine = hf, tokens, machine
         self.base = family_of(hf).megatron_config(hf)
         self.operations = 2 * met_weights(hf) * (1 + quadratic_cost(hf) * length)  # of a token's forward pass
+        self.in_experts = 2 * met_experts(hf)  # of these
 
     def seconds(self, config: Config) -> dict[str, float]:
-        """Of the busiest rank, by what it does: `arithmetic`, `recomputation`, communication of `tensor`, `context`,
-        `expert`, `pipeline` and `data` parallelism, and what it `waits` in the pipeline."""
+        """Of the busiest rank, by what it does: `arithmetic` (matrix products), their `recomputation`, `memory` (what
+        is no such product), `launches`, communication of `tensor`, `context`, `expert`, `pipeline` and `data`
+        parallelism, and what it `waits` in the pipeline."""
         parallel, machine = config.parallel, self.machine
         settings: Mapping[str, Any] = {**self.base, **config.model.megatron}
         tp, cp, pp, ep, etp = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp
@@ -57,8 +78,18 @@ class StepTime:
 
         anew = recomputed_share(settings)
         passes = 2 + anew  # forward, backward, and forward again: of what goes over the links
-        found = {"arithmetic": 3 * self.operations * mine * layers / int(settings["num_layers"]) / tp / machine.flops}
+        share = layers / int(settings["num_layers"])
+        rate = machine.flops * (machine.fp8 if settings.get("fp8") else 1)
+        work = self.operations + self.in_experts * (1 / machine.experts - 1)
+        found = {"arithmetic": 3 * work * mine * share / tp / rate}
         found["recomputation"] = found["arithmetic"] / 3 * anew
+        widths = (layers - routed) * elementwise(settings, False)
+        widths += routed * elementwise(settings, True) if routed else 0
+        found["memory"] = passes_over(anew) * widths * size * mine / tp / machine.memory
+        micro_batches = ceil(replica / (cp * config.train.token_budget))
+        if parallel.vpp > 1:
+            micro_batches = ceil(micro_batches / pp) * pp
+        found["launches"] = micro_batches * ((layers - routed) * machine.layer + routed * machine.moe_layer)
         # Around attention and around a dense MLP: gathered and scattered, and gathered once more for weight gradients.
         around = (2 * passes + 1) * (2 * layers - routed) * (tp - 1) / tp
         found["tensor"] = machine.seconds(around * mine * hidden * size, far=0 if tp <= node else 1)
@@ -67,8 +98,8 @@ class StepTime:
         found["context"] = machine.seconds(ring * mine * kv * size, far=0 if tp * cp <= node else 1)
         chosen = int(settings.get("moe_router_topk") or 0) * mine / tp  # tokens that a rank sends to experts
         span = ep * etp
-        leave = 2 * passes * routed * (ep - 1) / ep  # there and back
-        found["expert"] = machine.seconds(leave * chosen * hidden * size, far=max(0.0, 1 - node / span))
+        there_and_back = 2 * passes * routed * mine / tp * hidden * size
+        found["expert"] = machine.traffic(*(there_and_back * copies for copies in sent_on(settings, span, ep, node)))
         found["expert"] += machine.seconds((2 * passes + 1) * routed * (etp - 1) * chosen * hidden * size, far=0)
 
         # Sent on and sent back, by every part of the stage; ranks of the next stage are a stage's ranks apart.
@@ -76,9 +107,6 @@ class StepTime:
         passed = 2 * parallel.vpp * mine / tp * hidden * size if pp > 1 else 0
         found["pipeline"] = machine.seconds(passed, far)
 
-        micro_batches = ceil(replica / (cp * config.train.token_budget))
-        if parallel.vpp > 1:
-            micro_batches = ceil(micro_batches / pp) * pp
         found["waits"] = sum(found.values()) * (pp - 1) / (micro_batches * parallel.vpp)
 
         elements = stage_elements(self.hf, parallel, stages)
@@ -92,6 +120,37 @@ class StepTime:
     def _sync(self, elements: int, ranks: int, apart: int, node: int, size: int) -> float:
         """Gradients in fp32 scattered over so many ranks, each so far apart, and weights gathered from them."""
         return self.machine.seconds(elements * (4 + size) * (ranks - 1) / ranks, far=0 if ranks * apart <= node else 1)
+
+
+def passes_over(anew: float) -> float:
+    """How often what is no matrix product is done: forward, as much twice over backward, and again."""
+    return 3 + anew
+
+
+def elementwise(settings: Mapping[str, Any], moe: bool) -> float:
+    """Elements that a layer's forward pass reads and writes for a token besides its matrix products: norms, residual,
+    rotation, attention's operands, the MLP's activation; with experts each chosen one's copy of the token, out and back
+    into the token's place."""
+    hidden = int(settings["hidden_size"])
+    if not moe:
+        return 20 * hidden + 3 * int(settings["ffn_hidden_size"])
+    shared = int(settings.get("moe_shared_expert_intermediate_size") or 0)
+    each = 6 * hidden + 3 * int(settings["moe_ffn_hidden_size"])
+    return 20 * hidden + 3 * shared + int(settings["moe_router_topk"]) * each
+
+
+def sent_on(settings: Mapping[str, Any], span: int, ep: int, node: int) -> tuple[float, float]:
+    """How many copies of a token go to experts on other nodes, and how many inside of its node, each way. With DeepEP
+    (the dispatcher `flex`) a node gets a token once, however many of its experts are chosen."""
+    chosen, nodes = int(settings.get("moe_router_topk") or 0), max(1.0, span / node)
+    leave = chosen * (ep - 1) / ep
+    far = leave * (1 - 1 / nodes)
+    if settings.get("moe_token_dispatcher_type") == "flex":
+        limit = nodes * min(
+            1.0, (settings.get("moe_router_group_topk") or 1) / (settings.get("moe_router_num_groups") or 1)
+        )
+        far = min(far, limit * (1 - (1 - 1 / limit) ** chosen) * (1 - 1 / nodes))
+    return far, leave / nodes
 
 
 def recomputed_share(settings: Mapping[str, Any]) -> float:

@@ -6,11 +6,13 @@ bytes: whether the stages also compute equally long is for the reader to judge.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megarl.models.cuts import HFConfig
+from megarl.models.stages import stage_layers
 from megarl.reshard.bound import Columns, Wire, members, whole
 from megarl.reshard.layout import EngineLayout, TrainLayout
 from megarl.reshard.sides import sides_of
@@ -33,10 +35,11 @@ class Advice:
 
 
 def better_split(
-    hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire = "bf16"
+    hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire = "bf16", vpp: int = 1
 ) -> Advice:
-    """The best of all splits into consecutive layers, at least one on each stage. Bytes are those that leave the node;
-    where there is one node, those that leave the GPU."""
+    """The best of all splits that a run can have: numbers of their own on the first and the last stage, equal ones in
+    between, and at least one layer on each, or one for each of the stage's `vpp` parts. Bytes are those that leave the
+    node; where there is one node, those that leave the GPU."""
     model = members(hf, train, engine, wire)
     sides = sides_of(train, engine, ranks_per_node)
     known: dict[tuple[int, int], float] = {}
@@ -55,41 +58,28 @@ def better_split(
 
     fixed = [sum(cost(m.columns, m.stage) for m in model if m.layer is None and m.stage == s) for s in range(train.pp)]
     layers = [member.columns for member in model if member.layer is not None]
-    loads = [fixed[s] + sum(cost(layers[layer], s) for layer in held) for s, held in enumerate(train.stages)]
-    # sums[s][i]: of the first i layers, were they on stage s
-    sums = np.array([np.cumsum([0.0, *(cost(columns, s) for columns in layers)]) for s in range(train.pp)])
-    counts = tuple(len(held) for held in train.stages)
-    if len(layers) < train.pp:
-        return Advice(counts, counts, max(loads), max(loads))
-    lowest = max(_loads(_best(fixed, sums, None), fixed, sums))
-    better = _best(fixed, sums, lowest * SLACK)
-    return Advice(counts, better, max(loads), max(_loads(better, fixed, sums)))
+    costs = np.array([[cost(columns, s) for columns in layers] for s in range(train.pp)])
+
+    def busiest(stages: Sequence[Sequence[int]]) -> float:
+        return max(fixed[s] + float(costs[s, list(held)].sum()) for s, held in enumerate(stages))
+
+    now = tuple(len(held) for held in train.stages)
+    found = {now: busiest(train.stages)}
+    for counts in splits(len(layers), train.pp, vpp):
+        ends = {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
+        found[counts] = busiest(stage_layers(len(layers), train.pp, ends if train.pp > 1 else {}, vpp))
+    limit = min(found.values()) * SLACK
+    better = min((sum(count**2 for count in counts), load, counts) for counts, load in found.items() if load <= limit)
+    return Advice(now, better[2], found[now], better[1])
 
 
-def _loads(counts: tuple[int, ...], fixed: list[float], sums: np.ndarray) -> list[float]:
-    edges = np.cumsum([0, *counts])
-    return [float(fixed[s] + sums[s][edges[s + 1]] - sums[s][edges[s]]) for s in range(len(counts))]
-
-
-def _best(fixed: list[float], sums: np.ndarray, limit: float | None) -> tuple[int, ...]:
-    """The split whose busiest stage has least; with a limit for that, the most even one in layers that keeps to it."""
-    stages, layers = len(sums), len(sums[0]) - 1
-    value = np.full((stages + 1, layers + 1), np.inf)
-    came = np.zeros((stages + 1, layers + 1), dtype=int)
-    value[0, 0] = 0.0
-    for s in range(stages):
-        for stop in range(s + 1, layers - (stages - s - 1) + 1):
-            start = np.arange(s, stop)
-            load = fixed[s] + sums[s][stop] - sums[s][start]
-            if limit is None:
-                total = np.maximum(value[s, start], load)
-            else:
-                total = np.where(load <= limit, value[s, start] + (stop - start) ** 2, np.inf)
-            came[s + 1, stop] = start[total.argmin()]
-            value[s + 1, stop] = total.min()
-    counts: list[int] = []
-    stop = layers
-    for s in range(stages, 0, -1):
-        counts.insert(0, stop - int(came[s, stop]))
-        stop = int(came[s, stop])
-    return tuple(counts)
+def splits(layers: int, pp: int, vpp: int = 1) -> Iterator[tuple[int, ...]]:
+    """Numbers of layers of the stages, in all ways that a run can have them."""
+    if pp == 1:
+        yield (layers,)
+        return
+    for middle in range(vpp, layers, vpp) if pp > 2 else (0,):
+        ends = layers - middle * (pp - 2)
+        for first in range(vpp, ends - vpp + 1, vpp):
+            if (ends - first) % vpp == 0:
+                yield (first, *[middle] * (pp - 2), ends - first)

@@ -9,6 +9,7 @@ from megarl.config import Config, ConfigError
 from megarl.models.cuts import HFConfig
 from megarl.models.fp8 import is_fp8
 from megarl.models.stages import stage_layers
+from megarl.parallel.placement import placement_of
 from megarl.reshard import engine_settings
 from megarl.reshard.flows import Wire
 from megarl.reshard.layout import EngineLayout, TrainLayout
@@ -105,3 +106,10 @@ def push_plan(
         return Plan(hf, train, engine, here, bucket, wire)
     except ConfigError as error:
         raise ConfigError(f"the weights cannot be pushed to the engines: {error}") from None
+
+
+def planned_push(hf: HFConfig, config: Config) -> Plan:
+    """Of the push from the actor's ranks to the engines', wherever `placement` has them."""
+    placement = placement_of(config)
+    sides = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
+    return push_plan(hf, config, engine_layout(config), *sides)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,7 @@ Slice = list[Any]
 
 HandOver = Callable[[torch.Tensor, dict[str, Any], bool], None]
 """Gives a buffer and the order to write it to the engine process beside this rank, for its draft model or not. It may
-return before that has written, but not before it has done so with the buffer of the call before. Collective over the
-ranks of an engine."""
+return before that has written. Collective over the ranks of an engine."""
 
 WIRE = {1: FP8, 2: torch.bfloat16, 4: torch.float32}
 """Types by bytes of an element."""
@@ -130,9 +130,20 @@ class Executor:
         indices = engine.indices(position, piece.param, self.num_experts) if stacked else [-1]
         return slot, slot.name + (SCALE if piece.scale else ""), [(index, *box) for index in indices]
 
-    def push(self, local: Mapping[str, torch.Tensor], hand_over: HandOver, version: int) -> None:
+    def push(
+        self,
+        local: Mapping[str, torch.Tensor],
+        hand_over: HandOver,
+        version: int,
+        settle: Callable[[], Any] = lambda: None,
+    ) -> None:
         """Send this rank's shards (canonical name -> tensor), and hand over what comes. Collective over all ranks that
         take part; one that only trains hands nothing over.
+
+        settle: returns when all that was handed over is written; of a `hand_over` that returns before. Like that it is
+        collective over the ranks of an engine. While a round is on the wire, the round before is handed over and
+        written, and what this rank sends in the next one is packed. Between two rounds only that has to be done which
+        needs what came in the first: copying what is forwarded.
 
         Raises PushError where a peer is lost. What the engines say is for the caller of `hand_over` to see.
         """
@@ -142,17 +153,29 @@ class Executor:
         grids = scale_grids(local, self.quantised, self.plan.train, self.own or 0, self._maximum)
         received = [self.allocate(self.receive_bytes) for _ in range(2)]
         out = [torch.empty(self.send_bytes, dtype=torch.uint8, device=received[0].device) for _ in range(2)]
-        for number, step in enumerate(self.steps):
-            half = number % 2
-            self._pack(step.sends, local, grids, out[half], received[1 - half], lots)
-            what = f"the push of version {version}, round {number} of {len(self.steps)}"
-            requests = self._exchange(step, out[half], received[half], what)
-            self._pack([step.local], local, grids, received[half], received[1 - half], lots)
-            _wait(requests, what, self.rank)
+        order = {"do": "write", "version": version, "push": token_hex(8)}
+
+        def give(step: _Step, buffer: torch.Tensor) -> None:
             for draft, all_slices, dtypes in step.orders if self.position is not None else ():
                 slices = [entry if lot in lots else [*entry[:-1], -1] for lot, entry in all_slices]
-                order = {"do": "write", "version": version, "tensor_dtype": dtypes, "slices": slices}
-                hand_over(received[half], order, draft)
+                hand_over(buffer, order | {"tensor_dtype": dtypes, "slices": slices}, draft)
+
+        for number, step in enumerate(self.steps):
+            mine, other = number % 2, 1 - number % 2
+            if number == 0:
+                self._pack(step.sends, local, grids, out[mine], lots)
+            self._pass_on(step.sends, out[mine], received[other])
+            what = f"the push of version {version}, round {number} of {len(self.steps)}"
+            requests = self._exchange(step, out[mine], received[mine], what)
+            if number:
+                give(self.steps[number - 1], received[other])
+            self._pack([step.local], local, grids, received[mine], lots)
+            if number + 1 < len(self.steps):
+                self._pack(self.steps[number + 1].sends, local, grids, out[other], lots)
+            settle()  # into what was handed over comes the next round
+            _wait(requests, what, self.rank)
+        if self.steps:
+            give(self.steps[-1], received[(len(self.steps) - 1) % 2])
 
     def _lot(self, piece: Piece) -> int:
         """In which of `period` pushes a piece is verified; the same on all ranks."""
@@ -172,11 +195,9 @@ class Executor:
         local: Mapping[str, torch.Tensor],
         grids: Grids,
         out: torch.Tensor,
-        kept: torch.Tensor,
         lots: Container[int],
     ) -> None:
-        """Fill parcels: with pieces of this rank's shards and, of those that are to be verified, their hashes; with
-        pieces to forward and their hashes, from `kept`, the buffer of the round before."""
+        """Fill parcels with pieces of this rank's shards and, of those that are to be verified, their hashes."""
         boxes: list[copies.Box] = []
         shards: list[copies.Box] = []  # to quantise
         scaled: list[copies.Scaled] = []
@@ -201,15 +222,21 @@ class Executor:
                     meant = quantise(box, scaled[-1].grid, *at) if WIRE[piece.item] == FP8 else box
                     hashes.append(device_hash(meant))
                     hash_places.append(parcel.hashes // 8 + number)
-            to_forward = zip(parcel.message.forward, parcel.forwards, strict=True)
-            for number, (piece, (place, hash_place)) in enumerate(to_forward, len(parcel.message.direct)):
-                boxes.append((kept[None, place : place + piece.nbytes], parcel.places[number]))
-                boxes.append((kept[None, hash_place : hash_place + 8], parcel.hashes + 8 * number))
         copies.pack(boxes, out)
         copies.pack_fp8(shards, scaled, out)
         if hashes:
             words = out[: len(out) // 8 * 8].view(torch.int64)
             words[torch.tensor(hash_places, device=out.device)] = torch.stack(hashes)
+
+    def _pass_on(self, parcels: Sequence[_Parcel], out: torch.Tensor, kept: torch.Tensor) -> None:
+        """Fill parcels with pieces to forward and their hashes, from `kept`, the buffer of the round before."""
+        boxes: list[copies.Box] = []
+        for parcel in parcels:
+            to_forward = zip(parcel.message.forward, parcel.forwards, strict=True)
+            for number, (piece, (place, hash_place)) in enumerate(to_forward, len(parcel.message.direct)):
+                boxes.append((kept[None, place : place + piece.nbytes], parcel.places[number]))
+                boxes.append((kept[None, hash_place : hash_place + 8], parcel.hashes + 8 * number))
+        copies.pack(boxes, out)
 
     def _quantised(self) -> list[Param]:
         """The parameters of which this rank has parts that the engines are sent in FP8."""

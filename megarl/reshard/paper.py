@@ -33,12 +33,18 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True)
 class Links:
-    """Assumed, not measured: bytes per second and direction that one GPU gets of each kind of link, and the seconds
-    that a round takes besides. Defaults: 400 Gbit/s of network per GPU, NVLink of an H100 or H200."""
+    """Assumed, not measured: bytes per second and direction that one GPU gets of each kind of link, 400 Gbit/s of
+    network per GPU, NVLink of an H100 or H200. And seconds of each round:
+
+    round_seconds: between two rounds, when nothing is on the wire: to wait for the end, copy what is forwarded and
+    start the next. hand_over: from one order to an engine to the next, while a round is on the wire, so that no round
+    takes less: gathering the orders of its ranks, SGLang's HTTP and processes, the loader.
+    """
 
     network: float = 50e9
     inside: float = 450e9
-    round_seconds: float = 100e-6
+    round_seconds: float = 300e-6
+    hand_over: float = 5e-3
 
     def seconds(self, network: Any, inside: Any) -> Any:
         """The slower of the two, which run side by side."""
@@ -67,13 +73,15 @@ class Paper:
         """Of each round, if all ranks went through the rounds in step: what the busiest one of that round takes."""
         out = links.seconds(self.network_out, self.inside_out)
         into = links.seconds(self.network_in, self.inside_in)
-        return np.maximum(out, into).max(axis=1) + links.round_seconds
+        found: Floats = np.maximum(np.maximum(out, into).max(axis=1), links.hand_over) + links.round_seconds
+        return found
 
     def busiest_seconds(self, links: Links) -> float:
         """If no rank waited for another: what the busiest one takes."""
         out = links.seconds(self.network_out.sum(0), self.inside_out.sum(0))
         into = links.seconds(self.network_in.sum(0), self.inside_in.sum(0))
-        return float(np.maximum(out, into).max()) + len(self.network_out) * links.round_seconds
+        rounds = len(self.network_out)
+        return max(float(np.maximum(out, into).max()), rounds * links.hand_over) + rounds * links.round_seconds
 
 
 def messages_of(rank: RankPlan) -> Messages:
@@ -88,13 +96,12 @@ def messages_of(rank: RankPlan) -> Messages:
         aligned = -(-size // ALIGN) * ALIGN
         values = np.stack([size, np.where(forward, size, 0), aligned, np.ones_like(size)])
         small[number] = _added(np.stack([table.step, sends, peer]), values)
-    first, all_rounds = 0, []
+    all_rounds = []
     for slot in rank.plan.slots:
         for group, _ in slot.members:
             moved = small[group, slot.parts].copy()
-            moved[0] += first
+            moved[0] += slot.first
             all_rounds.append(moved)
-        first += slot.rounds
     together = np.concatenate(all_rounds, axis=1)
     number, sends, peer, nbytes, forwarded, aligned, pieces = _added(together[:3], together[3:])
     staged = aligned + -(-HASH_BYTES * pieces // ALIGN) * ALIGN
@@ -197,12 +204,16 @@ def figures(paper: Paper, bound: Bound, links: Links) -> dict[str, Any]:
         "modelled_seconds": float(f"{paper.round_seconds(links).sum():.4g}"),
         "modelled_seconds_if_nobody_waits": float(f"{paper.busiest_seconds(links):.4g}"),
         "model": {
-            "what": "modelled, not measured: these bandwidths per GPU and direction; packing is taken to be hidden",
+            "what": "modelled, not measured: these bandwidths per GPU and direction; handing over and packing go on "
+            "while a round is on the wire",
             "nic_bytes_per_second": links.network,
             "nvlink_bytes_per_second": links.inside,
             "seconds_per_round": links.round_seconds,
+            "seconds_per_hand_over": links.hand_over,
         },
     }
+    if least := max(bound.nic_send, bound.nic_recv) / links.network:
+        found["modelled_over_busiest_nic"] = round(found["modelled_seconds"] / least, 4)
     return found
 
 
@@ -248,13 +259,23 @@ def sentences(paper: Paper, bound: Bound, links: Links) -> list[str]:
                 f"network to others. Some GPU sends {gigabytes(bound.send_beside)} at least, or one sends more than "
                 f"{SLACK:g} of the least over the network."
             )
+        sent = network_out + paper.inside_out.sum(0)
+        if (ratio := sent.max() / max(bound.send_beside, 1.0)) > SLACK:
+            found.append(
+                f"The busiest GPU sends {ratio:.2f} of what some GPU has to send in all where the network is spared: "
+                "the planner levels what goes over the network first, and what goes inside of nodes not as well in "
+                "engines of such a size."
+            )
     seconds, busiest = float(paper.round_seconds(links).sum()), paper.busiest_seconds(links)
     found.append(
         f"It goes in {paper.plan.rounds} rounds through staging of two buckets of {paper.plan.bucket_bytes >> 20} MiB. "
         f"Modelled, not measured, at {links.network / 1e9:g} GB/s of network and {links.inside / 1e9:g} GB/s inside of "
-        f"a node per GPU and direction and {1e6 * links.round_seconds:g} us per round: {seconds:.3g} s if all go "
+        f"a node per GPU and direction, {1e6 * links.round_seconds:g} us between rounds and "
+        f"{1e3 * links.hand_over:g} ms at least for each, to hand over the one before: {seconds:.3g} s if all go "
         f"through the rounds in step, {busiest:.3g} s if nobody waited for another."
     )
+    if least := max(bound.nic_send, bound.nic_recv) / links.network:
+        found[-1] += f" The busiest network card needs {least:.3g} s in any plan: {seconds / least:.2f} of that."
     return found
 
 

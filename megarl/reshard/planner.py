@@ -10,7 +10,7 @@ within the node in the next one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -79,11 +79,13 @@ def offsets(pieces: Sequence[Piece], first: int = 0) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class Slot:
-    """`parts` rounds of these (group, layer), and one more where something is forwarded."""
+    """`parts` rounds of these (group, layer) from round `first` on, and one more where something is forwarded. That one
+    may be the first of the next slot, too."""
 
     parts: int
     rounds: int
     members: tuple[tuple[int, int | None], ...]
+    first: int = 0
 
 
 class Plan:
@@ -109,21 +111,17 @@ class Plan:
         self.bucket_bytes = bucket_bytes
         self.sides, self.world = self.assignment.sides, self.assignment.world
         self.slots = self._slots()
-        self.rounds = sum(slot.rounds for slot in self.slots)
+        self.rounds = max((slot.first + slot.rounds for slot in self.slots), default=0)
         self.transfers = self.assignment.transfers
 
-    def slot_of(self, number: int) -> tuple[Slot, int]:
-        """The slot of round `number`, and which of its rounds that is."""
-        for slot in self.slots:
-            if number < slot.rounds:
-                return slot, number
-            number -= slot.rounds
-        raise IndexError("there is no such round")
+    def slots_of(self, number: int) -> list[tuple[Slot, int]]:
+        """The slots of round `number`, and which of the rounds of each that is."""
+        return [(slot, number - slot.first) for slot in self.slots if 0 <= number - slot.first < slot.rounds]
 
     def has_draft(self, number: int) -> bool:
         """Whether any rank gets something for an engine's draft model in this round."""
-        layers = [layer for _, layer in self.slot_of(number)[0].members if layer is not None]
-        return max(layers, default=0) >= int(self.hf["num_hidden_layers"])
+        members = [member for slot, _ in self.slots_of(number) for member in slot.members]
+        return max((layer for _, layer in members if layer is not None), default=0) >= int(self.hf["num_hidden_layers"])
 
     def for_rank(self, rank: int) -> RankPlan:
         """What one rank does."""
@@ -136,7 +134,8 @@ class Plan:
             order.setdefault(group.stage, []).extend((number, layer) for layer in group.layers)
         for members in order.values():  # what is outside of the decoder comes before its layers
             members.sort(key=lambda member: -1 if member[1] is None else member[1])
-        sizes, overheads, forwards = self._loads()
+        sizes, overheads, passed = self._loads()
+        forwards = np.array(passed.any(axis=(0, 2)))
         capacity = self.bucket_bytes // 2
         slots: list[Slot] = []
         together: list[tuple[int, int | None]] = []  # members of the slot being made, which fit one round
@@ -167,11 +166,28 @@ class Plan:
             parts = int(np.ceil(size / room).max())
             slots.append(Slot(parts, parts + int(any(forwards[group] for group in index)), tuple(present)))
         close()
-        return slots
+        return self._joined(slots, sizes, overheads, passed)
+
+    def _joined(self, slots: list[Slot], sizes: np.ndarray, overheads: np.ndarray, passed: np.ndarray) -> list[Slot]:
+        """With the round of each slot in which is only forwarded, for which the network would lie idle, made one with
+        the first of the next, where both fit it."""
+        found: list[Slot] = []
+        first = 0
+        for slot in slots:
+            if found and found[-1].rounds > found[-1].parts:
+                before, now = ([group for group, _ in one.members] for one in (found[-1], slot))
+                last = passed[:, before].sum(axis=1) / found[-1].parts
+                last += np.where(last > 0, overheads[int(found[-1].parts > 1)][:, before].sum(axis=1), 0)
+                begin = (sizes - passed)[:, now].sum(axis=1) / slot.parts
+                begin += overheads[int(slot.parts > 1)][:, now].sum(axis=1)
+                first -= int((last + begin).max() <= self.bucket_bytes // 2)
+            found.append(replace(slot, first=first))
+            first += slot.rounds
+        return found
 
     def _loads(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[2 (send; receive and local), groups, world] bytes of a layer; [2, 2, groups, world] bytes that the pieces
-        take beside them at the most, whole and when cut; [groups] whether anything is forwarded."""
+        take beside them at the most, whole and when cut; of the former what is forwarded."""
         plan, line = self.assignment, self.assignment.line
         entries, here, world, groups = plan.entries, plan.ranks_per_node, plan.world, len(plan.groups)
         first = np.searchsorted(line.start, entries.lo, side="right") - 1
@@ -182,6 +198,7 @@ class Plan:
         whole = (last - first) * _OVERHEAD
         figures = np.stack([size, whole, whole + np.minimum(largest[kind[entries.group]], size)]).astype(np.float64)
         flat = np.zeros((3, 2, groups * world))
+        direct = np.zeros((2, groups * world))
 
         def add(direction: int, rank: np.ndarray, chosen: np.ndarray, times: np.ndarray | int = 1) -> None:
             place = entries.group[chosen] * world + rank
@@ -191,6 +208,8 @@ class Plan:
 
         everything = np.ones(len(size), dtype=bool)
         add(0, entries.src, everything)
+        direct[0] = flat[0, 0]
+        direct[1] = np.bincount(entries.group * world + entries.dst, size, groups * world)
         node = entries.dst // here * here
         copies = np.zeros(len(size), dtype=np.int64)
         for bit in range(here):
@@ -199,6 +218,7 @@ class Plan:
             add(1, (node + bit)[takes], takes)
         add(0, entries.dst, everything, copies - 1)
         total = flat.reshape(3, 2, groups, world)
+        passed = total[0] - direct.reshape(2, groups, world)
         for number, group in enumerate(plan.groups):
             needs, holds = plan.tables[group.kind]
             own = plan.on_stage(group.stage)
@@ -209,8 +229,7 @@ class Plan:
             total[0, 1, number, own] += kept @ sizes
             total[1, 1, number, own] += kept @ cells * _OVERHEAD
             total[2, 1, number, own] += kept @ (cells * _OVERHEAD + np.minimum(largest[group.kind], sizes))
-        forwards = np.bincount(entries.group, copies - 1, groups) > 0
-        return total[0], total[1:], forwards
+        return total[0], total[1:], passed
 
 
 class _Table(NamedTuple):
@@ -299,12 +318,14 @@ class RankPlan:
 
     def round(self, number: int) -> Round:
         """Round `number` of the plan's."""
-        slot, number = self.plan.slot_of(number)
         messages: dict[tuple[bool, int], tuple[list[Piece], list[Piece]]] = {}
         local: list[Piece] = []
-        for group, layer in slot.members:
-            table = self.tables[group, slot.parts]
-            rows = slice(*np.searchsorted(table.step, [number, number + 1]))
+        slots = self.plan.slots_of(number)
+        for group, layer, parts, step in (
+            (*member, slot.parts, step) for slot, step in slots for member in slot.members
+        ):
+            table = self.tables[group, parts]
+            rows = slice(*np.searchsorted(table.step, [step, step + 1]))
             if rows.start == rows.stop:
                 continue
             pieces = self._pieces(group, layer, table, rows)

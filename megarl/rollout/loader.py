@@ -9,7 +9,7 @@ Orders, and what answers them; an order that does not fit is answered by {"error
 
 {"do": "describe"} -> {"tensors": {name: [dtype, shape]}, "odd": [text]}: what may be written, and which layers keep
 their weights otherwise than their shapes show, in words, see `oddities`.
-{"do": "write", "version": v, "tensor_dtype": {name: dtype},
+{"do": "write", "version": v, "push": text, "tensor_dtype": {name: dtype},
  "slices": [[name, index, r0, r1, c0, c1, offset, hash_offset], ...]} -> {"wrong": [names]}: see `_write`.
 {"do": "finish"} -> {}: SGLang computes what it derives from weights.
 """
@@ -21,6 +21,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -89,8 +90,9 @@ def _obey(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | 
         case "write":
             if bucket is None:
                 raise ValueError("an order to write needs a bucket")
-            return {"wrong": _write(writable(model), order, bucket)}
+            return {"wrong": _write(_resolved(model, order.get("push")), order, bucket)}
         case "finish":
+            _RESOLVED.pop(model, None)
             from sglang.srt.model_loader.loader import post_load_weights
 
             post_load_weights(model)
@@ -98,6 +100,18 @@ def _obey(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | 
                 getattr(module, "refresh_gemma_weight", lambda: None)()
             return {}
     raise ValueError(f"unknown order {order['do']!r}")
+
+
+_RESOLVED: WeakKeyDictionary[torch.nn.Module, tuple[str | None, dict[str, torch.Tensor]]] = WeakKeyDictionary()
+
+
+def _resolved(model: torch.nn.Module, push: str | None) -> dict[str, torch.Tensor]:
+    """`writable`, looked for once in a push: with the modules of a large model that takes longer than a round's copies.
+    Between pushes SGLang may replace tensors."""
+    known = _RESOLVED.get(model)
+    if known is None or push is None or known[0] != push:
+        known = _RESOLVED[model] = push, writable(model)
+    return known[1]
 
 
 def writable(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -115,7 +115,7 @@ class WeightPush:
         if self.executor is None:
             self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, _allocate)
         try:
-            self.executor.push(local, hand_over, version)
+            self.executor.push(local, hand_over, version, hand_over.settle)
         except PushError as error:
             raise ConfigError(str(error)) from error  # a rank is lost: there is nobody to agree with
         hand_over.settle()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,11 @@ import pytest
 from megarl.config import from_dict
 from megarl.models.cost import met_weights
 from megarl.models.registry import family_of, load_hf_config
-from megarl.models.step_time import Machine, StepTime, recomputed_share
+from megarl.models.step_time import Machine, StepTime, recomputed_share, sent_on
+
+sys.path.append(str(Path(__file__).parent))
+
+from published import RUNS, Run  # noqa: E402
 
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 DENSE: dict[str, Any] = {
@@ -28,12 +35,18 @@ DENSE: dict[str, Any] = {
 MOE = DENSE | {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
 MOE |= {"moe_intermediate_size": 48, "norm_topk_prob": True}
 TOKENS = 1000
-MACHINE = Machine(flops=1e6, network=1e4, inside=1e5)
+MACHINE = Machine(1e6, 2.0, 1.0, inf, network=1e4, inside=1e5, hidden=0.0, layer=0.0, moe_layer=0.0)
 
 
-def seconds(hf: dict[str, Any], megatron: dict[str, Any] | None = None, budget: int = 100, **sizes: int) -> Any:
+def seconds(
+    hf: dict[str, Any],
+    megatron: dict[str, Any] | None = None,
+    budget: int = 100,
+    machine: Machine = MACHINE,
+    **sizes: int,
+) -> Any:
     tree = {"model": {"megatron": megatron or {}}, "parallel": sizes, "train": {"token_budget": budget}}
-    found = StepTime(hf, TOKENS, 0, MACHINE).seconds(from_dict(tree))
+    found = StepTime(hf, TOKENS, 0, machine).seconds(from_dict(tree))
     return {what: pytest.approx(value) for what, value in found.items() if value}
 
 
@@ -97,3 +110,50 @@ def test_what_is_computed_twice() -> None:
     # q up 1536 x 24576 and kv up 512 x 32768, of 187 M in attention and 396 M in MLPs (nine experts of 44 M).
     share = recomputed_share(latent | {"recompute_modules": ["mla_up_proj"]})
     assert share == pytest.approx(54.5e6 / (187.1e6 + 396.4e6), rel=0.01)
+
+
+def test_experts_are_slower_and_fp8_is_faster() -> None:
+    whole = seconds(MOE)["arithmetic"].expected
+    assert seconds(MOE, {"fp8": "e4m3"})["arithmetic"] == whole / 2
+    half = seconds(MOE, machine=replace(MACHINE, experts=0.5))["arithmetic"].expected
+    routed = 4 * 2 * 3 * 64 * 48  # two experts a token in four layers
+    assert half - whole == pytest.approx(6 * routed * TOKENS / 1e6)
+
+
+def test_what_is_no_matrix_product() -> None:
+    # 20 times the hidden size and three times the MLP's, in bf16, forward and twice as much backward.
+    dense = (20 * 64 + 3 * 96) * 4 * 2 * 3 * TOKENS / 1e4
+    assert seconds(DENSE, machine=replace(MACHINE, memory=1e4))["memory"] == dense
+    moe = (20 * 64 + 2 * (6 * 64 + 3 * 48)) * 4 * 2 * 3 * TOKENS / 1e4
+    assert seconds(MOE, machine=replace(MACHINE, memory=1e4))["memory"] == moe
+
+
+def test_launches_are_of_each_micro_batch() -> None:
+    slow = replace(MACHINE, layer=0.5, moe_layer=2.0)
+    assert seconds(DENSE, machine=slow)["launches"] == 10 * 4 * 0.5
+    assert seconds(MOE, machine=slow, budget=500)["launches"] == 2 * 4 * 2.0
+    assert seconds(MOE, machine=slow, world_size=2, pp=2)["launches"] == 10 * 2 * 2.0
+
+
+def test_traffic_behind_arithmetic() -> None:
+    shown = seconds(MOE, world_size=4, ep=4, ranks_per_node=2)["expert"].expected
+    hidden = seconds(MOE, machine=replace(MACHINE, hidden=0.25), world_size=4, ep=4, ranks_per_node=2)["expert"]
+    assert hidden == 0.75 * shown
+
+
+def test_a_node_gets_a_token_once() -> None:
+    settings = {"moe_router_topk": 8}
+    assert sent_on(settings, 32, 32, 8) == pytest.approx((8 * 31 / 32 * 3 / 4, 8 * 31 / 32 / 4))
+    once = settings | {"moe_token_dispatcher_type": "flex"}
+    # Of four nodes, eight choices meet 3.6, of which a quarter is the token's own.
+    assert sent_on(once, 32, 32, 8)[0] == pytest.approx(4 * (1 - 0.75**8) * 3 / 4)
+    # DeepSeek-V3 chooses in half of the groups: in four of eight nodes.
+    few = once | {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
+    assert sent_on(few, 64, 64, 8)[0] == pytest.approx(4 * (1 - 0.75**8) * 7 / 8)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])
+def test_published_runs_come_out(run: Run) -> None:
+    """Within 1.5 of the speed that was published, and as the README says."""
+    assert 1 / 1.5 <= run.modelled / run.speed <= 1.5
+    assert run.row in (MODELS.parents[1] / "megarl/models/README.md").read_text()

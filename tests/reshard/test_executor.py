@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks_executor
+import torch
+from late_wire import push_as_threads
+
+from megarl.reshard.executor import Executor
+from megarl.reshard.layout import EngineLayout, TrainLayout
+from megarl.reshard.planner import Plan
 
 SEEDS = (*(str(seed) for seed in range(20)), "40", "43", "50", "58")
 """The last ones are FP8: blocks on several ranks, of dense weights and of experts; experts; DeepSeek."""
@@ -101,3 +110,42 @@ def test_a_rank_that_dies_ends_the_push_with_the_ranks_names(
     died = [result["died"] for result in results if "died" in result]
     # Others follow it, so not every rank names the first; one that it left before it began knows only its peers.
     assert any(re.search(r"ranks \d and (one of [^:]*\b)?1\b", message) for message in died), died
+
+
+def test_what_is_handed_over_is_written_while_the_next_round_is_on_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a buffer that was handed over is written before anything comes into it again."""
+    hf = {"architectures": ["Gemma2ForCausalLM"], "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24}
+    hf |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    hf |= {"query_pre_attn_scalar": 8, "sliding_window": 16, "rms_norm_eps": 1e-6}
+    hf |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    case = SimpleNamespace(hf=hf, train=TrainLayout(1, 1, 1, ((0, 1),)), engine=EngineLayout(1), wire="fp32")
+    params = ranks_executor.table(case)
+    full = ranks_executor.full_weights(params, torch.float32, 0)
+    executor = Executor(
+        Plan(hf, case.train, case.engine, 1, 17 << 10, "fp32"), 0, 3, partial(torch.empty, dtype=torch.uint8)
+    )
+    rounds, seen, given = len(executor.steps), [], []
+    wire = executor._exchange
+
+    def exchange(*arguments: Any) -> Any:
+        seen.append("wire")
+        return wire(*arguments)
+
+    def hand_over(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+        seen.append("give")
+        given.append((buffer, order["push"]))
+
+    monkeypatch.setattr(executor, "_exchange", exchange)
+    executor.push(ranks_executor.shards(case, params, full, 0), hand_over, 1, lambda: seen.append("settle"))
+    assert rounds > 4 and len(given) == rounds
+    assert seen == ["wire", "settle", *["wire", "give", "settle"] * (rounds - 1), "give"]
+    assert all(one[0] is not other[0] for one, other in zip(given, given[1:], strict=False))
+    assert len({push for _, push in given}) == 1
+    executor.push(ranks_executor.shards(case, params, full, 0), hand_over, 2)
+    assert given[-1][1] != given[0][1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 11, 13, 40, 58])
+def test_no_buffer_is_used_again_too_early(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, found in enumerate(push_as_threads(seed, 4, monkeypatch)):
+        assert found["equal"] == [True] * 4 and found["wrong"] == [], f"seed {seed}, rank {rank}"

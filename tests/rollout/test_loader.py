@@ -240,3 +240,23 @@ def test_an_old_answer_is_not_taken_for_a_new_one() -> None:
     loader.load(Model(), unpacked(box.payload({"do": "sing"})))
     with pytest.raises(EngineError, match="could not obey its order: ValueError: unknown order 'sing'"):
         box.answer()
+
+
+def test_names_are_looked_up_once_in_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew in the next, and after SGLang has computed what it derives, for it may replace tensors then."""
+    model, scans, scan = Model(), [], loader.writable
+
+    def counted(of: torch.nn.Module) -> dict[str, torch.Tensor]:
+        scans.append(of)
+        return scan(of)
+
+    monkeypatch.setattr(loader, "writable", counted)
+    data = bucket_of(torch.full((5,), 3.0))
+    one = ["vector", -1, 0, 5, 0, 1, 0, -1]
+    for push, expected in (("a", 1), ("a", 1), ("b", 2), ("b", 2), ("a", 3)):
+        assert obey(model, write(one, push=push), data) == {"wrong": []}
+        assert len(scans) == expected
+    model.vector = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
+    assert obey(model, write(one, push="c"), data) == {"wrong": []}
+    assert model.vector.tolist() == [3.0] * 5
+    assert obey(model, write(one), data) == {"wrong": []} and len(scans) == 5  # of no push

@@ -192,9 +192,14 @@ def test_a_mistake_is_one_line(tool: Tool, arguments: list[str], message: str) -
 
 def test_tables_for_a_person() -> None:
     command = [sys.executable, str(TOOL), "--model", "qwen3-235b", "--gpus", "128", "--recompute", "full"]
-    wide = {**os.environ, "COLUMNS": "120"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=wide)
+    narrow = {**os.environ, "COLUMNS": "80"}  # as a pipe is taken to be
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=narrow)
     assert done.returncode == 0, done.stderr
+    # No cell is cut or broken, however narrow: each row has all its figures.
+    assert "…" not in done.stdout
+    (head,) = [line for line in done.stdout.splitlines() if "recompute" in line and "in a push" in line]
+    rows = [line.split() for line in done.stdout.splitlines() if line.rstrip().endswith(" s") and " yes " in line]
+    assert len(head) > 80 and len(rows) >= 8 and all(row[-1] == "s" and row[-3] == "yes" for row in rows)
     for words in ("qwen3-235b, grpo, bfloat16: 128 GPUs of 80 GB", "Suggested: TP4", "Rule:", "memory per rank"):
         assert words in done.stdout, done.stdout
     for part in ("actor optimizer", "activations", "engine KV cache", "reshard staging", "reference weights (host)"):

@@ -8,21 +8,26 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.config import from_dict
+from megarl.dry_run import validate
 from megarl.models.registry import load_hf_config
 from megarl.reshard.advice import better_split
-from megarl.reshard.bound import bound
+from megarl.reshard.bound import SLACK, bound
 from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
-from megarl.reshard.paper import gigabytes
+from megarl.reshard.paper import Links, draw_up, gigabytes, sentences
+from megarl.reshard.planner import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSEEK = load_hf_config(ROOT / "configs/models/deepseek_v3.json")
 QWEN = ("--model", "qwen3-235b", "--train", "tp=4,pp=4,ep=8,world=64", "--engine", "tp=8,ep=8")
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 KEYS = """plan_seconds all_ranks_seconds cross_bytes cross_bound cross_ratio internode_bytes internode_bound
     internode_ratio send_bound recv_bound nic_send_bound nic_recv_bound send_max_over_bound recv_max_over_bound
     nic_send_max_over_bound nic_recv_max_over_bound staging_peak_bytes messages mean_message_bytes rounds
@@ -58,6 +63,7 @@ def test_figures(figures: tuple[dict[str, Any], str]) -> None:
     assert 0 < found["staging_peak_bytes"] <= 2 * found["bucket_bytes"]
     assert found["messages"] * found["mean_message_bytes"] == pytest.approx(found["cross_bytes"], rel=1e-3)
     assert found["modelled_seconds"] >= found["modelled_seconds_if_nobody_waits"]
+    assert found["modelled_over_busiest_nic"] >= found["nic_send_max_over_bound"]
     assert found["modelled_seconds_if_nobody_waits"] >= found["nic_send_max"] / found["model"]["nic_bytes_per_second"]
     assert "not measured" in found["model"]["what"]
 
@@ -87,6 +93,21 @@ def test_page(figures: tuple[dict[str, Any], str]) -> None:
     assert "node 0 to node 7: " in text and "inside of node 3: " in text
     assert "sends most over the network" in text and "A model, not a measurement" in text
     assert "stage 3" in text and "http" not in text
+
+
+def test_a_push_of_512_is_as_long_as_its_busiest_network_card(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In rounds that no rank leaves before the others, as they are modelled; staging stays at two buckets."""
+    layout = ("--train", "world=512,tp=8,pp=16,ep=32", "--engine", "tp=32,ep=32", "--json")
+    assert main(["--model", "deepseek-v3", *layout]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["modelled_over_busiest_nic"] <= 1.10
+    assert found["staging_peak_bytes"] <= 2 * found["bucket_bytes"]
+    # A round lasts as long as handing over the one before, at least.
+    assert main(["--model", "deepseek-v3", *layout, "--hand-over-ms", "20", "--round-us", "0"]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert slow["modelled_seconds"] == pytest.approx(slow["rounds"] * 0.02, rel=1e-3)
 
 
 def test_table_and_advice(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +153,78 @@ def test_gemma_2_on_two_ranks_by_hand(
     assert json.loads(capsys.readouterr().out)["cross_bytes"] == 2 * elements
 
 
+REFUSED: list[tuple[tuple[str, ...], dict[str, dict[str, Any]]]] = [
+    # an engine over the edge of a node, and one that does not divide the heads
+    (("--train", "tp=4,pp=2,ep=8,world=96", "--engine", "tp=6"), {"parallel": {"world_size": 96, "pp": 2}}),
+    (("--train", "tp=4,pp=2,ep=8,world=96", "--engine", "tp=24"), {"parallel": {"world_size": 96, "pp": 2}}),
+    # layers that do not divide over the stages, or their parts
+    (("--pp-layers", "24,24,23,23"), {"model": {"megatron": {FIRST: 24, LAST: 23}}}),
+    (("--train", "tp=4,pp=4,vpp=3,ep=8,world=64"), {"parallel": {"vpp": 3}}),
+    (("--train", "tp=4,pp=2,vpp=47,ep=8,world=64"), {"parallel": {"pp": 2, "vpp": 47}}),
+    # what SGLang has no switch for
+    (("--engine", "tp=8,ep=8,mlp_tp=2"), {"rollout": {"sglang": {"moe_dense_tp_size": 2}}}),
+    (("--engine", "tp=8,ep=4,shared_tp=1"), {"rollout": {"ep": 4, "sglang": {"moe_a2a_backend": "deepep"}}}),
+    # a role on some of another's ranks
+    (("--engine-ranks", "0-7"), {"placement": {"rollout": "0-7"}}),
+]
+
+
+@pytest.mark.parametrize(("change", "keys"), REFUSED)
+def test_refused_as_a_run_is(
+    change: tuple[str, ...],
+    keys: dict[str, dict[str, Any]],
+    main: Callable[[list[str]], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the same words, as a dry run of such a configuration shows."""
+    model = str(ROOT / "configs/models/qwen3_235b.json")
+    base: dict[str, dict[str, Any]] = {
+        "model": {"hf_config": model, "megatron": {FIRST: 23, LAST: 23}},
+        "parallel": {"world_size": 64, "ranks_per_node": 8, "tp": 4, "pp": 4, "ep": 8},
+        "rollout": {"tp": 8, "ep": 8},
+        "data": {"train": "nowhere.jsonl"},
+        "reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]},
+    }
+    if change[-1] in ("tp=6", "tp=24"):
+        keys = keys | {"rollout": {"tp": int(change[-1][3:]), "ep": 1}}
+    if "pp" in keys.get("parallel", {}) or "vpp" in keys.get("parallel", {}):
+        base["model"] = {"hf_config": model}
+    tree = {name: base.get(name, {}) | keys.get(name, {}) for name in base.keys() | keys}
+    report = validate(from_dict({"algorithm": "grpo", **tree}), dry_run=True)
+    assert main([*QWEN, *change]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.removeprefix("error: ").strip() in report.errors
+
+
+def test_stages_in_parts(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    """With vpp a stage has other layers: of DeepSeek-V3's three without experts the first stage has one only."""
+    layout = ("--model", "deepseek-v3", "--engine", "tp=32,ep=32", "--train", "tp=8,pp=4,ep=32,world=128")
+    assert main([*layout, "--pp-layers", "16,15,15,15"]) == 0
+    text = capsys.readouterr().out
+    assert FIRST in text
+    assert main([*layout[:-1], "tp=8,pp=4,ep=32,world=128,vpp=2", "--pp-layers", "16,15,15,15"]) == 2
+    assert "parallel.vpp=2 does not divide the 15 layers" in capsys.readouterr().err
+    qwen = ("--model", "qwen3-30b-a3b", "--engine", "tp=4,ep=4", "--json")
+    for train in ("tp=2,pp=4,ep=4,world=16", "tp=2,pp=4,ep=4,world=16,vpp=3"):
+        assert main([*qwen, "--train", train]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["cross_bytes"] == found["cross_bound"]
+
+
+def test_more_than_the_least_is_said() -> None:
+    """Engines of TP24 on nodes of 12: what is sent inside of nodes is not levelled as well."""
+    hf = load_hf_config(ROOT / "configs/models/qwen3_30b_a3b.json") | {"num_attention_heads": 96}
+    train = TrainLayout(96, 4, 8, even_stages(48, 3))
+    for tp, ep, said in ((24, 4, True), (4, 4, False)):
+        engine = EngineLayout(tp, ep)
+        least = bound(hf, train, engine, 12)
+        paper = draw_up(partial(Plan, hf, train, engine, 12))
+        ratio = (paper.network_out.sum(0) + paper.inside_out.sum(0)).max() / least.send_beside
+        assert (ratio > SLACK) == said
+        line = f"The busiest GPU sends {ratio:.2f} of what some GPU has to send"
+        assert any(line in sentence for sentence in sentences(paper, least, Links())) == said
+
+
 def test_better_split() -> None:
     train, engine = TrainLayout(512, 8, 32, even_stages(61, 16)), EngineLayout(32, 32, draft=True)
     advice = better_split(DEEPSEEK, train, engine, 8)
@@ -164,19 +257,19 @@ def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--train", "tp=8,world=64,zp=3"), "--train has no 'zp'; it is made of world, tp, pp, ep, etp, cp"),
+        (("--train", "tp=8,world=64,zp=3"), "--train has no 'zp'; it is made of world, tp, pp, vpp, ep, etp, cp"),
         (("--train", "tp=8"), "--train needs world="),
         (("--engine", "tp=x"), "--engine tp must be a positive number of at most 1048576, not 'x'"),
-        (("--train", "tp=3,world=64"), "tp x cp x pp = 3 x 1 does not divide the 64 ranks"),
+        (("--train", "tp=3,world=64"), "parallel.world_size=64 is not a multiple of tp x pp = 3 x 1 = 3"),
         (("--train", "world=64,ep=16,pp=4", "--pp-layers", "4,4"), "[4, 4] are not the layers of 4 stages"),
         (("--pp-layers", "a,b"), "--pp-layers must be numbers"),
         (("--model", "nowhere"), "--model nowhere is neither a file nor one of"),
-        (("--gpus-per-node", "7"), "64 ranks"),
+        (("--gpus-per-node", "7"), "parallel.world_size=64 is not a multiple of parallel.ranks_per_node=7"),
         (("--bucket-mb", "0"), "--bucket-mb: must be from 1 to 1048576, not 0"),
         (("--wire", "fp8", "--engine", "tp=8"), "cannot be sent as FP8"),
         (("--train-ranks", "0-31"), "a layout of 64 ranks of the trainer cannot lie on 32 ranks"),
         (("--engine-ranks", "0-x"), "--engine-ranks must be ranks such as 0-3,8,9, not '0-x'"),
-        (("--engine-ranks", "0-6"), "tp=8 does not divide the 7 ranks of the engines"),
+        (("--engine-ranks", "0-6"), "which share some ranks"),
     ],
 )
 def test_mistakes(

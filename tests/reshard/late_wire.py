@@ -1,0 +1,85 @@
+"""Ranks that push as threads of one process, over a wire that is as late and as early as one may be.
+
+What is sent is read from the sender's buffer when the receiver waits for it, and rubbish is in the receiver's buffer
+from the moment on at which the transfer is started. So is what is handed over written only when it is settled. A buffer
+that is used again too early makes the engine's tensors wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from typing import Any
+
+import pytest
+import ranks_executor
+import torch
+
+from megarl.reshard import executor
+
+Sent = tuple[torch.Tensor, threading.Event]
+PATIENCE = 60.0  # seconds; a rank that waits longer waits for ever
+
+
+class Wire:
+    def __init__(self, world: int) -> None:
+        self.between: dict[tuple[int, int], Queue[Sent]] = {
+            (src, dst): Queue() for src in range(world) for dst in range(world)
+        }
+
+    def transfer(
+        self, takes: Sequence[tuple[int, torch.Tensor]], gives: Sequence[tuple[int, torch.Tensor]], _: str, rank: int
+    ) -> list[tuple[Any, int]]:
+        started: list[tuple[Any, int]] = []
+        for peer, tensor in gives:
+            done = threading.Event()
+            self.between[rank, peer].put((tensor, done))
+            started.append((Waiting(lambda done=done: done.wait(PATIENCE)), peer))  # type: ignore[misc]
+        for peer, tensor in takes:
+            tensor.view(torch.uint8).fill_(0xA5)
+            started.insert(0, (Waiting(lambda peer=peer, tensor=tensor: self._take(peer, rank, tensor)), peer))  # type: ignore[misc]
+        return started
+
+    def _take(self, peer: int, rank: int, into: torch.Tensor) -> None:
+        tensor, done = self.between[peer, rank].get(timeout=PATIENCE)
+        into.copy_(tensor)
+        done.set()
+
+
+class Waiting:
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self.wait = wait
+
+
+class LateRun(ranks_executor.Run):
+    """Writes what was handed over only when it is settled."""
+
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(text, rank)
+        self.late: list[tuple[torch.Tensor, dict[str, Any], bool]] = []
+
+    def hand_over(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+        self.late.append((buffer, order, draft))
+
+    def settle(self) -> None:
+        for late in self.late:
+            super().hand_over(*late)
+        self.late.clear()
+
+    def push(self, number: int) -> ranks_executor.Tensors:
+        full = ranks_executor.full_weights(self.params, self.dtype, self.seed + number)
+        local = ranks_executor.shards(self.case, self.params, full, self.rank)
+        self.executor.push(local, self.hand_over, number, self.settle)
+        self.settle()
+        return full
+
+
+def push_as_threads(seed: int, world: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What each rank found; see `ranks_executor.Run.result`."""
+    monkeypatch.setattr(executor, "_transfer", Wire(world).transfer)
+    ranks = ",".join(map(str, range(world)))
+    runs = [LateRun(f"{seed}/{ranks}/{ranks}", rank) for rank in range(world)]
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(LateRun.result, runs))
