@@ -71,6 +71,11 @@ class _Step(NamedTuple):
     orders: list[_Order]  # the same on all ranks but for what is in them
 
 
+def is_full(push: int, period: int) -> bool:
+    """Whether all pieces of a push, counted from 1, are verified."""
+    return push % period == 1 % period
+
+
 class Executor:
     """One rank's side of every push: of one that trains, or is an engine's, or both. Buffers are allocated for a push
     and freed after it.
@@ -130,15 +135,19 @@ class Executor:
         indices = engine.indices(position, piece.param, self.num_experts) if stacked else [-1]
         return slot, slot.name + (SCALE if piece.scale else ""), [(index, *box) for index in indices]
 
-    def push(self, local: Mapping[str, torch.Tensor], hand_over: HandOver, version: int) -> None:
+    def push(
+        self, local: Mapping[str, torch.Tensor], hand_over: HandOver, version: int, compares: bool = False
+    ) -> None:
         """Send this rank's shards (canonical name -> tensor), and hand over what comes. Collective over all ranks that
-        take part; one that only trains hands nothing over.
+        take part; one that only trains hands nothing over. compares: the engines write nothing, and hold what they have
+        against the hashes of all pieces.
 
         Raises PushError where a peer is lost. What the engines say is for the caller of `hand_over` to see.
         """
-        self.pushes += 1
+        self.pushes += not compares
         # The first push and every `period`-th are verified in full.
-        lots = range(self.period) if self.pushes % self.period == 1 % self.period else [self.pushes % self.period]
+        in_full = compares or is_full(self.pushes, self.period)
+        lots = range(self.period) if in_full else [self.pushes % self.period]
         grids = scale_grids(local, self.quantised, self.plan.train, self.own or 0, self._maximum)
         received = [self.allocate(self.receive_bytes) for _ in range(2)]
         out = [torch.empty(self.send_bytes, dtype=torch.uint8, device=received[0].device) for _ in range(2)]
@@ -151,7 +160,12 @@ class Executor:
             _wait(requests, what, self.rank)
             for draft, all_slices, dtypes in step.orders if self.position is not None else ():
                 slices = [entry if lot in lots else [*entry[:-1], -1] for lot, entry in all_slices]
-                order = {"do": "write", "version": version, "tensor_dtype": dtypes, "slices": slices}
+                order = {
+                    "do": "compare" if compares else "write",
+                    "version": version,
+                    "tensor_dtype": dtypes,
+                    "slices": slices,
+                }
                 hand_over(received[half], order, draft)
 
     def _lot(self, piece: Piece) -> int:
