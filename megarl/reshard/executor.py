@@ -21,7 +21,7 @@ from megarl.models.cuts import Param, Slot
 from megarl.models.fp8 import BLOCK, SCALE, is_quantised
 from megarl.models.registry import family_of
 from megarl.reshard import copies
-from megarl.reshard.checksum import device_hash
+from megarl.reshard.checksum import device_hashes
 from megarl.reshard.layout import Held
 from megarl.reshard.planner import ALIGN, Message, Piece, Plan, Round, offsets
 from megarl.reshard.quantise import FP8, Grids, quantise, scale_grids
@@ -194,7 +194,9 @@ class Executor:
         boxes: list[copies.Box] = []
         shards: list[copies.Box] = []  # to quantise
         scaled: list[copies.Scaled] = []
-        hashes, hash_places = [], []
+        hashed: list[torch.Tensor] = []
+        hash_places: list[int] = []
+        of_copies: list[tuple[int, torch.Tensor]] = []
         wholes: dict[str, torch.Tensor] = {}  # `local` may compute a tensor each time it is asked for one
         for parcel in parcels:
             direct = zip(parcel.message.direct, parcel.places, parcel.sources, strict=False)
@@ -213,17 +215,23 @@ class Executor:
                 if lot in lots:
                     # Of what is meant to arrive, not of the buffer that goes on the wire.
                     meant = quantise(box, scaled[-1].grid, *at) if WIRE[piece.item] == FP8 else box
-                    hashes.append(device_hash(meant))
-                    hash_places.append(parcel.hashes // 8 + number)
+                    hash_place = parcel.hashes // 8 + number
+                    if meant is box:
+                        hashed.append(meant)
+                        hash_places.append(hash_place)
+                    else:  # at once, or the quantised copies of a whole round would be there together
+                        of_copies.append((hash_place, device_hashes([meant])))
             to_forward = zip(parcel.message.forward, parcel.forwards, strict=True)
             for number, (piece, (place, hash_place)) in enumerate(to_forward, len(parcel.message.direct)):
                 boxes.append((kept[None, place : place + piece.nbytes], parcel.places[number]))
                 boxes.append((kept[None, hash_place : hash_place + 8], parcel.hashes + 8 * number))
         copies.pack(boxes, out)
         copies.pack_fp8(shards, scaled, out)
-        if hashes:
+        if hashed or of_copies:
             words = out[: len(out) // 8 * 8].view(torch.int64)
-            words[torch.tensor(hash_places, device=out.device)] = torch.stack(hashes)
+            found = [*([device_hashes(hashed)] if hashed else []), *(one for _, one in of_copies)]
+            hash_places += [place for place, _ in of_copies]
+            words[torch.tensor(hash_places, device=out.device)] = torch.cat(found)
 
     def _quantised(self) -> list[Param]:
         """The parameters of which this rank has parts that the engines are sent in FP8."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from megarl.models.fp8 import is_fp8
 from megarl.models.registry import load_hf_config
 from megarl.reshard.engine_settings import safe_runner
 from megarl.reshard.runners import check_blackwell
+from megarl.rollout.allocator import check_allocator
 from megarl.rollout.engine_cpu import NamedTensors
 
 START_METHOD = ""
@@ -19,7 +21,8 @@ START_METHOD = ""
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """All that `server_args.check` lets pass may be set."""
+    """All that `server_args.check` lets pass may be set; the allocator must be able to share memory."""
+    check_allocator(os.environ)
 
 
 def server_args(config: Config, first_device: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.reshard.checksum import device_hash
+from megarl.reshard.checksum import device_hashes
 from megarl.reshard.copies import unpack
 
 NAME = f"{__name__}.load"
@@ -192,7 +192,7 @@ def _write(
     checked = [(box, box.hash) for box in boxes if box.hash is not None]
     if not checked:
         return []
-    held = torch.stack([device_hash(box.target) for box, _ in checked])
+    held = device_hashes([box.target for box, _ in checked])
     equal = (held == torch.cat([value for _, value in checked])).tolist()  # the device is waited for only here
     return list(dict.fromkeys(box.name for (box, _), same in zip(checked, equal, strict=True) if not same))
 
