@@ -31,7 +31,8 @@ MOST = {"float32": 0.01, "bfloat16": 0.3}
 """By `model.dtype`: the mean |log p_trainer - log p_engine| beyond which a run stops. In fp32 it is about 1e-6, but
 where experts tie; in bf16 without replayed routing up to 0.07 was measured (megatron/README.md)."""
 EPISODES = 16
-"""That are computed for the comparison alone, where an algorithm asks for no log-probs before its update."""
+"""That are computed for the comparison alone, or one for each of the trainer's replicas if these are more, where an
+algorithm asks for no log-probs before its update."""
 
 
 def most(config: Config) -> float | None:
@@ -63,8 +64,10 @@ def check_same_policy(flow: HybridFlow, batch: TrainBatch, policy: ModelOutput |
     if bound is None or not getattr(flow.rollout, "in_question", False):
         return
     if policy is None or policy.logprobs is None:
-        episodes = batch.episodes
-        batch = batch.select(episodes.sequences(list(range(min(EPISODES, len(episodes))))))
+        episodes, parallel = batch.episodes, flow.config.parallel
+        replicas = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
+        count = min(max(EPISODES, replicas), len(episodes))
+        batch = batch.select(episodes.sequences(list(range(count))))
         policy = flow.actor.forward(batch)
     assert policy.logprobs is not None
     found = gap(batch.rollout_logprobs, policy.logprobs, compared(batch), batch.total)
