@@ -63,6 +63,8 @@ def check_same_policy(flow: HybridFlow, batch: TrainBatch, policy: ModelOutput |
     bound = most(flow.config)
     if bound is None or not getattr(flow.rollout, "in_question", False):
         return
+    if flow.config.rollout.temperature == 0:  # greedy ones the trainer scores as if they were drawn at 1
+        return
     if policy is None or policy.logprobs is None:
         episodes, parallel = batch.episodes, flow.config.parallel
         replicas = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
