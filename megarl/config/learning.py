@@ -175,4 +175,6 @@ class GuardsConfig:
     """Say when figures leave their bands and when they are back: those of `observe/bands.py`."""
     bands: dict[str, Any] = field(default_factory=dict)
     """Bands of one's own: `{actor/entropy: [0.4, 0.6], perf/tokens_per_second_per_rank: [2000, null]}`, of any metric;
-    null in place of a band is none."""
+    null in place of a band is none. The upper end of `rollout/logprob_diff_mean` is what a run stops at, also without
+    alarms: the mean difference between the log-probs of engine and trainer on the first tokens after the start, the
+    first push and each verified one; 0.3 with model.dtype=bfloat16, 0.01 with float32 where it is not given."""

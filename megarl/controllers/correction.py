@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.corrections import correction, correction_figures, log_ratios
 from megarl.config import Config, ConfigError
 from megarl.controllers.policy import drawn_by, looked_at
+from megarl.controllers.same_policy import check_same_policy
 from megarl.types import ModelOutput, TrainBatch
 from megarl.types.declared import Declared
 
@@ -40,13 +41,16 @@ def corrected(
     each `rollout.verify_every` only."""
     config, settings = flow.config, flow.config.correction
     if policy.logprobs is None:
+        check_same_policy(flow, batch)
         return batch, {}
     old = policy.logprobs if settings.clipped_to != "drawn" else drawn_by(batch, policy)
     batch = batch.with_(old_logprobs=old)
     if settings.clipped_to == "engine":
         if steps % config.rollout.verify_every:
+            check_same_policy(flow, batch)
             return batch, {}
         policy = flow.actor.forward(batch)
+    check_same_policy(flow, batch, policy)
     batch, metrics = looked_at(flow, batch, policy, steps)
     if settings.kind == "none" and batch.lag is None:
         return batch, metrics

@@ -27,6 +27,8 @@ from megarl.megatron.group_limited import GroupLimitedRouter
 from megarl.megatron.heads import DeferredLogits, ValueHead
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.mtp import MTPModel
+from megarl.megatron.names import named_params
+from megarl.models import counted
 from megarl.models import megatron_fields as fields
 from megarl.models.cuts import padded_vocab
 from megarl.models.family import Extras
@@ -119,6 +121,7 @@ def build_chunks(
         router._maintain_float32_expert_bias()
     if not trains:
         return [chunk.requires_grad_(False) for chunk in chunks]
+    counted.check_experts(chunks)
     fields.check_ddp(config.train.ddp)
     ddp = DistributedDataParallelConfig(
         **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
@@ -164,6 +167,11 @@ def _build_chunk(
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+    table = family_of(hf).params(hf, config.parallel.tp, config.parallel.etp, mtp=bool(settings.mtp_num_layers))
+    named = named_params([model], parallel_state.get_expert_model_parallel_rank())
+    if role != "actor":
+        named.pop("output_layer.weight", None)  # a head of one value, which the table does not speak of
+    counted.mark(named, table)
     if config.lora.rank:
         add_adapters(model, hf, config)
     return model.to(device.device())

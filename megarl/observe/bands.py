@@ -52,6 +52,10 @@ class Band:
         return f"at least {self.least:g}" if self.most is None else f"{self.least:g} to {self.most:g}"
 
 
+SAME_POLICY = "rollout/logprob_diff_mean"
+"""Not watched as the others are: the upper end is what a run stops at, with `guards.alarms` or without
+(`controllers/same_policy.py`)."""
+
 LOST = "look at the rewards and the data of the step"
 
 BANDS: dict[str, Band] = {
@@ -101,12 +105,16 @@ BANDS: dict[str, Band] = {
 def bands_of(settings: GuardsConfig) -> dict[str, Band]:
     """Those that are watched, with the user's own; none without `guards.alarms`. Raises ConfigError for one that is no
     band."""
+    if settings.bands.get(SAME_POLICY) is not None:
+        _ends(SAME_POLICY, settings.bands[SAME_POLICY])
     if not settings.alarms:
-        if settings.bands:
+        if settings.bands.keys() - {SAME_POLICY}:
             raise ConfigError("guards.bands is set, but guards.alarms=false looks at none; set it to true")
         return {}
     found = dict(BANDS)
     for metric, ends in settings.bands.items():
+        if metric == SAME_POLICY:
+            continue
         if ends is None:
             found.pop(metric, None)
         else:

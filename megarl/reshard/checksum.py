@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from megarl.reshard.splitmix import MIX, STEP
+
 WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Words hashed at a time: on a CPU what its cache holds, elsewhere few launches; it bounds the temporary memory."""
-
-_STEP = -7046029254386353131  # 0x9E3779B97F4A7C15, 2^64 / golden ratio: no two positions in reach get the same offset
-_MIX = ((30, -4658895280553007687), (27, -7723592293110705685))  # splitmix64: 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def slice_hash(tensor: torch.Tensor) -> int:
@@ -41,6 +40,21 @@ def device_hash(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n] int64: `device_hash` of each, at least one, all on one device. On CUDA one launch of a kernel
+    (`megarl.reshard.hash_kernel`) does those that are rows of adjacent elements, however many they are: `device_hash`
+    takes some 30 launches for each. It is the definition."""
+    if not tensors[0].is_cuda:
+        return torch.stack([device_hash(tensor) for tensor in tensors])
+    # Triton is imported only where there is a GPU: it needs a compiler and a driver, and is slow to import.
+    from megarl.reshard import hash_kernel
+
+    found, left = hash_kernel.hashes(tensors)
+    for number in left:
+        found[number] = device_hash(tensors[number])
+    return found
+
+
 def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
     """The elements in row-major order, as contiguous tensors [n] of at most `limit`; copies no more at once."""
     if tensor.is_contiguous():
@@ -60,12 +74,12 @@ def _sum(data: torch.Tensor, position: int) -> torch.Tensor:
     if data.storage_offset() % 8:
         data = data.clone()  # words can only be seen where they are aligned
     positions = torch.arange(position + 1, position + 1 + data.numel() // 8, device=data.device)
-    return _mix(positions.mul_(_STEP).add_(data.view(torch.int64))).sum()
+    return _mix(positions.mul_(STEP).add_(data.view(torch.int64))).sum()
 
 
 def _mix(z: torch.Tensor) -> torch.Tensor:
     """splitmix64's finaliser of each int64, in place; products wrap around modulo 2^64."""
-    for shift, factor in _MIX:
+    for shift, factor in MIX:
         z.bitwise_xor_(_shifted(z, shift)).mul_(factor)
     return z.bitwise_xor_(_shifted(z, 31))
 

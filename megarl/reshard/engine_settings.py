@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.reshard.runners import PLACEMENTS, TABLES, carried
 from megarl.rollout.server_args import fields
 
 _ANY = object()
@@ -32,13 +33,6 @@ _FREE = frozenset(
 )
 """SGLang's groups of settings that know nothing of weights."""
 
-MOE_RUNNERS = ("triton", "deep_gemm")
-"""For these SGLang leaves w13 as [gate; up] and w2 as in the checkpoint, in BF16 and in FP8 with blocks of 128. For
-others it does not: flashinfer_cutlass has [up; gate]; flashinfer_trtllm has, too, and packs BF16 into blocks, which an
-update undoes, so that shapes agree; triton_kernel has them transposed; marlin, aiter and humming repack them; hpc_ops
-copies the scales aside."""
-A2A = ("none", "deepep")
-"""deepep has the shared experts whole on all ranks. Those named "mega" repack; nobody has read the rest."""
 _ATTENTION = (
     "triton",
     "torch_native",
@@ -75,9 +69,9 @@ _ALLOWED: dict[str, Any] = {
     "enable_dp_lm_head": _ANY,
     "enable_p2p_check": _ANY,
     "moe_dense_tp_size": _ANY,
-    "moe_runner_backend": MOE_RUNNERS,
-    "moe_a2a_backend": A2A,
-    "speculative_moe_runner_backend": MOE_RUNNERS,
+    "moe_runner_backend": carried("moe_runner_backend"),
+    "moe_a2a_backend": carried("moe_a2a_backend"),
+    "speculative_moe_runner_backend": carried("moe_runner_backend"),
     "enable_fused_moe_sum_all_reduce": _ANY,
     "deepep_mode": _ANY,
     "deepep_config": _ANY,
@@ -95,7 +89,7 @@ _ALLOWED: dict[str, Any] = {
     "speculative_attention_mode": _ANY,
     "sampling_backend": _ANY,
     "grammar_backend": _ANY,
-    "fp8_gemm_runner_backend": ("auto", "triton", "deep_gemm"),
+    "fp8_gemm_runner_backend": carried("fp8_gemm_runner_backend"),
     "bf16_gemm_backend": _ANY,
     "disable_flashinfer_autotune": _ANY,
     "flashinfer_autotune_skip_ops": _ANY,
@@ -153,6 +147,9 @@ def check(settings: Mapping[str, Any]) -> None:
         if allowed is not None and value in allowed:
             continue
         remedy = _WHY.get(name, f"take one of {', '.join(allowed)}" if allowed else "leave it out")
+        known = TABLES.get(name.removeprefix("speculative_"), {}).get(str(value)) or PLACEMENTS.get(name)
+        if known is not None and name not in _WHY:
+            remedy = f"{known.why}; {remedy}"
         raise ConfigError(f"rollout.sglang.{name}={value} is not known to leave an engine's weights in place: {remedy}")
 
 

@@ -22,7 +22,7 @@ from megarl.models.cuts import Param, Slot
 from megarl.models.fp8 import BLOCK, SCALE, is_quantised
 from megarl.models.registry import family_of
 from megarl.reshard import copies
-from megarl.reshard.checksum import device_hash
+from megarl.reshard.checksum import device_hashes
 from megarl.reshard.layout import Held
 from megarl.reshard.planner import ALIGN, Message, Piece, Plan, Round, offsets
 from megarl.reshard.quantise import FP8, Grids, quantise, scale_grids
@@ -69,6 +69,11 @@ class _Step(NamedTuple):
     receives: list[_Parcel]
     local: _Parcel
     orders: list[_Order]  # the same on all ranks but for what is in them
+
+
+def is_full(push: int, period: int) -> bool:
+    """Whether all pieces of a push, counted from 1, are verified."""
+    return push % period == 1 % period
 
 
 class Executor:
@@ -136,9 +141,11 @@ class Executor:
         hand_over: HandOver,
         version: int,
         settle: Callable[[], Any] = lambda: None,
+        compares: bool = False,
     ) -> None:
         """Send this rank's shards (canonical name -> tensor), and hand over what comes. Collective over all ranks that
-        take part; one that only trains hands nothing over.
+        take part; one that only trains hands nothing over. compares: the engines write nothing, and hold what they have
+        against the hashes of all pieces.
 
         settle: returns when all that was handed over is written; of a `hand_over` that returns before. Like that it is
         collective over the ranks of an engine. While a round is on the wire, the round before is handed over and
@@ -147,13 +154,14 @@ class Executor:
 
         Raises PushError where a peer is lost. What the engines say is for the caller of `hand_over` to see.
         """
-        self.pushes += 1
+        self.pushes += not compares
         # The first push and every `period`-th are verified in full.
-        lots = range(self.period) if self.pushes % self.period == 1 % self.period else [self.pushes % self.period]
+        in_full = compares or is_full(self.pushes, self.period)
+        lots = range(self.period) if in_full else [self.pushes % self.period]
         grids = scale_grids(local, self.quantised, self.plan.train, self.own or 0, self._maximum)
         received = [self.allocate(self.receive_bytes) for _ in range(2)]
         out = [torch.empty(self.send_bytes, dtype=torch.uint8, device=received[0].device) for _ in range(2)]
-        order = {"do": "write", "version": version, "push": token_hex(8)}
+        order = {"do": "compare" if compares else "write", "version": version, "push": token_hex(8)}
 
         def give(step: _Step, buffer: torch.Tensor) -> None:
             for draft, all_slices, dtypes in step.orders if self.position is not None else ():
@@ -201,7 +209,9 @@ class Executor:
         boxes: list[copies.Box] = []
         shards: list[copies.Box] = []  # to quantise
         scaled: list[copies.Scaled] = []
-        hashes, hash_places = [], []
+        hashed: list[torch.Tensor] = []
+        hash_places: list[int] = []
+        of_copies: list[tuple[int, torch.Tensor]] = []
         wholes: dict[str, torch.Tensor] = {}  # `local` may compute a tensor each time it is asked for one
         for parcel in parcels:
             direct = zip(parcel.message.direct, parcel.places, parcel.sources, strict=False)
@@ -220,13 +230,19 @@ class Executor:
                 if lot in lots:
                     # Of what is meant to arrive, not of the buffer that goes on the wire.
                     meant = quantise(box, scaled[-1].grid, *at) if WIRE[piece.item] == FP8 else box
-                    hashes.append(device_hash(meant))
-                    hash_places.append(parcel.hashes // 8 + number)
+                    hash_place = parcel.hashes // 8 + number
+                    if meant is box:
+                        hashed.append(meant)
+                        hash_places.append(hash_place)
+                    else:  # at once, or the quantised copies of a whole round would be there together
+                        of_copies.append((hash_place, device_hashes([meant])))
         copies.pack(boxes, out)
         copies.pack_fp8(shards, scaled, out)
-        if hashes:
+        if hashed or of_copies:
             words = out[: len(out) // 8 * 8].view(torch.int64)
-            words[torch.tensor(hash_places, device=out.device)] = torch.stack(hashes)
+            found = [*([device_hashes(hashed)] if hashed else []), *(one for _, one in of_copies)]
+            hash_places += [place for place, _ in of_copies]
+            words[torch.tensor(hash_places, device=out.device)] = torch.cat(found)
 
     def _pass_on(self, parcels: Sequence[_Parcel], out: torch.Tensor, kept: torch.Tensor) -> None:
         """Fill parcels with pieces to forward and their hashes, from `kept`, the buffer of the round before."""

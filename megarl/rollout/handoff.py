@@ -24,6 +24,8 @@ class HandOff:
         self.engine, self.collect = engine, collect
         self.errors: list[str] = []
         self.failure: EngineError | None = None
+        self.differ: list[str] = []
+        """What an order to compare found."""
         self._boxes = [Mailbox(), Mailbox()]
         self._thread = ThreadPoolExecutor(1, "handoff")
         self._running: tuple[Mailbox, Future[None] | None] | None = None
@@ -56,6 +58,7 @@ class HandOff:
                 answer = box.answer()
             except EngineError as error:
                 self.errors.append(str(error))
+        self.differ += answer.get("differ", [])
         if wrong := answer.get("wrong"):
             self.errors.append(f"the engine holds other weights than were sent: {', '.join(wrong[:3])} ({len(wrong)})")
         return answer

@@ -11,6 +11,7 @@ Orders, and what answers them; an order that does not fit is answered by {"error
 their weights otherwise than their shapes show, in words, see `oddities`.
 {"do": "write", "version": v, "push": text, "tensor_dtype": {name: dtype},
  "slices": [[name, index, r0, r1, c0, c1, offset, hash_offset], ...]} -> {"wrong": [names]}: see `_write`.
+{"do": "compare", ...} as to write -> {"differ": [names]}: nothing is written; what holds other bits than its hash says.
 {"do": "finish"} -> {}: SGLang computes what it derives from weights.
 """
 
@@ -25,7 +26,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megarl.reshard.checksum import device_hash
+from megarl.reshard.checksum import device_hashes
 from megarl.reshard.copies import unpack
 
 NAME = f"{__name__}.load"
@@ -91,6 +92,10 @@ def _obey(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | 
             if bucket is None:
                 raise ValueError("an order to write needs a bucket")
             return {"wrong": _write(_resolved(model, order.get("push")), order, bucket)}
+        case "compare":
+            if bucket is None:
+                raise ValueError("an order to compare needs a bucket")
+            return {"differ": _write(writable(model), order, bucket, writes=False)}
         case "finish":
             _RESOLVED.pop(model, None)
             from sglang.srt.model_loader.loader import post_load_weights
@@ -173,8 +178,11 @@ class _Box(NamedTuple):
     hash: torch.Tensor | None  # [1] int64, what the target must have in the end
 
 
-def _write(tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor) -> list[str]:
+def _write(
+    tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor, writes: bool = True
+) -> list[str]:
     """Copy slices out of the bucket into the model's tensors; the names of those that then hold other bits.
+    writes: whether they are copied at all, before they are looked at.
 
     A slice [name, index, r0, r1, c0, c1, offset, hash_offset] is the box [r0, r1) x [c0, c1) of a tensor [rows,
     columns], or [rows] as [rows, 1], or, where `index` is not -1, of that one of a stack of such. Its elements are in
@@ -189,15 +197,16 @@ def _write(tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torc
         _box(tensors, order["tensor_dtype"], bucket, *entry) for entry in order["slices"]
     ]  # all, before any is written
     dense = [box.target.shape[1] == 1 or box.target.stride(1) == 1 for box in boxes]
-    unpack(bucket, [(box.target, box.offset) for box, is_dense in zip(boxes, dense, strict=True) if is_dense])
+    if writes:
+        unpack(bucket, [(box.target, box.offset) for box, is_dense in zip(boxes, dense, strict=True) if is_dense])
     for box, is_dense in zip(boxes, dense, strict=True):
-        if not is_dense:  # a tensor that the engine keeps transposed
+        if writes and not is_dense:  # a tensor that the engine keeps transposed
             source = _cut(bucket, box.offset, box.target.numel(), box.target.dtype)
             box.target.copy_(source.view(box.target.shape))
     checked = [(box, box.hash) for box in boxes if box.hash is not None]
     if not checked:
         return []
-    held = torch.stack([device_hash(box.target) for box, _ in checked])
+    held = device_hashes([box.target for box, _ in checked])
     equal = (held == torch.cat([value for _, value in checked])).tolist()  # the device is waited for only here
     return list(dict.fromkeys(box.name for (box, _), same in zip(checked, equal, strict=True) if not same))
 

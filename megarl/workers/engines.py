@@ -81,6 +81,11 @@ class Engines:
         return self.own if self._position == 0 else None
 
     @property
+    def verified(self) -> bool:
+        """Whether the last push was verified in full."""
+        return self.pushing is not None and self.pushing.verified
+
+    @property
     def at_work(self) -> str:
         """Who is in the engines' phases on this rank."""
         return ELSEWHERE if self.index is None else "rollout"
@@ -130,6 +135,15 @@ class Engines:
         while not self._push(actor):
             self._await(actor)
             self.wake(Engine.wake_weights)
+
+    def differing(self, actor: ActorWorker) -> list[str] | None:
+        """The tensors, by name, in which an engine holds other bits than the actor gave it, the same on all ranks; None
+        where the engines' weights are gone, as a GPU's are that they share with the trainer."""
+        if self.pushing is None or (device.has_cuda() and not self.config.rollout.asynchronous):
+            return None
+        with self.patient(self.config.rollout.start_timeout):
+            mine = self.pushing.differing({} if actor.model is None else actor.model.merged(), self.version)
+            return sorted({name for found in ranks.all_gather_objects(mine) for name in found})
 
     def have_one(self, there_again: Callable[[], None]) -> None:
         """Where none is left, wait until all have started again, and give them the weights that they had, which the

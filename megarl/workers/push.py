@@ -16,7 +16,7 @@ from megarl.parallel import device
 from megarl.parallel.ranks import Job, host_group, new_host_group
 from megarl.reshard.check import digest, digest_problem, engine_problems, layout_problems, shard_problems
 from megarl.reshard.configured import engine_layout, push_plan
-from megarl.reshard.executor import Executor, PushError
+from megarl.reshard.executor import Executor, PushError, is_full
 from megarl.rollout.engine import Collect, Engine
 from megarl.rollout.faults import EngineError
 from megarl.rollout.handoff import HandOff
@@ -55,6 +55,8 @@ class WeightPush:
         self.takes_part = job.rank in self.among
         self.engine_rank = self.plan.sides.engine_rank(job.rank)
         self.executor: Executor | None = None
+        self.pushes = 0
+        """Since the engines' weights were last to be verified in full; also on ranks that take no part."""
         self.compared = False
         """Whether the engines are known to hold what the plan says."""
         if self.takes_part:
@@ -88,6 +90,7 @@ class WeightPush:
         Raises ConfigError on all ranks that take part, naming tensor and rank, where something does not fit or arrived
         otherwise than it was sent; no engine generates then.
         """
+        self.pushes += 1
         if not self.takes_part:
             return True
         where = f"the push of version {version}"
@@ -122,8 +125,34 @@ class WeightPush:
         for draft in self._models if self.engine_rank is not None else ():
             hand_over.ask({"do": "finish"}, draft)
 
+    @property
+    def verified(self) -> bool:
+        """Whether the last push was verified in full."""
+        return is_full(self.pushes, self.config.rollout.verify_every)
+
+    def differing(self, local: Mapping[str, torch.Tensor], version: int) -> list[str]:
+        """The engines' tensors, by name, that hold other bits than the shards `local`, which they were given under this
+        version; their weights are awake, and they generate no more afterwards. Collective as `push`; on ranks that take
+        no part it is empty."""
+        if not self.takes_part:
+            return []
+        where = "the comparison of weights"
+        self._raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
+        hand_over = HandOff(self.engine, self.collect)
+        if self.executor is None:
+            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, _allocate)
+        try:
+            self.executor.push(local, hand_over, version, hand_over.settle, compares=True)
+        except PushError as error:
+            raise ConfigError(str(error)) from error
+        hand_over.settle()
+        self._raise_first(hand_over.errors, where)
+        self._on_engine(lambda engine: engine.end_update(None))
+        return sorted({name for found in self._gather(hand_over.differ) for name in found})
+
     def verify_next(self) -> None:
         """Have the next push verified in full; on all ranks."""
+        self.pushes = 0
         if self.executor is not None:
             self.executor.pushes = 0
 

@@ -40,6 +40,9 @@ class RolloutWorker(Worker):
         super().__init__(context)
         self.engines = Engines(context)
         self.version = 0
+        self.in_question = not self.config.rollout.replay
+        """Whether nobody has compared what the engines say with what the trainer says since they have started, or since
+        a push that was verified in full."""
         self.made: list[Rollouts] = []
         """What the step under way has been given."""
         self._generations, self._served = 0, 0
@@ -279,8 +282,14 @@ class RolloutWorker(Worker):
                 return
             self._hold_answers()
             self.engines.push(actor, self.version)
+            self.in_question = self.in_question or self.engines.verified
             if self.config.rollout.asynchronous:
                 on_any(self._stream, lambda stream: stream.go_on(self.step))
+
+    def differing(self, actor: ActorWorker) -> list[str] | None:
+        """See `Engines.differing`; nothing is generated any more."""
+        self._hold_answers()
+        return self.engines.differing(actor)
 
     def _hold_answers(self) -> None:
         """Have what is under way out of the way of new weights, as `rollout.on_push` says."""

@@ -356,7 +356,27 @@ def sizes(text: str) -> dict[str, int]:
     return {"world": int(os.environ["WORLD_SIZE"])} | {name: int(size) for name, size in pairs}
 
 
+def as_transformer_engine_marks(mark: Any) -> Any:
+    """`counted.mark`, on parameters that are marked for the norm of all gradients as Transformer Engine's modules do:
+    grouped experts not at all, linear layers that every rank has whole as if they were cut."""
+
+    def marked(named: dict[str, torch.Tensor], table: Any) -> Any:
+        for name, tensor in named.items():
+            if ".mlp.experts." in name:
+                tensor.__dict__.pop("tensor_model_parallel", None)
+            elif "_down_proj" in name:
+                tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
+        changed = mark(named, table)
+        assert all(name in changed for name in named if ".mlp.experts." in name or "_down_proj" in name)
+        return changed
+
+    return marked
+
+
 if __name__ == "__main__":
+    from megarl.models import counted
+
+    counted.mark = as_transformer_engine_marks(counted.mark)
     layout, WORDS = sizes(sys.argv[1]), sys.argv[1].split(",")
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}

@@ -8,7 +8,8 @@ import sys
 import torch
 from boxes import noise, random_boxes, random_fp8
 
-from megarl.reshard import copies, kernels
+from megarl.reshard import copies, hash_kernel, kernels
+from megarl.reshard.checksum import slice_hash
 from megarl.reshard.copies import Scaled
 from megarl.reshard.quantise import FP8
 
@@ -79,10 +80,26 @@ def check_every_rounding() -> None:
     assert same(expected.nan_to_num(0), found.nan_to_num(0))
 
 
+def check_hashes(seed: int) -> None:
+    """Of boxes of any type and place, contiguous ones, one that is transposed, one without elements."""
+    rng = random.Random(f"hashes {seed}")
+    boxes, _ = random_boxes(rng)
+    views = [view for view, _ in boxes]
+    raw = noise(rng, 70_000)
+    start = rng.randrange(8)
+    views += [views[0].t(), raw[start : start + rng.choice([1, 7, 8, 33_001, 65_536])], raw[:0], raw[:0].view(0, 3)]
+    views += [raw[:64].view(torch.int64).view(2, 4)[:, 1:3], raw[:48].view(torch.float32).view(3, 4)[:, 1:2]]
+    found, left = hash_kernel.hashes(views)
+    assert set(left) <= {len(boxes)}
+    for number, (view, value) in enumerate(zip(views, found.tolist(), strict=True)):
+        assert value == slice_hash(view) or number in left, f"hash of {view.shape}, {view.stride()}, seed {seed}"
+
+
 def main() -> None:
     for seed in range(int(sys.argv[1])):
         check_copies(seed)
         check_fp8(seed)
+        check_hashes(seed)
     check_no_numbers()
     check_every_rounding()
     print("equal")

@@ -192,7 +192,6 @@ class Run:
         self.drafts: list[bool] = []
         self.orders: list[dict[str, Any]] = []
         self.answers: list[dict[str, Any]] = []
-        self.handed: tuple[Any, ...] = ()
         self.executor = Executor(
             smallest_plan(self.case), rank, period=3, allocate=lambda size: torch.empty(size, dtype=torch.uint8)
         )
@@ -202,20 +201,12 @@ class Run:
         self.drafts.append(draft)
         if os.environ.get("FLIP") and self.rank == 0 and order["slices"]:
             buffer[order["slices"][0][6]] ^= 1
-        self.obey()
-        self.handed = (self.models[draft], order, buffer)
-
-    def obey(self) -> None:
-        """The order before, as late as an engine may: what is done to its buffer in the meantime is what it finds."""
-        if self.handed:
-            self.answers.append(loader._obey(*self.handed))
-        self.handed = ()
+        self.answers.append(loader._obey(self.models[draft], order, buffer))
 
     def push(self, number: int) -> Tensors:
         """The weights that were pushed."""
         full = full_weights(self.params, self.dtype, self.seed + number)
         self.executor.push(shards(self.case, self.params, full, self.rank), self.hand_over, number)
-        self.obey()
         return full
 
     def result(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.reshard import checksum
-from megarl.reshard.checksum import device_hash, slice_hash
+from megarl.reshard.checksum import device_hash, device_hashes, slice_hash
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.float64, torch.int64]
 
@@ -106,3 +106,19 @@ def test_it_is_a_signed_number_of_64_bits() -> None:
 def test_a_gpu_has_the_same() -> None:
     for tensor in [bits(1000, 300), bits(77, dtype=torch.uint8), bits(3, 10, 14, dtype=torch.float32)[:, 1:, 1::2]]:
         assert slice_hash(tensor.cuda()) == slice_hash(tensor)
+
+
+def test_hashes_of_several_are_those_of_each() -> None:
+    several = [bits(5, 3), bits(64, 16, dtype=torch.float32)[3:7, 2:5], bits(0)]
+    assert device_hashes(several).tolist() == [slice_hash(one) for one in several]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_gives_the_same_on_a_gpu(dtype: torch.dtype) -> None:
+    """`interpret.py` has more of them, under Triton's interpreter."""
+    whole = bits(3, 700, 130, dtype=dtype)
+    several = [whole, whole[1], whole[1, 5:600, 3:99], whole[0, :, 1:2], whole[2].t(), whole[:0]]
+    theirs = whole.cuda()
+    on_gpu = [theirs, theirs[1], theirs[1, 5:600, 3:99], theirs[0, :, 1:2], theirs[2].t(), theirs[:0]]
+    assert device_hashes(on_gpu).tolist() == [slice_hash(one) for one in several]

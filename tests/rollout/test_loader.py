@@ -102,6 +102,18 @@ def test_a_flipped_bit_is_found_where_it_is_asked_for() -> None:
     assert obey(Model(), unchecked, bucket) == {"wrong": []}
 
 
+def test_what_holds_other_bits_is_named_and_nothing_is_written() -> None:
+    model, vector = Model(), torch.randn(5)
+    held = model.matrix.data.clone()
+    bucket = bucket_of(held, vector, torch.tensor([slice_hash(held), slice_hash(vector)]))  # at 0, 48, 80
+    asked = write(["matrix", -1, 0, 4, 0, 6, 0, 80], ["vector", -1, 0, 5, 0, 1, 48, 88], do="compare")
+    assert obey(model, asked, bucket) == {"differ": ["vector"]}
+    assert torch.equal(model.matrix.data, held) and not torch.equal(model.vector.data, vector)
+    model.matrix.data[0, 0] += 1
+    assert obey(model, asked, bucket) == {"differ": ["matrix", "vector"]}
+    assert "needs a bucket" in obey(model, asked)["error"]
+
+
 def test_what_is_written_over_afterwards_is_found() -> None:
     """The hash is of the tensor in the end, not of the copy."""
     one, two = torch.ones(5), torch.full((5,), 2.0)

@@ -1,0 +1,144 @@
+"""The comparison of engine and trainer before anything is trained on what the engine sampled."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_correction import AgedFlow, config_of, prompts  # noqa: E402
+from test_learning import TableFlow  # noqa: E402
+
+from megarl.config import ConfigError, from_dict  # noqa: E402
+from megarl.controllers.registry import make_controller  # noqa: E402
+from megarl.controllers.same_policy import EPISODES, check_same_policy, compared, layers_of, most  # noqa: E402
+from megarl.observe.bands import SAME_POLICY, bands_of  # noqa: E402
+from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn  # noqa: E402
+
+pytestmark = pytest.mark.alone
+
+
+class Engines(TableFlow):
+    """A flow whose engines can be given another policy than the trainer's: of layer 1, they say."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.in_question = True
+        self.off = 0.0
+        self.wrong: list[str] | None = ["model.layers.1.mlp.experts.w13_weight"]
+        self.forwards: list[int] = []
+        forward = self.policy.forward
+
+        def counted(batch: TrainBatch) -> Any:
+            self.forwards.append(len(batch.tokens))
+            return forward(batch)
+
+        self.policy.forward = counted  # type: ignore[method-assign]
+
+    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+        found = super().generate(items, samples, greedy)
+        here = [
+            Rollout(
+                one.prompt,
+                tuple(
+                    Turn(turn.token_ids, tuple(value + self.off for value in turn.logprobs), turn.is_action, 0)
+                    for turn in one.turns
+                ),
+                one.status,
+                group=one.group,
+            )
+            for one in found.here
+        ]
+        return Rollouts.of(here, [one.group for one in here])
+
+    def differing(self, actor: Any) -> list[str] | None:
+        self.calls.append("differing")
+        return self.wrong
+
+
+def single(**more: Any) -> Any:
+    """GRPO with one update, which asks for no log-probs before it."""
+    tree = {"algorithm": "grpo", "kl": {"place": "none"}, "rollout": {"samples_per_prompt": 8, "verify_every": 3}}
+    return from_dict(tree | {"model": {"dtype": "float32"}} | more)
+
+
+def test_a_step_of_two_policies_is_not_trained_on_and_names_the_layer() -> None:
+    flow: Any = Engines(single())
+    controller = make_controller(flow.config)
+    controller.step(flow, prompts())
+    assert not flow.in_question and "differing" not in flow.calls
+    flow.in_question, flow.off = True, 0.02  # as after the first push
+    before = flow.policy.table.detach().clone()
+    with pytest.raises(ConfigError) as caught:
+        controller.step(flow, prompts())
+    assert "differ by 0.02 in the mean" in str(caught.value) and "above 0.01" in str(caught.value)
+    assert "Layer 1: the engines hold other bits there than the trainer (model.layers.1.mlp" in str(caught.value)
+    assert torch.equal(flow.policy.table.detach(), before) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [([], "All tensors of the engines hold the trainer's bits"), (None, "so no layer can be named")],
+)
+def test_what_is_said_where_no_layer_is_found(wrong: Any, says: str) -> None:
+    flow: Any = Engines(single())
+    flow.off, flow.wrong = 0.5, wrong
+    with pytest.raises(ConfigError, match=says):
+        make_controller(flow.config).step(flow, prompts())
+
+
+def test_it_asks_about_a_few_episodes_only_and_once() -> None:
+    flow: Any = Engines(single())
+    controller = make_controller(flow.config)
+    for _ in range(2):
+        controller.step(flow, prompts(5))
+    assert len(flow.forwards) == 1  # of the first step, which looks by itself
+    flow.in_question = True
+    controller.step(flow, prompts(5))
+    assert flow.forwards[1:] == [3 * EPISODES]
+    controller.steps, flow.in_question = 3, True
+    controller.step(flow, prompts(5))
+    assert len(flow.forwards) == 3 and flow.forwards[2] > 3 * EPISODES
+
+
+def test_no_rollout_of_older_weights_is_compared() -> None:
+    """All are older here: the engines stay in question until some are not."""
+    flow: Any = AgedFlow(config_of({}))
+    flow.in_question = True
+    controller = make_controller(flow.config)
+    for _ in range(4):
+        controller.step(flow, prompts())
+    rollouts = flow.score(flow.generate(prompts(), 8))
+    flow.in_question, flow.differing = True, lambda actor: []
+    check_same_policy(flow, TrainBatch.from_rollouts(rollouts))
+    assert flow.in_question
+    aged = Turn((1, 2, 3), (-1.0,) * 3, True, 4, ((3, 2), (4, 1)))
+    grown = Turn((1, 2), (-1.0,) * 2, True, 4)
+    prompt = Prompt("p", ())
+    mixed = Rollouts.of([Rollout(prompt, (Turn((9,)), turn)) for turn in (aged, grown)], version=4)
+    assert compared(TrainBatch.from_rollouts(mixed)).tolist() == [False] * 5 + [True] * 2
+
+
+def test_the_bound_is_by_the_type_or_the_users_own() -> None:
+    assert (most(single()), most(single(model={"dtype": "bfloat16"}))) == (0.01, 0.3)
+    own = single(guards={"bands": {SAME_POLICY: [None, 0.5]}})
+    assert most(own) == 0.5 and bands_of(own.guards) == {}
+    off = single(guards={"bands": {SAME_POLICY: None}})
+    assert most(off) is None
+    flow: Any = Engines(off)
+    flow.off = 3.0
+    make_controller(off).step(flow, prompts())
+    with pytest.raises(ConfigError, match=f"guards.bands.{SAME_POLICY} must be two numbers"):
+        bands_of(single(guards={"bands": {SAME_POLICY: 0.5}}).guards)
+    with pytest.raises(ConfigError, match="guards.alarms=false looks at none"):
+        bands_of(single(guards={"bands": {SAME_POLICY: None, "actor/entropy": [0, 1]}}).guards)
+
+
+def test_layers_by_the_names_of_tensors() -> None:
+    assert layers_of(["model.layers.12.a", "model.layers.3.b", "model.layers.3.c"]) == "Layers 3, 12"
+    assert layers_of(["model.norm.weight", "model.layers.0.a"]) == "Layer 0 and what is in no layer"

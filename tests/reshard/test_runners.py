@@ -1,0 +1,100 @@
+"""Each of SGLang's choices about experts and types is decided: carried, or refused with a reason."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from megarl import annotated
+from megarl.config import ConfigError
+from megarl.reshard import engine_settings, runners
+from megarl.rollout import server_args
+
+pytestmark = pytest.mark.alone
+
+CHOICES = annotated.constants(ast.parse((server_args._source() / "arg_groups/choices.py").read_text()))
+
+
+def members(file: str, name: str) -> set[str]:
+    """The values of an enumeration in SGLang's source."""
+    tree = ast.parse((server_args._source() / file).read_text())
+    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    values = [node.value for node in found.body if isinstance(node, ast.Assign)]
+    return {str(value.value) for value in values if isinstance(value, ast.Constant)}
+
+
+def undecided(choices: set[str], setting: str) -> set[str]:
+    """Choices without a verdict, and verdicts on what is no choice."""
+    return choices ^ runners.TABLES[setting].keys()
+
+
+@pytest.mark.parametrize(
+    ("setting", "constant"),
+    [
+        ("moe_runner_backend", "MOE_RUNNER_BACKEND_CHOICES"),
+        ("quantization", "QUANTIZATION_CHOICES"),
+        ("fp8_gemm_runner_backend", "FP8_GEMM_RUNNER_BACKEND_CHOICES"),
+    ],
+)
+def test_every_choice_that_sglang_lists_is_decided(setting: str, constant: str) -> None:
+    assert not undecided(set(CHOICES[constant]), setting)
+    assert undecided({*CHOICES[constant], "new_in_a_later_one"}, setting) == {"new_in_a_later_one"}
+
+
+def test_every_way_to_send_tokens_is_decided() -> None:
+    assert not undecided(members("layers/moe/utils.py", "MoeA2ABackend"), "moe_a2a_backend")
+    assert set(server_args.fields()["moe_a2a_backend"].choices or ()) <= runners.A2A.keys()
+
+
+def test_what_the_layers_know_beside_the_settings_is_decided() -> None:
+    """Ascend's alone cannot be chosen."""
+    assert members("layers/moe/utils.py", "MoeRunnerBackend") - runners.RUNNERS.keys() == {"ascend"}
+
+
+def test_where_experts_are_is_refused() -> None:
+    for name in runners.PLACEMENTS:
+        assert name in server_args.fields() and name not in engine_settings._ALLOWED
+
+
+@pytest.mark.parametrize("setting", runners.TABLES)
+def test_the_start_check_reads_the_table(setting: str) -> None:
+    for choice, verdict in runners.TABLES[setting].items():
+        if choice not in (server_args.fields()[setting].choices or (choice,)):
+            continue
+        if verdict.bf16:
+            engine_settings.check({setting: choice})
+        else:
+            with pytest.raises(ConfigError, match=f"rollout.sglang.{setting}={choice} is not known"):
+                engine_settings.check({setting: choice})
+    assert runners.carried(setting) == tuple(name for name, verdict in runners.TABLES[setting].items() if verdict.bf16)
+
+
+def test_a_refusal_says_why() -> None:
+    with pytest.raises(ConfigError, match="has experts transposed; take one of triton, deep_gemm"):
+        engine_settings.check({"moe_runner_backend": "triton_kernel"})
+
+
+def test_on_blackwell_scales_that_are_repacked_are_refused() -> None:
+    sent = {"moe_a2a_backend": "deepep"}
+    started = {**sent, **engine_settings.safe_runner(sent, blackwell=True)}
+    with pytest.raises(ConfigError, match="moe_runner_backend=deep_gemm, which rollout.sglang.moe_a2a_backend=deepep"):
+        runners.check_blackwell(started, fp8=True)
+    with pytest.raises(ConfigError, match="fp8_gemm_runner_backend=deep_gemm: with an FP8 checkpoint"):
+        runners.check_blackwell({"fp8_gemm_runner_backend": "deep_gemm"}, fp8=True)
+    runners.check_blackwell(started, fp8=False)
+    runners.check_blackwell(engine_settings.safe_runner({}, blackwell=True), fp8=True)
+
+
+def test_sglang_repacks_scales_there_and_marks_them() -> None:
+    """What the refusal rests on, and what an engine that did it by itself would say of its layers."""
+    source = (server_args._source() / "layers/quantization/fp8_utils.py").read_text()
+    body = source[source.index("def requant_block_scale_ue8m0_for_deepgemm(") :]
+    assert "weight_scale.format_ue8m0 = True" in body[: body.index("\ndef ", 1)]
+
+
+def test_the_readme_has_the_table() -> None:
+    text = (Path(__file__).parents[2] / "megarl/reshard/README.md").read_text()
+    begin, end = "<!-- runners: megarl/reshard/runners.py -->\n", "\n<!-- /runners -->"
+    assert text[text.index(begin) + len(begin) : text.index(end)] == runners.as_markdown()
