@@ -212,6 +212,8 @@ async def compare(
                     await through(server, policy, asked, params, clients)
                 took = time.perf_counter() - start[0], time.process_time() - start[1]
                 found[way] += [took] if number else []
+                if number:
+                    print(f"round {number}, {way:14} {took[0]:6.2f} s, of this process {took[1]:6.3f} s", flush=True)
         figures = server.figures
         expected = (options.rounds + 1) * options.conversations
         assert (figures.branches, figures.forks) == (expected, 0), figures

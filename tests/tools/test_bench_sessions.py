@@ -20,7 +20,10 @@ def test_each_way_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     small = "--played --conversations 3 --turns 2 --tokens 4 --rounds 2".split()
     assert bench_sessions.main([str(tmp_path), *small]) == 0
     said = capsys.readouterr().out
-    lines = said.splitlines()
+    assert sorted(re.findall(r"^round (\d), (by the \w+)", said, re.MULTILINE)) == [
+        (number, way) for number in "12" for way in ("by the loop", "by the server")
+    ]
+    lines = said.splitlines()[4:]
     assert [line.partition(",")[0] for line in lines[::2]] == ["seconds", "seconds of this process"]
     assert all("6 requests a round" in line for line in lines[::2])
     for rounds in lines[::2]:
