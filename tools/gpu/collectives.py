@@ -1,0 +1,81 @@
+"""NCCL on one GPU (gloo on the CPU): a world of one, and two processes on the same device."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from gpu.found import Found, judged
+from megarl.parallel.ranks import free_port
+
+REFUSED = ("Duplicate GPU", "invalid usage")
+
+
+def _talk(rank: int, world: int, device: str, port: int, said: Any) -> None:
+    """What is wrong with each collective, as a list, or the error's text."""
+    try:
+        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=60))
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        said.put([name for name, right in _tried(rank, world, device) if not right])
+        dist.destroy_process_group()
+    except Exception as error:  # any: what NCCL refuses is a finding
+        said.put(f"{type(error).__name__}: {' '.join(str(error).split())[:2000]}")
+
+
+def _tried(rank: int, world: int, device: str) -> list[tuple[str, bool]]:
+    mine = torch.full((1024 * world,), float(rank + 1), device=device)
+    total = mine.clone()
+    dist.all_reduce(total)
+    swapped = torch.empty_like(mine)
+    dist.all_to_all_single(swapped, mine)
+    sent = mine.clone()
+    dist.broadcast(sent, src=0)
+    gathered = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(gathered, mine)
+    everyone = torch.arange(1, world + 1, device=device).float()
+    return [
+        ("all-reduce", bool((total == everyone.sum()).all())),
+        ("all-to-all", torch.equal(swapped, everyone.repeat_interleave(1024))),
+        ("broadcast", bool((sent == 1).all())),
+        ("all-gather", all(bool((part == number + 1).all()) for number, part in enumerate(gathered))),
+    ]
+
+
+def _world(world: int, device: str) -> list[Any]:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    context, port = mp.get_context("spawn"), free_port()
+    said = context.Queue()
+    given = [(rank, world, device, port, said) for rank in range(world)]
+    processes = [context.Process(target=_talk, args=one, daemon=True) for one in given]
+    for process in processes:
+        process.start()
+    answers = [said.get(timeout=100) for _ in processes]
+    for process in processes:
+        process.join(timeout=10)
+    return answers
+
+
+def alone(device: str) -> Found:
+    (answer,) = _world(1, device)
+    faults = [answer] if isinstance(answer, str) else [f"wrong: {name}" for name in answer]
+    return judged(faults, "all-reduce, all-to-all, broadcast and all-gather of a world of one")
+
+
+def shared(device: str) -> Found:
+    """NCCL may refuse two ranks on one GPU; that it says so, and does not hang, is what is looked for then."""
+    answers = _world(2, device)
+    faults = []
+    for answer in answers:
+        if not isinstance(answer, str):
+            faults += [f"wrong: {name}" for name in answer]
+        elif device == "cuda" and any(text.lower() in answer.lower() for text in REFUSED):
+            return Found("passed", f"refused by NCCL, as it says it does: {answer[:160]}")
+        else:
+            faults.append(answer[:300])
+    return judged(faults, "all-reduce, all-to-all, broadcast and all-gather of two processes")

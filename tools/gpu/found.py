@@ -1,0 +1,44 @@
+"""What was found of a row, the table of it, and the exit status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rich import box
+from rich.table import Table
+
+State = Literal["passed", "failed", "not here"]
+NOTHING_TRIED = 3
+"""Exit status where no row could be tried, as on a machine without a GPU. 0: each that could be passed; 1: one failed;
+2: told something wrong."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """`figures`: what was measured, by name with its unit."""
+
+    state: State
+    text: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def judged(faults: list[str], text: str, figures: Mapping[str, float] | None = None) -> Found:
+    """Failed with the faults, if there are any; otherwise passed."""
+    return Found("failed" if faults else "passed", "; ".join(faults) or text, figures or {})
+
+
+def status(found: Mapping[str, Found]) -> int:
+    states = {one.state for one in found.values()}
+    return 1 if "failed" in states else 0 if "passed" in states else NOTHING_TRIED
+
+
+def table(found: Mapping[str, Found], titles: Mapping[str, str]) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD)
+    for name in ("row", "what", "state", "s", "found"):
+        shown.add_column(name, justify="right" if name == "s" else "left", overflow="fold", no_wrap=name == "state")
+    for name, one in found.items():
+        shown.add_row(name, titles[name], one.state, f"{one.seconds:.0f}", one.text)
+    return shown

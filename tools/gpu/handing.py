@@ -1,0 +1,44 @@
+"""A tensor is handed to another process: by CUDA IPC on a GPU, by shared memory on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from gpu.found import Found, judged
+
+SIZE = 1 << 20
+
+
+def _receive(arriving: Any, leaving: Any) -> None:
+    tensor = arriving.get(timeout=60)
+    leaving.put(int(tensor.sum()))
+    tensor.add_(1)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    leaving.put("written")
+    del tensor
+
+
+def hand_off(device: str) -> Found:
+    """The other process reads what was sent, and what it writes is seen here without a copy."""
+    context = mp.get_context("spawn")
+    arriving, leaving = context.Queue(), context.Queue()
+    process = context.Process(target=_receive, args=(arriving, leaving), daemon=True)
+    process.start()
+    tensor = torch.arange(SIZE, dtype=torch.int64, device=device)
+    wanted = int(tensor.sum())
+    arriving.put(tensor)
+    faults = []
+    if (read := leaving.get(timeout=90)) != wanted:
+        faults.append(f"the other process read {read}, not {wanted}")
+    leaving.get(timeout=60)
+    if (now := int(tensor.sum())) != wanted + SIZE:
+        faults.append(f"what it wrote is not seen here: {now}, not {wanted + SIZE}")
+    process.join(timeout=30)
+    if process.exitcode != 0:
+        faults.append(f"the other process ended with {process.exitcode}")
+    way = "CUDA IPC" if device == "cuda" else "shared memory"
+    return judged(faults, f"{SIZE * 8 >> 20} MiB read and written through {way}")

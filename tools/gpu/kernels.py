@@ -1,0 +1,57 @@
+"""The reshard's kernels: what they copy, bit for bit against torch on the CPU, and how fast."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu.found import Found, judged
+
+
+def exact(device: str) -> Found:
+    """Boxes of odd places and widths, packed and unpacked, in each type that weights have."""
+    from megarl.reshard.copies import Box, pack, unpack
+
+    faults, generator = [], torch.Generator().manual_seed(1)
+    cases = 0
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        whole = torch.randn(257, 389, generator=generator).to(dtype)
+        cuts = [(0, 1, 0, 389), (1, 33, 3, 67), (40, 257, 100, 101), (64, 128, 256, 384)]
+
+        def boxes(matrix: torch.Tensor, cuts: list[tuple[int, int, int, int]] = cuts) -> tuple[list[Box], int]:
+            made, at = [], 0
+            for top, bottom, left, right in cuts:
+                view = matrix[top:bottom, left:right]
+                made.append((view, at))
+                at += -(-view.numel() * view.element_size() // 16) * 16
+            return made, at
+
+        wanted_boxes, size = boxes(whole)
+        wanted = torch.zeros(size, dtype=torch.uint8)
+        pack(wanted_boxes, wanted)
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        pack(boxes(whole.to(device))[0], buffer)
+        if not torch.equal(buffer.cpu(), wanted):
+            faults.append(f"packed {dtype} differs from the CPU's")
+        target = torch.zeros(whole.shape, dtype=dtype, device=device)
+        unpack(buffer, boxes(target)[0])
+        for (view, _), (original, _) in zip(boxes(target)[0], wanted_boxes, strict=True):
+            cases += 1
+            if not torch.equal(view.cpu(), original):
+                faults.append(f"unpacked {dtype} {tuple(view.shape)} differs")
+    return judged(faults, f"{cases} boxes are bit for bit those of the CPU")
+
+
+def speed(device: str) -> Found:
+    """`bench_kernels.py` with its goals."""
+    from bench_kernels import GOALS, measure
+
+    found = measure(2.0, 20)
+    ratios = {name: found[name] / found["copy"] for name in GOALS}
+    faults = [
+        f"{name}: {ratios[name]:.2f} of copy, wanted {goal}"
+        for name, goal in GOALS.items()
+        if goal and ratios[name] < goal
+    ]
+    return judged(
+        faults, f"copy {found['copy'] / 1e12:.2f} TB/s; all goals reached", {"copy B/s": found["copy"], **ratios}
+    )

@@ -1,0 +1,58 @@
+"""The whole loop on a GPU, with the real engine: the training program on the quickstart's model and task."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from gpu.found import Found, judged
+
+ROOT = Path(__file__).resolve().parents[2]
+GAP = 0.05
+"""The largest 95th percentile of |log-prob of the engine - of the trainer| for bf16, nats."""
+SHARED = ("model.dtype=bfloat16", "parallel={world_size: 1}", "run.eval_every=0")
+
+
+def _run(*arguments: str) -> str:
+    """Its last line where it failed."""
+    done = subprocess.run([sys.executable, "-W", "ignore", *arguments], cwd=ROOT, capture_output=True, text=True)
+    lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
+    return "" if done.returncode == 0 else f"{' '.join(arguments[:3])} ended with {done.returncode}: {lines[-1][:300]}"
+
+
+def _trained(folder: Path, rollouts: int, warm: bool) -> Found:
+    from megarl.observe.tracker import read_metrics
+
+    model, overrides = folder / "model", [f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
+    fault = _run("tools/make_quickstart.py", str(folder))
+    if not fault and warm:
+        own = [f"run.dir={folder}/sft", f"model.path={model}", f"data.train={folder}/sft.jsonl"]
+        fault = _run("-m", "megarl.train", "configs/quickstart_sft.yaml", *own, *SHARED)
+        model = folder / "sft/export"
+    if not fault:
+        own = [f"run.dir={folder}/run", f"model.path={model}", f"run.num_rollout={rollouts}", *overrides]
+        every = [] if warm else ["rollout.verify_every=1"]
+        fault = _run("-m", "megarl.train", "configs/quickstart.yaml", *own, *SHARED, *every)
+    if fault:
+        return Found("failed", fault)
+    gaps = [row.get("rollout/logprob_diff_p95") for row in read_metrics(folder / "run").values()]
+    known = [float(gap) for gap in gaps if gap is not None]
+    if not known:
+        return Found("failed", "the run has no rollout/logprob_diff_p95")
+    near = all(gap <= GAP for gap in known)  # a NaN is not, and `max` would lose it
+    faults = [] if near else [f"log-prob gap p95 of the steps {known}, at most {GAP} wanted"]
+    return judged(faults, f"{len(known)} steps, log-prob gap p95 at most {max(known):.3g}", {"gap p95": max(known)})
+
+
+def engine(device: str) -> Found:
+    """Three steps from arbitrary weights, each push verified."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _trained(Path(folder), 3, warm=False)
+
+
+def quickstart(device: str) -> Found:
+    """With its warm-up, and ten steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _trained(Path(folder), 10, warm=True)

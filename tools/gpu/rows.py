@@ -1,0 +1,81 @@
+"""The rows of `gpu_check.py` in the order in which they are tried: what is cheap and tells much comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from megarl.strict import ConfigError
+
+TE = ("megatron", "transformer_engine")
+LOOP = (*TE, "sglang", "torch_memory_saver")
+
+
+@dataclass(frozen=True)
+class Row:
+    """`work`: module of this folder and its function, device -> Found. `needs`: what must import, with the device
+    `cuda`, and on any. `cpu`: whether it has a form without a GPU, which tries the row's own code."""
+
+    title: str
+    work: str
+    needs: tuple[str, ...] = ()
+    cpu: bool = False
+    timeout_s: float = 300.0
+    needs_anywhere: tuple[str, ...] = ("torch",)
+
+
+ROWS: dict[str, Row] = {
+    "exact": Row("kernels against references", "kernels:exact", ("triton",), cpu=True),
+    "speed": Row("kernels against a copy", "kernels:speed", ("triton",)),
+    "ipc": Row("hand-off between processes", "handing:hand_off", cpu=True, timeout_s=120),
+    "saver": Row("memory saver", "saver:pause", ("torch_memory_saver",), timeout_s=120),
+    "alone": Row("collectives of one rank", "collectives:alone", cpu=True, timeout_s=120),
+    "shared": Row("collectives of two processes on one device", "collectives:shared", cpu=True, timeout_s=120),
+    "local": Row(
+        "training step, Megatron's local modules, bf16 beside fp32 on the CPU",
+        "training:local",
+        cpu=True,
+        timeout_s=600,
+        needs_anywhere=("torch", "megatron"),
+    ),
+    "te": Row("training step, Transformer Engine, bf16 beside fp32 on the CPU", "training:engine", TE, timeout_s=600),
+    "replay": Row(
+        "replayed routing (R3), bf16 beside fp32 on the CPU",
+        "training:replay",
+        cpu=True,
+        timeout_s=600,
+        needs_anywhere=("torch", "megatron"),
+    ),
+    "memory": Row("memory predicted against measured", "memory:states", TE),
+    "fp8": Row("FP8 training beside bf16", "training:fp8", TE, timeout_s=600),
+    "compile": Row("torch.compile", "compiled:compiled", cpu=True),
+    "engine": Row("the real engine: pushes into it, log-prob gap", "loop:engine", LOOP, timeout_s=600),
+    "quickstart": Row("the quickstart, shortened", "loop:quickstart", LOOP, timeout_s=1200),
+    "tests": Row("pytest -m gpu", "tests:tests", ("pytest", "hypothesis"), timeout_s=600),
+}
+
+
+def chosen(text: str) -> list[str]:
+    """The names in "ipc,local", in the table's order; all of them for "". Raises ConfigError."""
+    names = [name.strip() for name in text.split(",")] if text else list(ROWS)
+    for name in names:
+        if name not in ROWS:
+            raise ConfigError(f"--only: there is no row {name[:40]!r}; there are {', '.join(ROWS)}")
+    return [name for name in ROWS if name in names]
+
+
+def missing(names: Iterable[str], find: Callable[[str], object] = find_spec) -> list[str]:
+    """Those of the modules that are not installed."""
+    return [name for name in names if not find(name)]
+
+
+def reason_against(row: Row, device: str, has_gpu: bool, find: Callable[[str], object] = find_spec) -> str:
+    """Why a row cannot be tried here; "" where it can."""
+    if device == "cuda" and not has_gpu:
+        return "no NVIDIA GPU"
+    if device == "cpu" and not row.cpu:
+        return "has no form without an NVIDIA GPU"
+    if lacking := missing([*row.needs_anywhere, *(row.needs if device == "cuda" else ())], find):
+        return f"not installed: {', '.join(lacking)}"
+    return ""

@@ -1,0 +1,51 @@
+"""torch_memory_saver: paused memory is free for others, and resumed memory is at the same address."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from gpu.found import Found, judged
+
+GIB = 1 << 30
+
+
+def pause(device: str) -> Found:
+    """Measured in a process that is started as the saver wants it: with its library loaded first."""
+    import torch_memory_saver
+
+    with torch_memory_saver.configure_subprocess():
+        command = [sys.executable, "-m", "gpu.saver"]
+        done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=100)
+    if done.returncode:
+        return Found("failed", (done.stderr.strip().splitlines() or ["no output"])[-1][:300])
+    free, lost, same, kept = done.stdout.split()[-4:]
+    faults = []
+    if int(lost) < 0.9 * GIB:
+        faults.append(f"pausing 1 GiB freed {int(lost) / GIB:.2f} GiB")
+    if same != "True":
+        faults.append("the tensor has another address when it is back")
+    if kept != "True":
+        faults.append("what was backed up on the host is not what came back")
+    return judged(faults, f"pausing 1 GiB freed {int(lost) / GIB:.2f} GiB of {int(free) / GIB:.0f} GiB free")
+
+
+def _measure() -> None:
+    from torch_memory_saver import torch_memory_saver as memory
+
+    with memory.region(tag="weights", enable_cpu_backup=True):
+        tensor = torch.full((GIB,), 7, dtype=torch.uint8, device="cuda")
+    address = tensor.data_ptr()
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    memory.pause("weights")
+    freed = torch.cuda.mem_get_info()[0] - before
+    memory.resume("weights")
+    print(before, freed, tensor.data_ptr() == address, bool((tensor == 7).all()))
+
+
+if __name__ == "__main__":
+    _measure()

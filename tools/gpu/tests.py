@@ -1,0 +1,20 @@
+"""The tests that need a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from gpu.found import Found
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tests(device: str) -> Found:
+    """Passed with at least one test that ran."""
+    command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "--rootdir", ".", "-q", "-m", "gpu", "tests"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
+    passed = done.returncode == 0 and "passed" in lines[-1]
+    return Found("passed" if passed else "failed", lines[-1].strip("= ")[:300])

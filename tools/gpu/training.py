@@ -1,0 +1,161 @@
+"""Megatron's training step of a small MoE: losses of some steps on one batch, each way in a process of its own.
+
+The truth is fp32 on the CPU from the same weights: bf16 rounds, so curves lie near each other and not on each other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import zlib
+from typing import Any
+
+from gpu.found import Found, judged
+
+STEPS = 12
+NEAR = 0.03
+"""Of the first loss, the largest distance of bf16's curve from fp32's."""
+MODEL: dict[str, Any] = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    vocab_size=512,
+    hidden_size=64,
+    head_dim=16,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    moe_intermediate_size=64,
+    num_experts=8,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    num_hidden_layers=2,
+    max_position_embeddings=1024,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+)
+
+
+def curve(device: str, **wanted: Any) -> list[float]:
+    """Losses of `STEPS` steps on one batch. dtype; local: Megatron's local modules; replay: experts that are given,
+    drawn with this seed; megatron: further fields. Raises RuntimeError with the process's last line."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    command = [sys.executable, "-W", "ignore", "-m", "gpu.training", json.dumps(wanted)]
+    done = subprocess.run(command, env={**os.environ, **hidden}, capture_output=True, text=True, timeout=280)
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not results:
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        raise RuntimeError(f"{wanted} on {device}: {lines[-1][:400]}")
+    return list(json.loads(results[-1].removeprefix("RESULT ")))
+
+
+def beside(found: list[float], truth: list[float]) -> Found:
+    """Both fall, and stay near each other."""
+    gaps = [abs(a - b) / truth[0] for a, b in zip(found, truth, strict=True)]
+    gap = math.nan if any(map(math.isnan, gaps)) else max(gaps)  # of some NaN, `max` would tell nothing
+    faults = [f"the loss differs by {gap:.1%} of the first from the truth's"] if not gap <= NEAR else []
+    if not found[-1] < 0.9 * found[0]:
+        faults.append(f"the loss does not fall: {found[0]:.3f} to {found[-1]:.3f}")
+    figures = {"first loss": found[0], "last loss": found[-1], "fp32 last loss": truth[-1], "largest gap": gap}
+    return judged(faults, f"loss {found[0]:.3f} to {found[-1]:.3f}, within {gap:.2%} of the truth's", figures)
+
+
+def local(device: str) -> Found:
+    return beside(curve(device, dtype="bfloat16", local=True), curve("cpu", dtype="float32"))
+
+
+def engine(device: str) -> Found:
+    return beside(curve(device, dtype="bfloat16"), curve("cpu", dtype="float32"))
+
+
+def fp8(device: str) -> Found:
+    """Beside bf16 on the same device; the widths of the model are multiples of 16, as FP8 products want them."""
+    return beside(curve(device, dtype="bfloat16", megatron={"fp8": "hybrid"}), curve(device, dtype="bfloat16"))
+
+
+def replay(device: str) -> Found:
+    """Both are given the same experts for each token, others than they would choose; and this is felt."""
+    truth = curve("cpu", dtype="float32", replay=3)
+    found = beside(curve(device, dtype="bfloat16", local=True, replay=3), truth)
+    if found.state == "passed" and truth[0] == curve("cpu", dtype="float32")[0]:
+        return judged(["given experts change nothing"], "")
+    return found
+
+
+def use_local_modules() -> None:
+    """In place of Transformer Engine's on a GPU: Megatron's local modules, with one MLP per expert."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from megarl.megatron import build
+    from megarl.megatron.cpu_modules import adapt_local_spec
+
+    made = build.transformer_config
+
+    def without_grouped(*arguments: Any) -> Any:
+        settings = made(*arguments)
+        settings.moe_grouped_gemm = False
+        return settings
+
+    def local_spec(settings: Any, _: Any, vp_stage: int | None) -> Any:
+        options = dict(use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+        return adapt_local_spec(get_gpt_decoder_block_spec(settings, **options))
+
+    build.transformer_config = without_grouped
+    build._layer_spec = local_spec
+
+
+def measure(wanted: dict[str, Any]) -> None:
+    """As a process of its own."""
+    import torch
+
+    from megarl.config import from_dict
+    from megarl.megatron.model import MegatronModel
+    from megarl.parallel import ranks
+    from megarl.types import TokenLoss, TrainBatch
+
+    os.environ.setdefault("MASTER_PORT", str(ranks.free_port()))
+    optimizer = dict(lr=3e-3, schedule="constant", warmup_fraction=0.0, weight_decay=0.0)
+    tree = {
+        "model": {"dtype": wanted["dtype"], "megatron": wanted.get("megatron", {})},
+        "parallel": {"world_size": 1},
+        "train": {"token_budget": 512, "replay_routing": "replay" in wanted},
+        "actor_optimizer": optimizer,
+    }
+    config = from_dict(tree)
+    place = ranks.initialize(config.parallel, timeout_s=200)
+    if wanted.get("local"):
+        use_local_modules()
+    model = MegatronModel(MODEL, config, place, "actor", total_updates=STEPS)
+    for name, tensor in model.local_params().items():  # drawn on the CPU by name: the same on each device
+        drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        tensor.copy_(0.05 * drawn) if tensor.dim() > 1 else tensor.fill_(1.0)
+    model.optimizer.reload_model_params()
+
+    lengths = [64, 200, 17, 128, 90, 13]
+    starts, total = torch.tensor([0, *lengths]).cumsum(0), sum(lengths)
+    mask = torch.ones(total, dtype=torch.bool)
+    mask[starts[:-1]] = False
+    tokens = torch.randint(0, 512, (total,), generator=torch.Generator().manual_seed(2))
+    zeros = torch.zeros(total)
+    batch = TrainBatch(tokens, starts, mask, torch.arange(len(lengths)), torch.zeros(len(lengths)), zeros)
+    batch = batch.with_(loss_weights=mask / mask.sum())
+    if "replay" in wanted:
+        generator = torch.Generator().manual_seed(wanted["replay"])
+        layers, experts = MODEL["num_hidden_layers"], MODEL["num_experts"]
+        given = torch.rand(total, layers, experts, generator=generator).topk(MODEL["num_experts_per_tok"]).indices
+        records = given.to(torch.uint8).split(lengths)
+        batch = batch.with_(routing=tuple(records))
+    losses = []
+    for _ in range(STEPS):
+        step = model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))
+        losses.append(step["actor/loss"])
+    print("RESULT " + json.dumps(losses), flush=True)
+    ranks.shutdown()
+
+
+if __name__ == "__main__":
+    measure(json.loads(sys.argv[1]))

@@ -1,0 +1,109 @@
+"""What works on this machine's NVIDIA GPU: each part on its own, from the kernels to the whole loop.
+
+    .venv/bin/python tools/gpu_check.py [--only exact,ipc] [--json FILE] [--device cpu]
+
+Every row is a process with a time limit, so that one that crashes or hangs does not end the others. `gpu/README.md`
+says what each does. A row has passed, failed, or is not here, with the reason: no NVIDIA GPU, or a package that is not
+installed. `--device cpu` tries the rows that have a form without a GPU, which says that this tool works, not that a GPU
+does. Exit status: 0 where every row that could be tried passed, 1 where one failed, 3 where none could be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from gpu.found import Found, judged, status, table
+from gpu.rows import ROWS, chosen, reason_against
+from rich.console import Console
+
+from megarl.command_line import Parser, ends_in_a_line, file_to_write
+
+TOOLS = Path(__file__).resolve().parent
+RESULT = "GPU-CHECK "
+
+
+def tried(name: str, device: str, timeout_s: float) -> Found:
+    """What a row finds, in a process group of its own, which is ended with it."""
+    paths = [str(TOOLS.parent), str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    env = {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-W", "ignore", __file__, "--as-row", name, "--device", device]
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+        found = read(output, errors, process.returncode)
+    except subprocess.TimeoutExpired:
+        found = Found("failed", f"not done after {timeout_s:g} s")
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # what the row has started, too
+        except ProcessLookupError:
+            pass
+        process.wait()
+    return replace(found, seconds=time.monotonic() - start)
+
+
+def read(output: str, errors: str, code: int) -> Found:
+    """The row's own result, or how its process ended."""
+    results = [line for line in output.splitlines() if line.startswith(RESULT)]
+    if results:
+        return Found(**json.loads(results[-1].removeprefix(RESULT)))
+    last = (errors.strip().splitlines() or ["no output"])[-1]
+    return judged([f"ended with {code}: {last[:400]}"], "")
+
+
+def as_row(name: str, device: str) -> int:
+    """In the row's process."""
+    module, function = ROWS[name].work.split(":")
+    try:
+        found = getattr(importlib.import_module(f"gpu.{module}"), function)(device)
+    except Exception as error:  # any: that it failed is what is to be found out
+        found = Found("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+    print(RESULT + json.dumps(asdict(found)), flush=True)
+    return 0
+
+
+def main() -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--only", default="", metavar="ROW[,ROW]", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write what was found")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
+    parser.add_argument("--as-row", choices=list(ROWS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_row:
+        return as_row(options.as_row, options.device)
+    names = chosen(options.only)
+    file_to_write(options.json, "--json")
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    found: dict[str, Found] = {}
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for name in names:
+        if reason := reason_against(ROWS[name], options.device, has_gpu):
+            found[name] = Found("not here", reason)
+        else:
+            found[name] = tried(name, options.device, ROWS[name].timeout_s)
+            console.print(f"{name}: {found[name].state}, {found[name].text}", markup=False)
+        if options.json:  # after each, so that a machine that goes away leaves what is known
+            machine = torch.cuda.get_device_name() if has_gpu and options.device == "cuda" else "no GPU"
+            tree = {"device": machine, "torch": torch.__version__, "rows": {k: asdict(v) for k, v in found.items()}}
+            options.json.write_text(json.dumps(tree, indent=1) + "\n")
+    console.print(table(found, {name: ROWS[name].title for name in names}))
+    return status(found)
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(main))
