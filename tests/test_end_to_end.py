@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from whole_run import (
     ROOT,
     SMALL,
+    command_of,
     make_folder,
     metrics_of,
     said_on_the_device,
@@ -389,6 +390,29 @@ def test_weights_of_the_control_file_hold_from_the_next_step_on_and_in_a_resume(
     assert "control.yaml, from step 1 on: reward.weights={'even': 0.25}" in log
     assert "as control.yaml has set it: reward.weights={'even': 0.25}" in log
     assert "no part of the reward is called 'evn'; did you mean even" in log and "nothing is changed by it" in log
+
+
+def test_an_engine_that_is_another_policy_stops_the_run_and_the_layer_is_named(
+    folder: Path, tmp_path: Path, host: str
+) -> None:
+    """What it was given it has lost behind everybody's back, see `sabotaged.py`: no hash was wrong. The first step,
+    before it, is compared, too, and taken."""
+    launched = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2", "tests/sabotaged.py"]
+    single = (
+        "algorithm=grpo",
+        "kl.place=none",
+        "run.num_update=1",
+        "run.epochs=1",
+        "run.save_every=0",
+        "model.dtype=float32",
+    )
+    command = [*launched, *command_of(folder, tmp_path / "run", *single)[3:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=with_host(host))
+    assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "the engines and the trainer are two policies: on the same tokens" in done.stderr
+    named = "Layer 1: the engines hold other bits there than the trainer (model.layers.1.self_attn.o_proj.weight)"
+    assert named in done.stderr
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
 
 
 def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_two_nodes(
