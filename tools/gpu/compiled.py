@@ -22,7 +22,8 @@ def compiled(device: str) -> Found:
     tokens = torch.randint(0, 300, (64,), generator=generator).to(device)
     gaps = []
     made = torch.compile(work)
-    wanted, found = work(*inputs, tokens), made(*inputs, tokens)
+    hidden, up, down = inputs
+    wanted, found = work(hidden, up, down, tokens), made(hidden, up, down, tokens)
     gaps.append(float((wanted - found).detach().abs().max()))
     whole = [torch.autograd.grad(one.sum(), inputs) for one in (wanted, found)]
     gaps += [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*whole, strict=True)]

@@ -104,8 +104,7 @@ def use_local_modules() -> None:
         options = dict(use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
         return adapt_local_spec(get_gpt_decoder_block_spec(settings, **options))
 
-    build.transformer_config = without_grouped
-    build._layer_spec = local_spec
+    vars(build).update(transformer_config=without_grouped, _layer_spec=local_spec)
 
 
 def measure(wanted: dict[str, Any]) -> None:
@@ -115,7 +114,7 @@ def measure(wanted: dict[str, Any]) -> None:
     from megarl.config import from_dict
     from megarl.megatron.model import MegatronModel
     from megarl.parallel import ranks
-    from megarl.types import TokenLoss, TrainBatch
+    from megarl.types import ModelOutput, TokenLoss, TrainBatch
 
     os.environ.setdefault("MASTER_PORT", str(ranks.free_port()))
     optimizer = dict(lr=3e-3, schedule="constant", warmup_fraction=0.0, weight_decay=0.0)
@@ -149,9 +148,14 @@ def measure(wanted: dict[str, Any]) -> None:
         given = torch.rand(total, layers, experts, generator=generator).topk(MODEL["num_experts_per_tok"]).indices
         records = given.to(torch.uint8).split(lengths)
         batch = batch.with_(routing=tuple(records))
+
+    def loss(output: ModelOutput, _: TrainBatch) -> TokenLoss:
+        assert output.logprobs is not None
+        return TokenLoss(-output.logprobs)
+
     losses = []
     for _ in range(STEPS):
-        step = model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))
+        step = model.train_step(batch, loss)
         losses.append(step["actor/loss"])
     print("RESULT " + json.dumps(losses), flush=True)
     ranks.shutdown()
