@@ -358,6 +358,8 @@ class HybridFlow(Items, Keeping):
             if model.ranks.role_rank == 0:
                 layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
                 where = "" if placement.colocated else f" on ranks {placement.text(role)}"
-                count = sum(map(torch.numel, (*model.local_params().values(), *model.local_adapters().values())))
-                lines.append(f"{role}{where}: {layout}, {count:,} parameters on rank {self.job.rank}")
+                adapters = sum(map(torch.numel, model.local_adapters().values()))
+                count = sum(map(torch.numel, model.local_params().values())) + adapters
+                trained = f", of which LoRA trains {adapters:,} ({adapters / count:.2%})" if adapters else ""
+                lines.append(f"{role}{where}: {layout}, {count:,} parameters on rank {self.job.rank}{trained}")
         return lines

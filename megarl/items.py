@@ -120,7 +120,7 @@ class Items:
             stream.counts(steps * data.prompts_per_step),
             strict=True,
         )
-        parts = [f"{name} {size:,} rows, {count / size:.2f} passes".lstrip() for name, size, count in counts]
+        parts = [f"{name} {size:,} rows, {_share(count / size)} passes".lstrip() for name, size, count in counts]
         return f"data.train: {'; '.join(parts)} in {steps} steps of {data.prompts_per_step}"
 
     def _note_slow(self, rows: Table) -> None:
@@ -138,3 +138,7 @@ class Items:
         units = range(self.job.rank, -(-len(finished) // together), self.job.world)
         own = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
         return Rollouts.of([finished[i] for i in own], own, everyone.AllRanks())
+
+
+def _share(passes: float) -> str:
+    return f"{passes:.2f}" if passes >= 0.01 else f"{passes:.1g}"

@@ -4,12 +4,16 @@ remedy. A range is part of a field's type: `lr: Annotated[float, Range(0, 1)]`.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import itertools
 import json
 import math
 import re
 import reprlib
+import textwrap
 import types
 import typing
 import unicodedata
@@ -90,6 +94,24 @@ def kinds_of(cls: type, prefix: str = "") -> dict[str, Any]:
         section = dataclasses.is_dataclass(kind)
         kinds |= kinds_of(typing.cast(type, kind), f"{prefix}{name}.") if section else {prefix + name: kind}
     return kinds
+
+
+def meanings_of(cls: type, prefix: str = "") -> dict[str, str]:
+    """The first sentence of what stands behind each key's line, where something does; keys as of `keys_of`."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    said: dict[str, str] = {}
+    for line, behind in itertools.pairwise(tree.body):
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(behind, ast.Expr):
+            text = " ".join(str(ast.literal_eval(behind.value)).split())
+            said[line.target.id] = re.split(r"(?<=[a-z`)\]])\. (?=[A-Z`])", text)[0].rstrip(".")
+    found: dict[str, str] = {}
+    for name, kind in _hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            found |= meanings_of(typing.cast(type, kind), f"{prefix}{name}.")
+        elif name in said:
+            found[prefix + name] = said[name]
+    return found
 
 
 def describe(kind: Any) -> str:

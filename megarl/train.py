@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from megarl import ending
 from megarl.command_line import Parser
-from megarl.config import Config, ConfigError, describe_keys, describe_ranges, load_config
+from megarl.config import Config, ConfigError, describe_keys, describe_meanings, describe_ranges, load_config
 from megarl.processes.parent import inherit_orphans
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", nargs="?", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
-    parser.add_argument("--keys", action="store_true", help="list every configuration key, its default and its range")
+    parser.add_argument("--keys", action="store_true", help="list every configuration key: default, range, meaning")
     try:
         options = parser.parse_intermixed_args(arguments)
         if options.config is None and not options.keys:
@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ending.tell(error)
     if options.keys:
         ranges = describe_ranges()
-        _say("\n".join(f"{name} = {default!r}  # {ranges[name]}" for name, default in describe_keys()))
+        said = {name: f"; {meaning}" for name, meaning in describe_meanings().items()}
+        lines = (f"{name} = {default!r}  # {ranges[name]}{said.get(name, '')}" for name, default in describe_keys())
+        _say("\n".join(lines))
         return 0
     try:
         config = load_config(options.config, options.overrides)

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import ConfigError, from_dict
 from megarl.data.prompts import PromptLoader
-from megarl.items import Items
+from megarl.items import Items, _share
 from megarl.models.registry import load_hf_config
 from megarl.parallel import ranks
 
@@ -141,3 +141,7 @@ def test_pairs_of_several_files(reader: Any) -> None:
     assert [one.chosen.prompt.data_source for one in found] == ["a", "b"]
     assert ["".join(map(chr, one.rejected.token_ids)) for one in found] == ["(u:hi;(a:no;"] * 2
     assert np.array_equal(found.keys, [np.nan, 1], equal_nan=True)
+
+
+def test_a_run_over_a_part_of_the_data_says_how_small_it_is() -> None:
+    assert [_share(share) for share in (320.0, 1.5, 0.25, 0.004, 0.0)] == ["320.00", "1.50", "0.25", "0.004", "0"]

@@ -111,7 +111,10 @@ def test_a_dry_run_of_a_whole_configuration_starts_nothing(
 def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "rollout.max_turns = 5  # a whole number, at least 1 and at most 2147483647" in lines and len(lines) <= 150
+    means = "Turns that the policy may take in one conversation"
+    assert f"rollout.max_turns = 5  # a whole number, at least 1 and at most 2147483647; {means}" in lines
+    assert len(lines) <= 150 and sum("; " in line for line in lines) > 0.9 * len(lines)
+    assert all("\n" not in line and len(line) < 500 for line in lines)
 
 
 def test_who_has_seen_enough_is_no_fault() -> None:

@@ -160,3 +160,8 @@ def describe_keys() -> list[tuple[str, Any]]:
 def describe_ranges() -> dict[str, str]:
     """What each key may be, in words."""
     return {key: strict.describe(kind) for key, kind in strict.kinds_of(Config).items()}
+
+
+def describe_meanings() -> dict[str, str]:
+    """What each key is, in a sentence, where its name does not say it."""
+    return strict.meanings_of(Config)

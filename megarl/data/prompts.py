@@ -239,7 +239,7 @@ class PromptLoader(Generic[Item]):
 def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str, name: str) -> Prompt:
     check_text_only(row, where)
     rest = dict(row)
-    messages = chat_messages(_take(rest, prompt_key, where, "data.prompt_key"), where, prompt_key)
+    messages = chat_messages(_take(rest, row, prompt_key, where, "data.prompt_key"), where, prompt_key)
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{where}: {prompt_key!r} ends with the assistant's words, which leaves nothing to answer")
     reward_model = rest.get("reward_model")
@@ -251,7 +251,7 @@ def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, l
             )
         rest.pop("reward_model")
     elif label_key:
-        ground_truth = _take(rest, label_key, where, "data.label_key")
+        ground_truth = _take(rest, row, label_key, where, "data.label_key")
     else:
         ground_truth = None
     identity, source = row_id(rest, where, name, default_id), row_source(rest, where, name)
@@ -273,10 +273,12 @@ def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, l
     )
 
 
-def _take(row: dict[str, Any], key: str, where: str, option: str) -> Any:
+def _take(row: dict[str, Any], whole: dict[str, Any], key: str, where: str, option: str) -> Any:
+    """The value of a column, which is no longer in `row` then. whole: the row as it was."""
     for name in (key, _ALIASES.get(key)):
         if name is not None and row.get(name) is not None:
             return row.pop(name)
     empty = f"; the column {key!r} is empty here" if key in row else ""
     none = ' (or to "" if there is no ground truth)' if option == "data.label_key" else ""
-    raise ConfigError(f"{where}: no {key!r}{empty}; columns here: {present(row)}; set {option} to the right one{none}")
+    here = f"columns here: {present(whole)}"
+    raise ConfigError(f"{where}: no {key!r}{empty}; {here}; set {option} to the right one{none}")

@@ -158,7 +158,7 @@ class Progress:
         if out := [band.title for name, band in self.bands.items() if name in metrics and band.side(metrics[name])]:
             parts.append(f"out of band: {', '.join(out)}")
         left = self.seconds_left()
-        if left is not None and step < self.total:
+        if left is not None and left >= 0.5 and step < self.total:  # as it is rounded
             parts.append(f"{clock(left)} left")
         return "  ".join(parts)
 

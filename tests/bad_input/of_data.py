@@ -302,7 +302,7 @@ SEVERAL = [
     Case("the second file is empty", ("own.jsonl holds no prompts",), (TWO,), holds(b"")),
     Case(
         "a column that one of two files lacks",
-        ("own.jsonl:1: no 'ground_truth'", "columns here: answer", "data.label_key"),
+        ("own.jsonl:1: no 'ground_truth'", "columns here: prompt, answer", "data.label_key"),
         (TWO,),
         third({"prompt": "x", "answer": 1}, {"prompt": "x", "answer": 2}),
     ),

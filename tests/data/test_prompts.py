@@ -93,7 +93,7 @@ def test_no_ground_truth_on_request(tmp_path):
     assert read_prompts(path, label_key="")[0].ground_truth is None
     null = write_jsonl(tmp_path / "b.jsonl", {"prompt": "hi", "reward_model": {"ground_truth": None}})
     assert read_prompts(null, label_key="")[0].ground_truth is None
-    with pytest.raises(ConfigError, match="no 'ground_truth'; columns here: none; set data.label_key"):
+    with pytest.raises(ConfigError, match="no 'ground_truth'; columns here: prompt; set data.label_key"):
         read_prompts(path)
 
 
@@ -103,7 +103,7 @@ BAD_LINES = {
     "not an object": ("[1]\n", r"a\.jsonl:2: a list, not an object"),
     "no prompt": ({"question": "hi", "ground_truth": 1}, r"a\.jsonl:2: no 'prompt'; columns here: question, ground_tr"),
     "empty prompt": ({"prompt": None, "ground_truth": 1}, "no 'prompt'; the column 'prompt' is empty here"),
-    "no label": ({"prompt": "hi", "answer": 1}, r"a\.jsonl:2: no 'ground_truth'; columns here: answer"),
+    "no label": ({"prompt": "hi", "answer": 1}, r"a\.jsonl:2: no 'ground_truth'; columns here: prompt, answer"),
     "prompt is a number": ({"prompt": 5, "ground_truth": 1}, "must be text or a list of chat messages, not '5'"),
     "no messages": ({"prompt": [], "ground_truth": 1}, "must be text or a list of chat messages"),
     "no role": ({"prompt": [{"content": "hi"}], "ground_truth": 1}, "not a message with role and content"),

@@ -25,7 +25,8 @@ def test_one_line_per_step_where_the_output_is_no_terminal(capsys: pytest.Captur
     progress.step(3, METRICS)
     progress.close()
     first, second, third, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("step 1/3  reward 0.500  KL to reference 0.0123  s/step 2.0  0:00 left")
+    assert first.startswith("step 1/3  reward 0.500  KL to reference 0.0123  s/step 2.0")
+    assert "left" not in first, "0:00 left is no news"
     assert second == "held out, after step 1: reward_greedy 0.250"
     assert third == "held out, after step 1: accuracy 0.500  margin -0.125"
     assert last.startswith("step 3/3") and "left" not in last
