@@ -472,8 +472,8 @@ def check_layouts(model: Path, log: str) -> None:
     """Actor and critic hold what the table says that a rank has in their two layouts."""
     hf = load_hf_config(model)
     for role, tp, cp in (("actor", 1, 2), ("critic", 2, 1)):
-        said = rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0, of which LoRA trains ([\d,]+) "
-        ((count, trained),) = re.findall(said, log)
+        said = rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0"
+        ((count, trained),) = re.findall(said + r", of which LoRA trains ([\d,]+) ", log)
         parallel, layers = ParallelConfig(world_size=2, tp=tp, cp=cp, ep=2), [range(hf["num_hidden_layers"])]
         (held,) = stage_elements(hf, parallel, layers, head=role == "critic", lora=LoraConfig(rank=4))
         assert int(count.replace(",", "")) == sum(held), role
