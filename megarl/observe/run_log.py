@@ -231,7 +231,7 @@ class RunLog:
         if not self.writes:
             return
         assert self._tracker is not None
-        self._tracker.log(step, metrics)
+        self._tracker.log(step, metrics, self._step)
         self._note(self._progress.evaluation(step, metrics))
 
     def ended(self, error: BaseException, orderly: bool, cause: str = "") -> None:
