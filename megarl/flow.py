@@ -151,7 +151,8 @@ class HybridFlow(Items, Evaluating, Keeping):
         with ranks.patient(run.storage_timeout_s):
             self._read_data()
         records = self.config.track.rollouts and self.declared.generates
-        self.log = RunLog(self.config, self.job, vocabulary_hash(self.config.model.path) if records else "")
+        vocabulary = vocabulary_hash(self.config.model.path) if records else ""
+        self.log = RunLog(self.config, self.job, vocabulary, trains=bool(self.declared.trains))
         self.spread = Spread(self.declared)
         finished = False
         try:
@@ -162,6 +163,8 @@ class HybridFlow(Items, Evaluating, Keeping):
             gc.freeze()  # models and modules stay: else a collection in a step goes through all of them
             metrics = self._loop()
             finished = True
+            if self.declared.trains:
+                self.log.say(f"done: {self.step} steps, report: tools/report.py {run.dir}")
             return metrics
         except BaseException as error:
             ending.begin()
