@@ -155,7 +155,8 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
     unfinished.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(out / "eval.json")
     weights = f"step {target.step}" if target.step is not None else target.model
-    print(f"{options.target} ({weights}): {samples} answer{'s' if samples > 1 else ''} to each prompt")
+    of = options.target if weights == options.target else f"{options.target} ({weights})"
+    print(f"{of}: {samples} answer{'s' if samples > 1 else ''} to each prompt")
     print(table(found, options.k))
     if tree["without_reward"]:
         print(f"{tree['without_reward']} answers without a reward (aborted, or it failed) count in nothing")

@@ -41,7 +41,8 @@
     const least = Math.max(1e-4 * Math.max(Math.abs(low), Math.abs(high)), 1e-12);
     if (high - low >= least) { const room = 0.08 * (high - low); return [low - room, high + room]; }
     if (low === 0 && name.endsWith("_frac")) return [0, 1];
-    return low === 0 && high === 0 ? [-1, 1] : [low - least, high + least];
+    if (low === high) return low === 0 ? [-1, 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)]; // in few digits
+    return [low - least, high + least];
   }
 
   async function chart(name, card) {
