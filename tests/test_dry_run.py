@@ -211,7 +211,7 @@ def test_lora_is_planned(plan) -> None:
         (["model.megatron.cache_mla_latents=true"], r"latents is not a field of Megatron's TransformerConfig"),
         (["model.megatron.bf16=true"], r"model.megatron.bf16 has a key of its own: set model.dtype"),
         (["model.megatron.context_parallel_size=2"], r"has a key of its own: set parallel.cp"),
-        (["rollout.sglang.moe_runner_backend=flashinfer_cutlass"], r"weights in place: take one of triton, deep_gemm"),
+        (["rollout.sglang.moe_runner_backend=flashinfer_cutlass"], r"has \[up; gate\]; take one of triton, deep_gemm"),
         (["rollout.sglang.init_expert_location=/experts.json"], r"experts must be where their numbers say"),
         (["rollout.tool_call_parser=qwen26"], r"qwen26 is no parser of SGLang's; did you mean qwen25"),
         (["rollout.sglang.max_total_tokens=100"], r"less than one conversation of rollout.max_context="),

@@ -46,7 +46,10 @@ def contents(folder: Path) -> dict[str, int]:
 def children() -> list[str]:
     found = []
     for task in os.listdir("/proc/self/task"):
-        for pid in Path(f"/proc/self/task/{task}/children").read_text().split():
+        pids: list[str] = []
+        with contextlib.suppress(OSError):  # the thread has ended
+            pids = Path(f"/proc/self/task/{task}/children").read_text().split()
+        for pid in pids:
             with contextlib.suppress(OSError):
                 found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
     return [command for command in found if "resource_tracker" not in command]
