@@ -49,7 +49,7 @@ def row(text: str) -> dict[str, Any]:
 def parse(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser(__doc__, prog="python -m megarl.chat")
     parser.add_argument("target", metavar="TARGET", help="an HF folder or name, a checkpoint or a run folder")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--tools", action="append", metavar="module:name", help="a tool; may be said again")
     group.add_argument("--environment", metavar="module:Class")

@@ -39,7 +39,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 def parse(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser(__doc__, prog="python -m megarl.eval")
     parser.add_argument("target", metavar="TARGET", help="an HF folder or name, a checkpoint or a run folder")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--data", type=Path, action="append", required=True, help="prompts, .parquet or .jsonl")
     parser.add_argument("--k", type=whole_numbers, default=(1,), help="of pass@k, such as 1,8 (default 1)")
     parser.add_argument("--samples", type=count(1, SAMPLES), help="answers to each prompt (default the largest k)")
@@ -128,7 +128,8 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
 
     out = Path(config.run.dir)
     rollouts = read_rollouts(out, 1)
-    answers = scored(rollouts)
+    # Of several files, those without a source have the names of these.
+    answers = scored(rollouts, options.data[0].stem)
     if not answers:
         raise ConfigError(f"no answer has a reward; {out}/log.txt says why")
     found = figures_of(answers, options.k, options.right, config.run.seed)
@@ -154,7 +155,8 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
     unfinished.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(out / "eval.json")
     weights = f"step {target.step}" if target.step is not None else target.model
-    print(f"{options.target} ({weights}): {samples} answer{'s' if samples > 1 else ''} to each prompt")
+    of = options.target if weights == options.target else f"{options.target} ({weights})"
+    print(f"{of}: {samples} answer{'s' if samples > 1 else ''} to each prompt")
     print(table(found, options.k))
     if tree["without_reward"]:
         print(f"{tree['without_reward']} answers without a reward (aborted, or it failed) count in nothing")

@@ -24,6 +24,7 @@ from megarl.data.prompts import PromptLoader
 from megarl.dry_run import validate
 from megarl.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.environments.describing import Known, known_of
+from megarl.evaluating import Evaluating
 from megarl.items import Items
 from megarl.keeping import Keeping
 from megarl.models.flops import peak_flops
@@ -59,7 +60,7 @@ class NotThere(ConfigError, AttributeError):
     """A role that a controller reads before it has started, or does not list."""
 
 
-class HybridFlow(Items, Keeping):
+class HybridFlow(Items, Evaluating, Keeping):
     """An algorithm's roles and the loop that runs it.
 
         flow = HybridFlow("configs/quickstart.yaml")
@@ -150,7 +151,8 @@ class HybridFlow(Items, Keeping):
         with ranks.patient(run.storage_timeout_s):
             self._read_data()
         records = self.config.track.rollouts and self.declared.generates
-        self.log = RunLog(self.config, self.job, vocabulary_hash(self.config.model.path) if records else "")
+        vocabulary = vocabulary_hash(self.config.model.path) if records else ""
+        self.log = RunLog(self.config, self.job, vocabulary, trains=bool(self.declared.trains))
         self.spread = Spread(self.declared)
         finished = False
         try:
@@ -161,6 +163,8 @@ class HybridFlow(Items, Keeping):
             gc.freeze()  # models and modules stay: else a collection in a step goes through all of them
             metrics = self._loop()
             finished = True
+            if self.declared.trains:
+                self.log.say(f"done: {self.step} steps, report: tools/report.py {run.dir}")
             return metrics
         except BaseException as error:
             ending.begin()
@@ -209,11 +213,15 @@ class HybridFlow(Items, Keeping):
             self.control.take(self.step, ranks.broadcast_object(self.control.read() if self.log.writes else None))
             # No name for what it returns: the next step would be taken with all of this one still in memory.
             metrics = self._finish_step(self.controller.step(self, items))
+            self._look_at_evaluation(wait=bool(self.log.guards.in_vain))
             if self.log.guards.in_vain:
                 self._go_back()
             if self._keep():
+                self._leave_evaluation()
                 raise ending.Stopped(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
-        metrics |= self._evaluate() if self._eval_due(first=1) else {}
+        if self._eval_due(first=1):
+            metrics |= self._evaluate()
+        metrics |= self._look_at_evaluation(wait=True)
         if run.export and self.declared.trains:
             self._export()
         if self.lost is not None:
@@ -259,17 +267,6 @@ class HybridFlow(Items, Keeping):
         pairs = getattr(vars(self).get("reward"), "scored", [])
         scored = {id(given): found for given, found in pairs}
         return [scored.get(id(one), one) for one in made]
-
-    def _eval_due(self, first: int) -> bool:
-        every = self.config.run.eval_every
-        return bool(every and len(self.eval_items) and (first or self.step % every == 0))
-
-    def _evaluate(self) -> dict[str, float]:
-        self._begin_step()  # so that seeds do not depend on what the step before has sampled
-        metrics = self.controller.evaluate(self, self.eval_items)
-        self.clock.lap()  # evaluation is not part of a training step's time
-        self.log.metrics(self.step, metrics)
-        return metrics
 
     # --- start ----------------------------------------------------------------------------------------------
 

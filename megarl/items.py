@@ -33,9 +33,9 @@ class Items:
     job: ranks.Job
     _notes: list[str]
 
-    def load_prompts(self, files: str | Sequence[str]) -> Joined[Prompt]:
+    def load_prompts(self, files: str | Sequence[str], whole: bool = False) -> Joined[Prompt]:
         """Read and render prompts of a file or several; those that leave no room for an answer are dropped, and a line
-        says how many."""
+        says how many. whole: whether a step takes all of them, and none is dealt out."""
         data, longest = self.config.data, self.config.rollout.max_context - 1
         taken: dict[str, str] = {}
 
@@ -52,7 +52,7 @@ class Items:
             keys = [key_of(prompt.extra, order, prompt.id) for prompt in kept] if order else None
             return kept, None if keys is None else np.array(keys)
 
-        return self._joined(files, load)
+        return self._joined(files, load, whole)
 
     def load_conversations(self, files: str | Sequence[str]) -> Joined[Rollout]:
         """Read conversations for SFT; those longer than the model's positions are dropped, and a line says how many."""
@@ -95,7 +95,10 @@ class Items:
         return self._joined(files, load)
 
     def _joined(
-        self, files: str | Sequence[str], load: Callable[[str, str, str], tuple[Sequence[T], np.ndarray | None]]
+        self,
+        files: str | Sequence[str],
+        load: Callable[[str, str, str], tuple[Sequence[T], np.ndarray | None]],
+        whole: bool = False,
     ) -> Joined[T]:
         """Each file's items by `load(path, name, order)`, with the numbers that order them if they are trained on."""
         paths, data = (files,) if isinstance(files, str) else tuple(files), self.config.data
@@ -106,7 +109,9 @@ class Items:
         keys = np.concatenate(numbers) if numbers else None
         check_known(keys, order, paths)
         joined = Joined(tuple(items for items, _ in found), names, keys)
-        if paths == data.train:
+        if whole:
+            self._notes.append(f"{len(joined):,} prompts of {', '.join(paths)}")
+        elif paths == data.train:
             self._notes.append(self._passes(joined))
         return joined
 

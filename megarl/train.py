@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser("Train by RL, SFT or on preferences.", prog="python -m megarl.train")
     parser.add_argument("config", nargs="?", help="a YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
     parser.add_argument("--keys", action="store_true", help="list every configuration key: default, range, meaning")
     try:

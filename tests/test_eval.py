@@ -208,4 +208,5 @@ def test_the_report_of_recorded_answers(
     assert sources["aime2024"]["pass_at"]["2"]["value"] == 1.0 and sources["aime2024"]["cut_off"] == 1.0
     assert sources["all"]["tokens"] == 2.5
     printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"{model}: 4 answers to each prompt"
     assert [line.split()[0] for line in printed[2:5]] == list(sources)

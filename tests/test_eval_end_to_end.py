@@ -31,6 +31,7 @@ def run(folder: Path) -> Path:
     command += ["track.progress=false", "run.export=true", "data.prompts_per_step=16", *WRITES]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == f"done: 2 steps, report: tools/report.py {folder}/run"
     return folder / "run"
 
 
@@ -61,6 +62,7 @@ def test_the_newest_checkpoint_of_a_run(folder: Path, run: Path, tmp_path: Path,
         assert figures["pass_at"]["1"]["value"] == pytest.approx(sum(rewards) / len(rewards))
         solved = {one.prompt.id for one in own if one.reward}
         assert figures["pass_at"]["3"]["value"] == pytest.approx(len(solved) / figures["prompts"])
+    assert "7 prompts of" in done.stdout and "steps of" not in done.stdout and "step 1/1" not in done.stdout
     assert "products" in done.stdout and "pass@3 [95 %]" in done.stdout
 
     # The policy is the checkpoint's, which is what the run has exported.

@@ -22,6 +22,7 @@ LAYERS = (
     {
         "flow",
         "items",
+        "evaluating",
         "keeping",
         "expected",
         "train",

@@ -75,6 +75,12 @@ def test_one_file_is_as_ever(reader: Any) -> None:
     ]
 
 
+def test_of_what_a_step_takes_whole_no_passes_are_said(reader: Any) -> None:
+    flow = reader(train=write("a.jsonl", *prompts(3)))
+    assert len(flow.load_prompts(flow.config.data.train, whole=True)) == 3
+    assert flow._notes == ["3 prompts of a.jsonl"]
+
+
 def test_ids_and_sources_of_several_files(reader: Any) -> None:
     files = [write("m/train.jsonl", *prompts(2, data_source="gsm8k")), write("n/train.jsonl", *prompts(2))]
     files.append(write("own.jsonl", {"prompt": "x", "ground_truth": 1, "id": 0}))

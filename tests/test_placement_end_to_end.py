@@ -132,7 +132,12 @@ def test_generation_beside_training_is_as_synchronous_at_lag_0(
     for step, row in enumerate(rows, 1):
         assert asked(run_dir, step) == asked(split_run, step) and versions(run_dir, step) == {step - 1}
         assert row["rollout/lag_max"] == 0 and row["rollout/logprob_diff_p95"] <= 1e-4
-    assert [row["step"] for row in metrics_of(run_dir) if "eval/reward_greedy" in row] == [0, 3]
+    logged = [(row["step"], "eval/reward_greedy" in row) for row in metrics_of(run_dir)]
+    assert [step for step, evaluates in logged if evaluates] == [0, 3]
+    assert logged.index((1, False)) < logged.index((0, True))  # the first step did not wait for it
+    for row in metrics_of(run_dir):
+        if "eval/reward_greedy" in row:
+            assert row["eval/weight_version"] == row["step"] <= row["eval/weight_version_last"] <= 3
     train(folder, tmp_path / "alone", *ALONE, f"rollout.replay={run_dir}", "run.save_every=0")
     of_engines = [name for name in rows[0] if name.startswith(("rollout/lag", "rollout/age", "rollout/idle"))]
     assert_same_figures(rows, steps_of(tmp_path / "alone"), *of_engines)

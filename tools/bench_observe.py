@@ -37,12 +37,12 @@ class InTurn(Tracker):
     block = 6
     clock: Clock | None = None
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], now: int = 0) -> None:
         from torch.profiler import record_function
 
         outlets = self._outlets
         self._outlets = outlets if self.kind(step) == "trackers" else []
-        super().log(step, metrics)
+        super().log(step, metrics, now)
         self.table(step, [(step, *ROW)] * 4)
         self._outlets = outlets
         if self.clock is not None:

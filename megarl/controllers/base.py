@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megarl import strict
 from megarl.algorithms.rewards import sequence_sums
@@ -30,6 +30,18 @@ class StepResult:
     batch: TrainBatch | None = None
     trained: Rollouts | None = None
     """Those of the rollouts that the batch holds, in its order; None for all."""
+
+
+class Evaluation(Protocol):
+    """One that is under way. All ranks do the same with it."""
+
+    def is_over(self) -> bool:
+        """Whether `figures` has nothing to wait for."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """What `evaluate` would have said, and by which weights. Raises ConfigError on all ranks where it failed."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,11 @@ class Controller(ABC):
     def evaluate(self, flow: HybridFlow, items: Sequence[Any]) -> dict[str, float]:
         """Figures of the model as it is now, under eval/."""
         return {}
+
+    def begin_evaluation(self, flow: HybridFlow, items: Sequence[Any]) -> Evaluation | None:
+        """`evaluate` in two halves, for a flow that generates beside training: what was begun goes on while steps are
+        taken. None where it has to be in one."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep of the algorithm; plain JSON values."""

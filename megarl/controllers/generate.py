@@ -43,7 +43,7 @@ class GenerateController(PolicyController):
         return ("rollout", "reward") if cls.read_options(config).scored else ("rollout",)
 
     def items(self, flow: HybridFlow) -> Sequence[Prompt]:
-        self._all = super().items(flow)
+        self._all = flow.load_prompts(self.config.data.train, self.options.whole)
         return self._all
 
     def eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:

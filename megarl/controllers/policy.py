@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,12 +12,9 @@ from megarl.algorithms.policy_loss import Clip, Sampled
 from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.totals import gap
 from megarl.config import Config
-from megarl.controllers.base import Controller
+from megarl.controllers.base import Controller, Evaluation
+from megarl.controllers.held_out import Beside, evaluated, ways_to_ask
 from megarl.controllers.losses import chosen_loss
-from megarl.evaluation.figures import RIGHT
-from megarl.evaluation.pass_at_k import pass_at_k
-from megarl.observe.metrics import of_sources, rollout_metrics
-from megarl.rewards.unscored import unscored_reasons
 from megarl.types import ModelOutput, Prompt, Rollouts, Status, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
@@ -45,39 +41,12 @@ class PolicyController(Controller):
     def evaluate(self, flow: HybridFlow, items: Sequence[Prompt]) -> dict[str, float]:
         """Reward on the held-out prompts: of one greedy answer each, and of `run.eval_samples` that are sampled as in
         training; of each source, too. `eval/weight_version`: of the weights that answered, where it is known."""
-        metrics = {}
-        for name, greedy, samples in (("greedy", True, 1), ("sampled", False, self.config.run.eval_samples)):
-            rollouts = flow.reward.score(flow.rollout.generate(items, samples, greedy=greedy))
-            if rollouts.version >= 0:
-                metrics["eval/weight_version"] = float(rollouts.version)
-            if samples > 1:
-                metrics |= passed(rollouts, samples)
-            if reasons := unscored_reasons(rollouts):
-                flow.log.say(f"evaluation, {name}: answers without a reward, which count in no mean: {reasons}")
-            for metric, value in rollout_metrics(rollouts).items():
-                figure, _, source = metric.removeprefix("rollout/").partition("/")
-                short = figure.replace("reward_mean", "reward")
-                if short in ("reward", "turns_mean", "response_length_mean", "aborted_frac", "reward_failed_frac"):
-                    metrics[f"eval/{short}_{name}" + (f"/{source}" if source else "")] = value
-        return metrics
+        ways = ways_to_ask(self.config)
+        return evaluated(flow, ((way, flow.rollout.generate(items, way.samples, way.greedy)) for way in ways))
 
-
-def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
-    """`eval/pass_at_<k>` for k = 1, 2, 4 ... up to `samples`, of each source too: the mean over those prompts that have
-    k answers with a reward; left out where none has."""
-    whole = rollouts.whole_episodes()
-    scored = whole.select(~whole.are("aborted") & (whole.unscored == 0))
-    metrics = {}
-    among = {"": torch.ones(len(scored), dtype=torch.bool)} | of_sources(scored.source, scored.sources)
-    for source, own in among.items():
-        groups, row = torch.unique(scored.group[own], return_inverse=True)
-        right = torch.bincount(row, (scored.reward[own] >= RIGHT).double(), len(groups)).long().tolist()
-        counts = torch.bincount(row, minlength=len(groups)).tolist()
-        for k in (1 << power for power in range(samples.bit_length())):
-            each = [pass_at_k(count, good, k) for count, good in zip(counts, right, strict=True) if count >= k]
-            if each:
-                metrics[f"eval/pass_at_{k}" + (f"/{source}" if source else "")] = statistics.fmean(each)
-    return metrics
+    def begin_evaluation(self, flow: HybridFlow, items: Sequence[Prompt]) -> Evaluation | None:
+        ways = ways_to_ask(self.config)
+        return Beside(flow, [(way, flow.rollout.begin(items, way.samples, way.greedy)) for way in ways])
 
 
 def trained(rollouts: Rollouts, config: Config) -> Rollouts:

@@ -19,6 +19,10 @@ CUT_OFF = ("length", "max_turns")
 """Status of an answer that a length or the number of turns ended."""
 
 
+UNNAMED = "unnamed"
+"""A source of answers whose prompts have none."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What the figures need of a rollout. prompt: unique among all; tokens: the policy's own."""
@@ -30,11 +34,11 @@ class Answer:
     tokens: int
 
     @classmethod
-    def of(cls, rollout: Rollout) -> Answer:
-        """Of one with a reward."""
+    def of(cls, rollout: Rollout, unnamed: str = UNNAMED) -> Answer:
+        """Of one with a reward. unnamed: its source where it has none."""
         prompt = rollout.prompt
         cut_off = rollout.status in CUT_OFF
-        return cls(prompt.id, prompt.data_source or "unnamed", rollout.reward, cut_off, rollout.num_actions)
+        return cls(prompt.id, prompt.data_source or unnamed, rollout.reward, cut_off, rollout.num_actions)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Figures:
         return tree
 
 
-def scored(rollouts: Iterable[Rollout]) -> list[Answer]:
+def scored(rollouts: Iterable[Rollout], unnamed: str = UNNAMED) -> list[Answer]:
     """Those that have a reward: not aborted, and no part of it failed. An episode in branches counts once."""
     found, seen = [], set()
     for one in rollouts:
@@ -78,7 +82,7 @@ def scored(rollouts: Iterable[Rollout]) -> list[Answer]:
             if key in seen:
                 continue
             seen.add(key)
-        found.append(Answer.of(one))
+        found.append(Answer.of(one, unnamed))
     return found
 
 

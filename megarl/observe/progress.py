@@ -66,8 +66,11 @@ class Progress:
         enabled: bool = True,
         live: bool | None = None,
         bands: Mapping[str, Band] | None = None,
+        counts: bool = True,
     ) -> None:
         self.title = title
+        self.counts = counts
+        """Whether steps are counted, of which an evaluation alone has one."""
         self.bands = bands or {}
         self.total = total
         self.enabled = enabled
@@ -151,7 +154,7 @@ class Progress:
 
     def line(self, step: int, metrics: Mapping[str, float]) -> str:
         """`step 12/100  reward 0.512  ...  2:10 left`"""
-        parts = [f"step {step}/{self.total}"]
+        parts = [f"step {step}/{self.total}" if self.counts else "all answered:"]
         parts += [f"{title} {value}" for title, value in shown(metrics)]
         if mostly := dominating(metrics):
             parts.append(mostly)
@@ -190,9 +193,9 @@ class Progress:
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(self.title, style="bold"),
-            Text(f"step {self.step_done}/{self.total}"),
+            Text(f"step {self.step_done}/{self.total}" if self.counts else ""),
             ProgressBar(total=max(1, self.total), completed=self.step_done, width=30),
-            Text("" if left is None or not self._phase else f"{clock(left)} left"),
+            Text("" if left is None or left < 0.5 or not self._phase else f"{clock(left)} left"),
         )
         rows: list[Any] = [head]
         if self._phase:

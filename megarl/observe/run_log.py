@@ -35,12 +35,12 @@ class RunLog:
     """Made on every rank, by all of them together. Each records its rollouts; all else is written and printed by rank
     0, and idle on the others.
 
-    vocabulary: a hash of it, which recorded rollouts have. Raises ConfigError on all ranks where the run folder cannot
-    be had. Where it holds a run to go on with, nothing in it changes before `begin`. Later failures to write are warned
-    of once.
+    vocabulary: a hash of it, which recorded rollouts have. trains: whether anything is trained. Raises ConfigError on
+    all ranks where the run folder cannot be had. Where it holds a run to go on with, nothing in it changes before
+    `begin`. Later failures to write are warned of once.
     """
 
-    def __init__(self, config: Config, job: ranks.Job, vocabulary: str = "") -> None:
+    def __init__(self, config: Config, job: ranks.Job, vocabulary: str = "", trains: bool = True) -> None:
         self.run_dir = Path(config.run.dir)
         self.writes = job.rank == 0
         self._rank = job.rank
@@ -65,6 +65,7 @@ class RunLog:
             enabled=self.writes,
             live=None if config.track.progress else False,
             bands=bands_of(config.guards),
+            counts=trains or config.run.num_rollout > 1,
         )
         self.guards = Guards(config.guards, self.say, self.alarm)
         self._tracker: Tracker | None = None
@@ -231,7 +232,7 @@ class RunLog:
         if not self.writes:
             return
         assert self._tracker is not None
-        self._tracker.log(step, metrics)
+        self._tracker.log(step, metrics, self._step)
         self._note(self._progress.evaluation(step, metrics))
 
     def ended(self, error: BaseException, orderly: bool, cause: str = "") -> None:

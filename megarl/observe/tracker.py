@@ -37,11 +37,13 @@ class Tracker:
             for name in dict.fromkeys(names)
         ]
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], now: int = 0) -> None:
         """Append a line `{"step": ..., "time": seconds since 1970, name: value, ...}`, and give the same to the
         trackers, which write in the background, since all ranks wait for the one that writes.
 
-        A step may have several lines (training, evaluation); after a resume the last value of a name counts.
+        A step may have several lines (training, evaluation); after a resume the last value of a name counts. now: the
+        step under way, where that is a later one. Trackers that take no earlier step have the figures at that one, with
+        `eval/after_step`, the step that they are of.
         """
         if not self._started:
             self._started = True
@@ -49,7 +51,7 @@ class Tracker:
         line = exact_json.dumps({"step": step, "time": time.time(), **metrics}) + "\n"
         self._try("metrics.jsonl", lambda: self._append(line))
         for outlet in self._outlets:
-            outlet.metrics(step, metrics)
+            outlet.metrics(step, metrics, now)
         self._look()
 
     def alarm(self, step: int, text: str) -> None:

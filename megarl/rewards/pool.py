@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -159,10 +160,21 @@ class Pool:
             except Exception as error:  # noqa: BLE001  ours, which is for who waits for it
                 call.answer.set_exception(error)
                 continue
+            if isinstance(verdict, Failed):
+                self._note(call, verdict.why)
             if verdict is None:
                 self._waiting["alone"].put_nowait(call)
             elif not call.answer.done():
                 call.answer.set_result(verdict)
+
+    def _note(self, call: _Call, why: str) -> None:
+        """Into the log, where it stands beside what the function has printed."""
+        when, line = time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(why.split())
+        try:
+            with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
+                log.write(f"{when}  {self._names[call.function]} of prompt {call.rollout.prompt.id!r}: {line}\n")
+        except OSError:
+            pass  # it is in the rollout, too
 
     async def _called(self, place: _Place, call: _Call, among_others: bool) -> Verdict | None:
         """None where a process has ended that had other calls, too, any of which may have done it."""

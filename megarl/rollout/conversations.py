@@ -20,7 +20,7 @@ from megarl.rollout.faults import EngineLost, watch
 from megarl.rollout.gathering import Gathered, Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings
 from megarl.rollout.queue import Tickets
-from megarl.rollout.room import AHEAD
+from megarl.rollout.room import AHEAD, Room
 from megarl.rollout.stream import AtWork, Stream
 from megarl.rollout.tool_calls import Parse, Reply, parser
 from megarl.sessions import SessionServer
@@ -75,6 +75,10 @@ class Conversations:
         self._goes_on: asyncio.Task[None] | None = None
         self._start = 0
         """Of the engine, which the stream is of."""
+        self._open: dict[Room, Client] = {}
+        """Of generations by themselves that are under way."""
+        self._still, self._is_still = asyncio.Lock(), False
+        """Held while nothing may be asked of the engine."""
 
     def generate(self, prompts: Sequence[Prompt], **settings: Any) -> Gathered:
         """What comes of `begin`."""
@@ -101,7 +105,8 @@ class Conversations:
         look: called every second, in a thread; what it raises ends this.
 
         Done within `config.step_timeout`; what fails or is late by itself is an aborted rollout, of which the engine
-        has then let go, too. Where the engine is lost, this ends at once, see `Gathered.lost`.
+        has then let go, too. Where the engine is lost, this ends at once, see `Gathered.lost`. Where it gets other
+        weights meanwhile, by `pause` and `resume`, this goes on by them.
         """
         engine, config = self._engine, self._config
 
@@ -122,11 +127,15 @@ class Conversations:
                     carried=carried,
                     version=engine.version,
                     watch=partial(self._watch, client, engine.starts),
+                    opened=lambda room: self._open.update({room: client}),
                 )
-                gathered = await _watched(talks, look)
-                if gathered.lost is not None:
-                    self._lost(gathered.lost)  # where a request was the first to see it
-                return await self._let_go(gathered)
+                try:
+                    gathered = await _watched(talks, look)
+                    if gathered.lost is not None:
+                        self._lost(gathered.lost)  # where a request was the first to see it
+                    return await self._let_go(gathered)
+                finally:
+                    self._open = {room: of for room, of in self._open.items() if of is not client}
 
         return self._submit(run())
 
@@ -185,27 +194,61 @@ class Conversations:
         return self._submit(run())
 
     def pause(self, how: OnPush) -> None:
-        """Have the engine free for other weights, if a stream goes on: what is under way is cut off, held in the engine
-        or waited for. One that is lost is free, and its stream waits for `resume`."""
-        if self._stream is None:
+        """Have the engine free for other weights, until `resume`: what is under way, of a stream or by itself, is cut
+        off, held in the engine or waited for. One that is lost is free."""
+        if self._stream is None and not self._open:
             return
-        self._submit(self._unless_it_fails(self._stream.pause(how))).result()
-        if how == "in_place" and not self._stream.is_lost:
+        self._submit(self._pause(how)).result()
+        if how == "in_place" and not (self._stream is not None and self._stream.is_lost):
             try:
                 self._engine.hold()
             except EngineLost as lost:
                 self._lost(lost)
 
-    def resume(self) -> None:
-        """Go on, by the weights that the engine was given; of one that was lost with a new client."""
-        if self._stream is None or self._client is None:
+    async def _pause(self, how: OnPush) -> None:
+        await self._still.acquire()
+        self._is_still = True
+        paused = [self._emptied(room, how) for room in self._open]
+        if self._stream is not None:
+            paused.append(self._unless_it_fails(self._stream.pause(how)))
+        await asyncio.gather(*paused)
+
+    async def _emptied(self, room: Room, how: OnPush) -> None:
+        """See `Stream.pause`; where the engine is lost, who has the room sees it, too."""
+        if how == "wait":
+            room.admits = False
+            await room.empty()
             return
-        if self._stream.is_lost or self._start != self._engine.starts:
-            self._submit(self._renew(self._stream)).result()
-        else:
+        room.close()
+        if how == "retract":
+            try:
+                await room.cut_off()
+            except EngineLost as lost:
+                self._lost(lost)
+
+    def resume(self) -> None:
+        """Go on, by the weights that the engine was given; with a stream of one that was lost by a new client."""
+        if self._stream is None and not self._is_still:
+            return
+        stream = self._stream
+        anew = stream is not None and (stream.is_lost or self._start != self._engine.starts)
+        if not anew:
             self._engine.go_on()
+        self._submit(self._resume(anew)).result()
+
+    async def _resume(self, anew: bool = False) -> None:
+        """anew: with another client for the stream."""
+        for room, client in self._open.items():
+            client.version = self._engine.version
+            room.reopen()
+        if self._stream is not None and anew:
+            await self._renew(self._stream)
+        elif self._stream is not None and self._client is not None:
             self._client.version = self._engine.version
-            self._submit(self._stream.resume()).result()
+            await self._stream.resume()
+        if self._is_still:
+            self._is_still = False
+            self._still.release()
 
     async def _renew(self, stream: Stream) -> None:
         if self._goes_on is not None:
@@ -285,14 +328,13 @@ class Conversations:
             return gathered
         ended = [one.status for group in gathered.partials for one in group]
         if "aborted" in [*ended, *(rollout.status for rollout in gathered.rollouts)]:
-            if self._stream is not None:
-                await self._unless_it_fails(self._stream.pause("retract"))
             try:
+                await self._pause("retract")
                 await asyncio.to_thread(self._engine.drop_requests)
             except EngineLost as lost:
                 self._lost(lost)
-            if self._stream is not None:
-                await self._stream.resume()
+            finally:
+                await self._resume()
         return gathered
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -96,6 +96,7 @@ async def gather_rollouts(
     carried: Sequence[Group] = (),
     version: int = 0,
     watch: Callable[[], Coroutine[Any, Any, None]] = nothing_to_watch,
+    opened: Callable[[Room], None] = lambda room: None,
 ) -> Gathered:
     """`samples` conversations of each prompt whose ticket this engine gets; ticket i is of prompt i, whose rollouts are
     of group `first_group + i`. A group is begun where the policy has room: it is asked for `config.concurrency` answers
@@ -112,6 +113,8 @@ async def gather_rollouts(
     watch: goes on meanwhile, and raises EngineLost where the engine is lost, as the policy may. What is complete then
     is returned; of all other groups the conversations that are done stay as they are, the rest are at their beginning
     again, and the tickets have them for whichever engine has room. Where enough are complete, they are partials.
+
+    opened: is told of the room, for who replaces the policy's weights meanwhile closes it first.
     """
     if carried and needed is None:
         raise ValueError("conversations are gone on with only where it is said how many groups are needed")
@@ -119,6 +122,7 @@ async def gather_rollouts(
     around.halt.clear()
     start = time.monotonic()
     room = Room(policy, max(1, min(around.config.concurrency, samples * tickets.share)), around.halt)
+    opened(room)
     left = deque(sorted(carried, key=lambda group: not _ended(group)))
     complete: dict[int, Group] = {}
     partials: list[Group] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from megarl.rollout.tool_calls import rehearse
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.agents import Agents
+from megarl.workers.beside import Generation
 from megarl.workers.context import Context, Worker
 from megarl.workers.engines import Engines, on_any
 from megarl.workers.oversampling import Oversampling
@@ -145,6 +147,30 @@ class RolloutWorker(Worker):
                 self.made.append(rollouts)
             check_aborted(rollouts, config)
             return rollouts
+
+    def begin(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> Generation:
+        """As `generate`, but nobody waits: with `rollout.asynchronous` it goes on while steps are taken. Where engines
+        get other weights meanwhile, it goes on by those, as `rollout.on_push` says; each token has its version."""
+        self.engines.recovery.exchange(look=True)
+        self.engines.have_one(self._resume)
+        self.engines.wake()
+        self._generations += 1
+        engines, mine = len(self.engines.members), None
+        tickets = Tickets(len(prompts), engines, Board(), f"megarl/generation/{self._generations}")
+        first = 0 if greedy else self._groups(len(prompts)).start
+        if self._talks is not None and self.engines.recovery.is_there(self.engines.index):
+            mine = self._talks.begin(
+                prompts, tickets=tickets, samples=samples, greedy=greedy, seed=self._seed(self.step), first_group=first
+            )
+        return Generation(
+            *(mine, tickets, everyone.AllRanks()), begun=self.version, now=lambda: self.version, waiting=self._waiting
+        )
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        config = self.config.rollout
+        with self.clock.phase("generate", WAIT), self.engines.patient(config.step_timeout + config.start_timeout):
+            yield
 
     def _generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool) -> Rollouts:
         self._generations += 1

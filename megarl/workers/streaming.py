@@ -73,9 +73,9 @@ class Streaming:
 
     def go_on(self, step: int) -> None:
         """The engines have the weights that the step has made."""
+        if self._talks is not None:
+            self._talks.resume()
         if self._samples:
-            if self._talks is not None:
-                self._talks.resume()
             self._admit_up_to(step, step + 1 + self._config.rollout.max_lag)
 
     def _admit_up_to(self, now: int, last: int) -> None:

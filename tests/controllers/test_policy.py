@@ -14,7 +14,8 @@ import torch
 
 from megarl.config import Config, from_dict
 from megarl.controllers.base import StepResult, mini_batches
-from megarl.controllers.policy import masked, passed, sampling_metrics, trained
+from megarl.controllers.held_out import passed
+from megarl.controllers.policy import masked, sampling_metrics, trained
 from megarl.controllers.registry import make_controller
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn
 

@@ -63,6 +63,7 @@ def test_aborted_and_unscored_answers_count_in_nothing() -> None:
     )
     assert [(one.reward, one.cut_off, one.tokens) for one in found] == [(1.0, False, 3), (0.5, True, 3)]
     assert found[0].source == "unnamed"
+    assert scored([rollout("a", 1.0)], "sums")[0].source == "sums"
 
 
 def test_an_episode_in_branches_counts_once() -> None:

@@ -55,11 +55,23 @@ def test_the_display_shows_phase_step_and_figures() -> None:
     progress.begin_step(2)
     progress.phase("actor_update")
     progress._values["eval/reward_greedy"] = 0.75
+    progress.seconds_left = lambda: 7.0  # type: ignore[method-assign]
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
     console.print(progress._render())
     shown = console.export_text()
-    for text in ("PPO", "step 1/10", "left", "now: actor update", "reward 0.500", "held-out greedy 0.750"):
+    for text in ("PPO", "step 1/10", "0:07 left", "now: actor update", "reward 0.500", "held-out greedy 0.750"):
         assert text in shown
+
+
+def test_an_evaluation_alone_counts_no_steps() -> None:
+    progress = Progress("GENERATE", 1, live=False, counts=False)
+    progress.begin_step(1)
+    progress.step(1, METRICS)
+    assert progress.line(1, METRICS).startswith("all answered:  reward 0.500")
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    console.print(progress._render())
+    shown = console.export_text()
+    assert "GENERATE" in shown and "step 1" not in shown and "left" not in shown
 
 
 def test_time_left_is_the_mean_step_times_the_steps_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,11 @@ def test_each_way_to_fail_fails_alone(made: Made, tmp_path: Path) -> None:
         found = said[how]
         assert isinstance(found, Failed) and complaint in found.why and "\n" not in found.why, (how, found)
     assert (HERE / "odd_rewards.py").name in said["raise"].why  # type: ignore[union-attr]
-    assert "Bad file descriptor" in (tmp_path / "logs/rewards_0.log").read_text()
+    log = (tmp_path / "logs/rewards_0.log").read_text()
+    assert "Bad file descriptor" in log
+    for how in complaints:  # beside what it has printed, also where that is nothing
+        assert f"  odd of prompt '{how}': {said[how].why}\n" in log  # type: ignore[union-attr]
+    assert "'fine'" not in log
 
 
 def test_what_a_function_may_do(made: Made, tmp_path: Path) -> None:

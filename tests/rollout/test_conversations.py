@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted import CHAT, CONFIG, PROMPT, TOKENIZER
+from scripted import CHAT, CONFIG, PROMPT, TOKENIZER, Fails, Script, Writer, parse
 
+from megarl.config import OnPush
 from megarl.rollout import conversations
 from megarl.rollout.chat import Chat
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.gathering import Gathered
 from megarl.rollout.multi_turn import Surroundings
+from megarl.rollout.policy import RequestFailed
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tools import load_tools
 from megarl.types import Rollout, Status
@@ -87,3 +92,90 @@ def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
     talks.close()
     talks.close()
     assert not Path(f"/proc/{first[0].answer}").exists()
+
+
+class Asked:
+    """The engine's client, which is this policy."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+
+    async def __aenter__(self) -> Any:
+        return self.policy
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+
+def asking(patched: pytest.MonkeyPatch, talks: Conversations, *policies: Any) -> Conversations:
+    """One policy after the other, for each generation; that of the first stays for others."""
+    left = list(policies)
+    patched.setattr(conversations, "parser", lambda *_: parse)
+    talks._new_client = lambda: Asked(left.pop(0))  # type: ignore[method-assign, assignment, return-value]
+    talks._watch = lambda client, start: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
+    return talks
+
+
+def until(what: Callable[[], bool]) -> None:
+    while not what():
+        time.sleep(0.001)
+
+
+PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"And {i}?"},)) for i in range(6)]
+
+
+@pytest.mark.parametrize("how", ["retract", "wait", "in_place"])
+def test_a_generation_goes_on_through_a_push_and_says_by_which_weights(
+    how: OnPush, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine, writer, said_to = some_engine(tmp_path), Writer(pause=0.002), []
+    engine.hold, engine.go_on = lambda: said_to.append("hold"), lambda: said_to.append("go on")
+    config = replace(CONFIG, concurrency=2, max_turns=1)
+    talks = asking(monkeypatch, Conversations(engine, CHAT, config), Writer(pause=0), writer)
+    alone = talks.generate(PROMPTS, samples=1).rollouts
+    under_way = talks.begin(PROMPTS, samples=1)
+    until(lambda: writer.written > 3)
+    talks.pause(how)
+    assert not under_way.done()
+    assert said_to == (["hold"] if how == "in_place" else []) and (how == "in_place" or writer.at_once == 0)
+    engine.version = 1
+    talks.resume()
+    rollouts = under_way.result().rollouts
+    talks.close()
+    assert [one.token_ids.tolist() for one in rollouts] == [one.token_ids.tolist() for one in alone]
+    found = [[version for version, _ in one.runs] for one in rollouts]
+    assert writer.version == 1 and {version for runs in found for version in runs} >= {1}
+    assert all(runs == sorted(runs) for runs in found)
+    if how == "wait":
+        assert found[0] == [0] and all(len(runs) == 1 for runs in found)  # of one version each
+
+
+def test_what_is_under_way_besides_outlives_that_the_engine_lets_go_of_something(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is told to drop all requests, so others are cut off before it, and go on."""
+    engine, writer = some_engine(tmp_path), Writer(pause=0.002)
+    dropped: list[int] = []
+
+    def drop() -> None:
+        dropped.append(writer.at_once)
+        writer.stops += 1
+
+    engine.drop_requests, engine.go_on = drop, lambda: None
+    talks = asking(
+        monkeypatch, Conversations(engine, CHAT, replace(CONFIG, max_turns=1)), writer, Fails(RequestFailed("odd"))
+    )
+    under_way = talks.begin(PROMPTS, samples=1)
+    until(lambda: writer.written > 3)
+    assert [one.status for one in talks.generate([PROMPT], samples=1).rollouts] == ["aborted"]
+    assert "aborted" not in [one.status for one in under_way.result().rollouts]
+    talks.close()
+    assert dropped == [0]
+
+
+def test_nothing_is_paused_where_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    talks = asking(monkeypatch, Conversations(some_engine(tmp_path), CHAT, CONFIG), Script("1"), Script("2"))
+    talks.pause("retract")
+    talks.resume()
+    assert [talks.generate([PROMPT], samples=1).rollouts[0].status for _ in range(2)] == ["stop", "stop"]
+    talks.close()

@@ -125,6 +125,22 @@ def test_curves_and_times_are_drawn(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_bands_are_counted_where_they_are_watched_and_each_run_has_its_last_figure(tmp_path: Path) -> None:
+    runs = [made_run.make(tmp_path / "a"), made_run.make(tmp_path / "b", steps=2)]
+    page = tmp_path / "page.html"
+    write_page([load(run) for run in runs], page)
+    watched = seen(page.as_uri(), tmp_path / "one")
+    assert ">5 outside 0.4 to 0.6<" in watched and ">last 0.75 and 0.5<" in watched
+    assert 'title="a: last 0.75' in watched
+    for run in runs:
+        config = run / "config.yaml"
+        config.write_text(config.read_text().replace("alarms: true", "alarms: false"))
+    write_page([load(run) for run in runs], page)
+    usual = seen(page.as_uri(), tmp_path / "two")
+    assert ">last 0.7 and 0.7, often 0.4 to 0.6<" in usual and "5 outside" not in usual
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize(
     ("where", "count"),
     [("reward<1", 3), ("not (reward<1) and prompt~p", 9), ("prompt='p0' or reward=3", 9), ("status!=stop", 0)],

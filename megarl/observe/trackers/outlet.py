@@ -29,9 +29,10 @@ class Outlet:
         self._gone = False
         self._thread: threading.Thread | None = None
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, values: Mapping[str, float], now: int = 0) -> None:
+        """now: the step under way, for trackers that take none before it."""
         given = dict(values)
-        self._put(step, lambda sink: self._write(sink, step, given))
+        self._put(step, lambda sink: self._write(sink, step, given, now))
 
     def text(self, step: int, text: str) -> None:
         self._put(step, lambda sink: sink.text(step, text))
@@ -95,7 +96,9 @@ class Outlet:
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._failures.append(without_secrets(str(error)) or type(error).__name__)
 
-    def _write(self, sink: Sink, step: int, values: Mapping[str, float]) -> None:
+    def _write(self, sink: Sink, step: int, values: Mapping[str, float], now: int) -> None:
+        if sink.appends and now > step:
+            step, values = now, {**values, "eval/after_step": float(step)}
         if not sink.appends:
             sink.metrics(step, values)
         elif new := self._standing.new(step, values):

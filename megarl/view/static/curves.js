@@ -41,7 +41,8 @@
     const least = Math.max(1e-4 * Math.max(Math.abs(low), Math.abs(high)), 1e-12);
     if (high - low >= least) { const room = 0.08 * (high - low); return [low - room, high + room]; }
     if (low === 0 && name.endsWith("_frac")) return [0, 1];
-    return low === 0 && high === 0 ? [-1, 1] : [low - least, high + least];
+    if (low === high) return low === 0 ? [-1, 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)]; // in few digits
+    return [low - least, high + least];
   }
 
   async function chart(name, card) {
@@ -52,13 +53,14 @@
     const data = [steps], lines = [{ label: "step" }];
     const band = runs.map((run) => run.bands[name]).find((one) => one);
     const watched = runs.some((run) => run.watched && run.bands[name]);
-    let bad = 0, last = NaN;
+    let bad = 0;
+    const last = [];
     runs.forEach((run, number) => {
       if (!found[number]) return;
       const values = new Array(steps.length).fill(null);
       run.steps.forEach((step, i) => { if (!Number.isNaN(found[number][i])) values[at.get(step)] = found[number][i]; });
       const there = values.filter((value) => value !== null);
-      if (there.length) last = there.at(-1);
+      if (there.length) last.push([run.name, there.at(-1)]);
       if (band) bad += there.filter((value) => outside(band, value)).length;
       const few = there.length < 40, colour = COLOURS[number % COLOURS.length];
       data.push(values);
@@ -70,9 +72,13 @@
         lines.push({ label: "smooth", stroke: colour, width: 1.8, spanGaps: true, points: { show: false }, value: (_, value) => said(value) });
       }
     });
-    const title = el("h3", {}, name, el("span", { class: bad && watched ? "out" : "" }, band
-      ? `${bad ? bad + " outside " : "within "}${band.least === null ? "≤ " + band.most : band.most === null ? "≥ " + band.least : band.least + " to " + band.most}${watched ? "" : " (usual)"}` : `last ${said(last)}`));
-    if (band) title.title = [band.low && "below: " + band.low, band.high && "above: " + band.high].filter(Boolean).join("\n");
+    // A band that no guard looks at is what many runs have; a good one may be elsewhere, so nothing is counted.
+    const ends = !band ? "" : band.least === null ? "≤ " + band.most : band.most === null ? "≥ " + band.least : band.least + " to " + band.most;
+    const newest = `last ${last.map(([, value]) => said(value)).join(" and ")}`;
+    const title = el("h3", {}, name, el("span", { class: bad && watched ? "out" : "" },
+      !band ? newest : watched ? `${bad ? bad + " outside " : "within "}${ends}` : `${newest}, often ${ends}`));
+    title.title = [...(last.length > 1 ? last.map(([run, value]) => `${run}: last ${said(value)}`) : []),
+      band && band.low && "below: " + band.low, band && band.high && "above: " + band.high].filter(Boolean).join("\n");
     card.replaceChildren(title);
     const alarms = runs.flatMap((run) => run.alarms.filter((alarm) => alarm[2].includes(name)).map((alarm) => alarm[0]));
     const axis = { stroke: shade("--faint"), grid: { stroke: shade("--grid"), width: 1 }, ticks: { stroke: shade("--grid") }, font: "11px system-ui" };

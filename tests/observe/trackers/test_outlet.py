@@ -89,6 +89,19 @@ def test_a_resumed_run_goes_on_in_the_same_run_and_gives_no_step_twice(tmp_path:
     assert read_metrics(tmp_path)[2] == {"x": 20.0}, "the run's own file has what was done last"
 
 
+def test_figures_of_an_earlier_step_come_at_the_one_under_way(tmp_path: Path, made: list[Played]) -> None:
+    """An evaluation beside training is over later: W&B and others refuse a step before the last one."""
+    tracker = Tracker(tmp_path, ["wandb"])
+    tracker.log(3, {"x": 1.0})
+    tracker.log(1, {"eval/x": 0.5}, now=3)
+    tracker.log(4, {"x": 2.0})
+    tracker.log(4, {"eval/x": 0.75}, now=4)
+    tracker.close()
+    at_3, later = (3, {"eval/x": 0.5, "eval/after_step": 1.0}), [(4, {"x": 2.0}), (4, {"eval/x": 0.75})]
+    assert made[0].given == [(3, {"x": 1.0}), at_3, *later]
+    assert read_metrics(tmp_path) == {1: {"eval/x": 0.5}, 3: {"x": 1.0}, 4: {"x": 2.0, "eval/x": 0.75}}
+
+
 def test_a_standing_that_was_cut_short_is_none(tmp_path: Path) -> None:
     file = tmp_path / "wandb.json"
     for text in ('{"id": "a", "st', "[]", '{"id": "a"}'):

@@ -1,0 +1,67 @@
+"""A generation beside training, as its ranks have it: over when all are, failed when one has, whole or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+
+import pytest
+from thread_ranks import Thread, as_ranks
+
+from megarl.config import ConfigError
+from megarl.rollout.gathering import Gathered
+from megarl.rollout.queue import Counts, Tickets
+from megarl.types import Prompt, Rollout, Turn
+from megarl.workers.beside import Generation, newest_version
+
+pytestmark = pytest.mark.alone
+
+
+def rollout(group: int, *versions: int) -> Rollout:
+    turn = Turn((1,) * len(versions), (-1.0,) * len(versions), True, versions[-1], tuple((one, 1) for one in versions))
+    return Rollout(Prompt(str(group), ()), (Turn((9,)), turn), group=group)
+
+
+def three_ranks(*engines: Sequence[Rollout] | str | None, groups: int = 2, begun: int = 2) -> list[object]:
+    """engines: what comes of each, a failure, or None while it is at it; rank 0 leads none. Of each rank: whether it is
+    over, and then groups, lags and newest version, or the error."""
+    board = Counts()
+
+    def of(rank: Thread) -> object:
+        tickets, mine = Tickets(groups, len(engines), board), None
+        if rank.rank:
+            comes, mine = engines[rank.rank - 1], Future()
+            if isinstance(comes, str):
+                mine.set_exception(RuntimeError(comes))
+            elif comes is not None:
+                for _ in comes:
+                    tickets.take()
+                mine.set_result(Gathered(list(comes), []))
+        it = Generation(mine, tickets, rank, begun=begun, now=lambda: 4, waiting=nullcontext)
+        if not it.is_over():
+            return "under way"
+        try:
+            found = it.result()
+        except ConfigError as error:
+            return str(error)
+        return found.group.tolist(), found.lag.tolist(), newest_version(found)
+
+    return as_ranks(1 + len(engines), of)
+
+
+def test_it_is_over_when_no_engine_has_anything_under_way() -> None:
+    assert three_ranks([rollout(0, 2)], None) == ["under way"] * 3
+
+
+def test_all_ranks_have_the_same_of_it_by_group() -> None:
+    assert three_ranks([rollout(1, 2, 3)], [rollout(0, 2)]) == [([0, 1], [2, 2], 3)] * 3
+
+
+def test_a_failure_is_one_of_all() -> None:
+    assert three_ranks([rollout(0, 2)], "engine 1 is odd") == ["engine 1 is odd"] * 3
+
+
+def test_answers_that_nobody_has_are_an_error() -> None:
+    found = three_ranks([rollout(0, 2)], [], groups=3)
+    assert found == ["an engine was lost, and with it the answers to 2 prompts"] * 3
