@@ -148,7 +148,9 @@ class Progress:
         self._values |= metrics
         figures = {name.removeprefix("eval/"): value for name, value in metrics.items() if _is_shown(name)}
         listed = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        line = f"held out, after step {step}: {listed}"
+        began, last = (metrics.get(f"eval/weight_version{end}", -1.0) for end in ("", "_last"))
+        meanwhile = f", by the weights of {began:.0f} to {last:.0f}" if last > began else ""
+        line = f"held out, after step {step}{meanwhile}: {listed}"
         self.say(line)
         return line
 

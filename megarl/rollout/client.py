@@ -228,6 +228,8 @@ class Client:
         body = body if heard is None else {**body, "stream": True}
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(1, _TRIES + 1):
+            if self._session is not None and self._session.closed:  # between two tries: its generation has ended
+                raise RequestFailed(f"the engine is not asked for {path} any more")
             error: aiohttp.ClientError | None = None
             try:
                 status, found = await self._asked(path, data, heard)

@@ -20,15 +20,17 @@ def test_one_line_per_step_where_the_output_is_no_terminal(capsys: pytest.Captur
     progress.step(1, METRICS)
     progress.evaluation(1, {"eval/reward_greedy": 0.25, "eval/turns_mean_greedy": 2.0})
     progress.evaluation(1, {"eval/loss": 0.7, "eval/accuracy": 0.5, "eval/margin": -0.125})
+    progress.evaluation(1, {"eval/reward_greedy": 0.5, "eval/weight_version": 1.0, "eval/weight_version_last": 2.0})
     progress.begin_step(2)
     progress.begin_step(3)
     progress.step(3, METRICS)
     progress.close()
-    first, second, third, last = capsys.readouterr().out.splitlines()
+    first, second, third, fourth, last = capsys.readouterr().out.splitlines()
     assert first.startswith("step 1/3  reward 0.500  KL to reference 0.0123  s/step 2.0")
     assert "left" not in first, "0:00 left is no news"
     assert second == "held out, after step 1: reward_greedy 0.250"
     assert third == "held out, after step 1: accuracy 0.500  margin -0.125"
+    assert fourth == "held out, after step 1, by the weights of 1 to 2: reward_greedy 0.500"
     assert last.startswith("step 3/3") and "left" not in last
 
 

@@ -318,6 +318,19 @@ def test_a_lost_connection_is_one_requests_fault_unless_the_engine_is_gone(gone:
         asyncio.run(run())
 
 
+def test_who_has_an_engine_stop_need_not_know_that_the_generation_has_ended() -> None:
+    """One that is gone is tried again, and its client may be closed between two tries."""
+
+    async def run() -> None:
+        async with Client("http://127.0.0.1:9", "key", 30.0) as client:
+            stopping = asyncio.create_task(client.stop())
+            await asyncio.sleep(0.005)
+        await stopping
+        await client.stop()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("faults", "fails"), [(2, False), (3, True)])
 def test_an_answer_that_the_engine_fails_at_is_asked_for_again_a_few_times(faults: int, fails: bool) -> None:
     asked: list[int] = []
