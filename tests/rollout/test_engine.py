@@ -224,14 +224,15 @@ def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_star
 
 
 def test_routing_of_a_conversation_is_that_of_one_pass_over_it(qwen3_moe: Running) -> None:
-    """Three turns, each asking only for what the ones before did not tell; then everything at once, without a cache."""
+    """Three turns, each asking only for what the ones before did not tell; then everything at once, without a cache.
+    Greedily, for seeds do nothing on CPU and some tokens have two experts that are as good as each other."""
     engine, observed = qwen3_moe.engine, [list(range(50, 57)), list(range(90, 95))]
 
     async def talk() -> tuple[torch.Tensor, torch.Tensor]:
         async with Client(engine.url, engine.api_key, 300.0, recorded(engine)) as client:
             context, parts = list(range(20, 60)), []
             for observation in [*observed, []]:
-                params = {"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True}
+                params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
                 out = await client.generate(context, params, sum(map(len, parts)))
                 assert out.routing is not None
                 parts.append(out.routing)
