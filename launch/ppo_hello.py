@@ -5,8 +5,8 @@
 
 import sys
 
-from megarl.ending import one_line
 from megarl.flow import HybridFlow
+from megarl.launching.ending import one_line
 
 with one_line():  # whatever ends it; not needed
     flow = HybridFlow("configs/quickstart.yaml", sys.argv[1:] or ["run.dir=runs/hello"])

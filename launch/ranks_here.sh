@@ -6,9 +6,9 @@ ranks_here() {
 import os
 import sys
 
-from megarl import ending
+from megarl.launching import ending
 from megarl.config import ConfigError, load_config
-from megarl.dry_run import validate
+from megarl.checking.dry_run import validate
 from megarl.parallel.meeting import check_meeting
 
 try:

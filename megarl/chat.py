@@ -102,7 +102,7 @@ def talk(options: Namespace) -> int:
 
 def converse(config: Config, options: Namespace) -> int:
     """Start an engine, and answer line by line."""
-    from megarl.dry_run import validate
+    from megarl.checking.dry_run import validate
     from megarl.environments.describing import known_of
     from megarl.rollout.chat import Chat
     from megarl.rollout.engine import Engine

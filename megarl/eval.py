@@ -23,9 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl import ending, train
+from megarl import train
 from megarl.command_line import Parser, amount, count, ends_in_a_line, folder_to_write
 from megarl.config import Config, ConfigError
+from megarl.launching import ending
 
 SAMPLES = 100_000
 

@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 
-from megarl import ending
+from megarl.checking.dry_run import validate
+from megarl.checking.named_models import vocabulary_hash
 from megarl.checkpoint import room
 from megarl.config import Config, ConfigError, load_config
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import declare, make_controller
 from megarl.data.prompts import PromptLoader
-from megarl.dry_run import validate
-from megarl.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.environments.describing import Known, known_of
 from megarl.evaluating import Evaluating
 from megarl.items import Items
 from megarl.keeping import Keeping
+from megarl.launching import ending
+from megarl.launching.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.flops import peak_flops
 from megarl.models.registry import load_hf_config
-from megarl.named_models import vocabulary_hash
 from megarl.observe.clock import Clock
 from megarl.observe.control import Control
 from megarl.observe.hangs import Lookout

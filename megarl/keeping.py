@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl import ending
 from megarl.checkpoint import room
 from megarl.checkpoint.manifest import Entry, host_state
 from megarl.checkpoint.origin import origin
@@ -21,6 +20,7 @@ from megarl.checkpoint.store import CheckpointStore, Part, StorageError
 from megarl.config import Config, ConfigError
 from megarl.controllers.base import Controller
 from megarl.data.prompts import PromptLoader
+from megarl.launching import ending
 from megarl.observe.clock import Clock
 from megarl.observe.control import Control
 from megarl.observe.earlier import afresh

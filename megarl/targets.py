@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from megarl import plain_yaml
+from megarl.checking.named_models import folder_config
 from megarl.checkpoint import manifest
 from megarl.checkpoint.converting import convert
 from megarl.checkpoint.finding import chosen, models_in
@@ -17,7 +18,6 @@ from megarl.config import Config, ConfigError, RolloutConfig, load_config
 from megarl.config.hub import folder_of
 from megarl.controllers.registry import declare
 from megarl.models.registry import family_of, load_hf_config, trained_mtp
-from megarl.named_models import folder_config
 
 KEPT = ("model", "rollout", "reward", "sandbox")
 """Sections of a run's configuration that say how its policy answers, and what an answer is worth."""

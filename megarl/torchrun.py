@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megarl import launcher
-from megarl.ending import RESTARTED, SAME_S, name_of
-from megarl.nodes import Alone, Report, Several, own_name
+from megarl.launching import launcher
+from megarl.launching.ending import RESTARTED, SAME_S, name_of
+from megarl.launching.nodes import Alone, Report, Several, own_name
+from megarl.launching.restarts import note
+from megarl.launching.stopped import Stopped
 from megarl.processes.family import children, end_orphans
 from megarl.processes.parent import inherit_orphans
-from megarl.restarts import note
-from megarl.stopped import Stopped
 
 _LOOK_S = 1.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -16,9 +16,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from megarl import ending
 from megarl.command_line import Parser
 from megarl.config import Config, ConfigError, describe_keys, describe_meanings, describe_ranges, load_config
+from megarl.launching import ending
 from megarl.processes.parent import inherit_orphans
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides)
         if options.dry_run:
-            from megarl.dry_run import render, validate
+            from megarl.checking.dry_run import render, validate
             from megarl.observe import run_folder
 
             report = validate(config, dry_run=True)
@@ -85,9 +85,9 @@ def _say(text: str) -> None:
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, then run this program as all ranks on this machine; returns their exit status."""
-    from megarl import launcher, restarts
+    from megarl.checking.dry_run import validate
     from megarl.controllers.registry import declare
-    from megarl.dry_run import validate
+    from megarl.launching import launcher, restarts
     from megarl.observe import run_folder
     from megarl.parallel.meeting import keep_store
     from megarl.parallel.placement import roles_of_ranks

@@ -31,7 +31,8 @@ ALONE_FILES = {
     "tools": "bench_scale compare_algorithms compare_corrections environment_rows faults make_quickstart plan_reshard "
     "report timeline",
     "workers": "oversampling",
-    "": "checks config dry_run episodes expected forks imports items recipes trust types",
+    "checking": "checks dry_run",
+    "": "config episodes expected forks imports items recipes trust types",
 }
 """Further ones, in folders of which others are not."""
 HAS_GPU = Path("/dev/nvidia0").exists()

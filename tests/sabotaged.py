@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from megarl.ending import one_line
 from megarl.flow import HybridFlow
+from megarl.launching.ending import one_line
 from megarl.rollout.handoff import HandOff
 from megarl.workers.push import WeightPush
 

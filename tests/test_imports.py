@@ -27,19 +27,14 @@ LAYERS = (
         "expected",
         "train",
         "__main__",
-        "ending",
-        "launcher",
-        "stopped",
-        "nodes",
-        "restarts",
+        "launching",
         "torchrun",
-        "dry_run",
-        "checks",
-        "boxes",
-        "named_models",
-        "suggest",
-    }
-    | {"served_models", "eval", "chat", "talking", "targets"},
+        "checking",
+        "eval",
+        "chat",
+        "talking",
+        "targets",
+    },
 )
 LEVEL = {"": 0} | {name: level for level, names in enumerate(LAYERS) for name in names}  # "": the version
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl import dry_run, launcher
+from megarl.checking import dry_run
 from megarl.config import load_config
-from megarl.ending import Verdict
+from megarl.launching import launcher
+from megarl.launching.ending import Verdict
 from megarl.rollout import engine, hosting
 from megarl.train import main, start_ranks
 

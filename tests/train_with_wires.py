@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl import ending, launcher, train
+from megarl import train
+from megarl.launching import ending, launcher
 from megarl.parallel import meeting
 
 

@@ -158,8 +158,8 @@ class Side:
 
 def be_megarl(options: argparse.Namespace) -> None:
     from megarl.controllers.base import StepResult
-    from megarl.ending import one_line
     from megarl.flow import HybridFlow
+    from megarl.launching.ending import one_line
     from megarl.parallel import ranks
 
     class InTurn(HybridFlow):

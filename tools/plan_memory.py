@@ -25,16 +25,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megarl.checking.dry_run import memory_table, verdict
+from megarl.checking.suggest import RULE, WAYS, Judged, Search, best, check
 from megarl.command_line import Parser, amount, count, ends_in_a_line
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict
 from megarl.controllers.registry import declare
-from megarl.dry_run import memory_table, verdict
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
 from megarl.models.step_time import Machine, StepTime
 from megarl.parallel.placement import check_layout
-from megarl.suggest import RULE, WAYS, Judged, Search, best, check
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_reshard import MODELS, MOST, model_config, sizes  # noqa: E402

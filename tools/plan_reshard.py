@@ -23,6 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megarl.checking.suggest import check, deal_out
 from megarl.command_line import Parser, amount, count, ends_in_a_line, file_to_write
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.registry import declare
@@ -37,7 +38,6 @@ from megarl.reshard.configured import planned_push
 from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
 from megarl.reshard.paper import Links, draw_up, figures, gigabytes, sentences
 from megarl.reshard.picture import page
-from megarl.suggest import check, deal_out
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
 MODELS = {file.stem.replace("_", "-"): file for file in sorted(FOLDER.glob("*.json"))}

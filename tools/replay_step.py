@@ -184,8 +184,8 @@ def nowhere() -> None:
 
 def take(order: Order) -> int:
     """As one of the ranks, or the only one."""
-    from megarl import ending
     from megarl.flow import HybridFlow
+    from megarl.launching import ending
     from megarl.parallel import meeting
 
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # advice to the authors of trainers
@@ -221,7 +221,7 @@ def take(order: Order) -> int:
 
 def _after(order: Order, error: BaseException, looks: bool) -> int | None:
     """Look at an error; on the other ranks wait until somebody has. The exit status, None where the error says it."""
-    from megarl import ending
+    from megarl.launching import ending
 
     if isinstance(error, ending.ORDERLY):
         return None
@@ -273,7 +273,7 @@ def figures(run: Path, step: int) -> dict[str, Any] | None:
 
 def launch(order: Order, config: Config) -> int:
     """The same program as all of its ranks, on this machine."""
-    from megarl import launcher
+    from megarl.launching import launcher
     from megarl.parallel.meeting import keep_store
 
     world = config.parallel.world_size
@@ -311,7 +311,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = run, step, chosen.stop_at, chosen.pdb, chosen.alone, tuple(chosen.overrides)
     if chosen.folder is not None:
         return take(Order(*asked, chosen.folder))
-    from megarl.dry_run import validate
+    from megarl.checking.dry_run import validate
 
     if chosen.stop_at:
         Debugger().stop_at(chosen.stop_at)

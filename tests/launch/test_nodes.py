@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.launcher import Word
-from megarl.nodes import Report, combined
+from megarl.launching.launcher import Word
+from megarl.launching.nodes import Report, combined
 
 ROOT = Path(__file__).resolve().parents[2]
 LOST = Word(0, "lost", "error: rank 0 lost another rank")
@@ -21,7 +21,7 @@ RANK = """
 import os, pathlib, signal, time
 from datetime import timedelta
 import torch.distributed as dist
-from megarl import ending
+from megarl.launching import ending
 from megarl.config import ConfigError
 rank = int(os.environ["RANK"])
 def body():

@@ -169,7 +169,7 @@ def test_what_does_not_fit(placement: dict[str, Any], sections: dict[str, Any], 
     ],
 )
 def test_engines_fit_their_ranks(rollout: str, tp: int, here: int, message: str) -> None:
-    from megarl.checks import check_nodes
+    from megarl.checking.checks import check_nodes
     from megarl.controllers.registry import declare
 
     chosen = config({"rollout": rollout}, parallel={"ranks_per_node": here}, rollout={"tp": tp})

@@ -11,8 +11,8 @@ import pytest
 import tiny_models
 from pieces import put_pieces
 
+from megarl.checking.named_models import check_same_tokenizer, vocabulary_hash
 from megarl.config import Config, ConfigError, ModelConfig
-from megarl.named_models import check_same_tokenizer, vocabulary_hash
 from megarl.rollout.chat import Chat
 from megarl.types import Prompt
 

@@ -48,7 +48,7 @@ sys.exit(85 if asked else 0)
 # Stands in for megarl.train, too: the rank on n2 dies whenever there is one.
 CRASHES = """
 import os, signal, sys, time
-from megarl import ending
+from megarl.launching import ending
 with ending.one_line():
     ending.introduce(run_dir="run", save_every=1, max_restarts=1)
     print(f"rank {os.environ['RANK']} on {os.environ['SLURMD_NODENAME']}, attempt {ending.restarted()}", flush=True)
@@ -58,7 +58,7 @@ with ending.one_line():
 """
 MISTAKE = """
 import os, time
-from megarl import ending
+from megarl.launching import ending
 from megarl.config import ConfigError
 with ending.one_line():
     ending.introduce(run_dir="run", save_every=1, max_restarts=1)
@@ -79,7 +79,7 @@ def project(tmp_path: Path) -> Path:
     """A folder to submit from whose megarl.train is the payload."""
     shutil.copytree(ROOT / "megarl", tmp_path / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "megarl" / "train.py").write_text(PAYLOAD)
-    (tmp_path / "megarl" / "dry_run.py").write_text(STAND_IN)
+    (tmp_path / "megarl" / "checking" / "dry_run.py").write_text(STAND_IN)
     (tmp_path / "launch").mkdir()
     shutil.copy(ROOT / "launch" / "ranks_here.sh", tmp_path / "launch")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from megarl.checking.dry_run import validate
 from megarl.config import from_dict
-from megarl.dry_run import validate
 from megarl.models.registry import load_hf_config
 from megarl.reshard.advice import better_split
 from megarl.reshard.bound import SLACK, bound

@@ -18,7 +18,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from faults import points  # noqa: E402
-from megarl import ending, launcher, train  # noqa: E402
+from megarl import train  # noqa: E402
+from megarl.launching import ending, launcher  # noqa: E402
 from megarl.parallel import meeting  # noqa: E402
 
 

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from megarl.launcher import Word, verdict
+from megarl.launching.launcher import Word, verdict
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 LAUNCHER = """
 import sys
-from megarl import launcher, stopped
+from megarl.launching import launcher, stopped
 from megarl.processes.parent import inherit_orphans
 launcher.ORPHANS_S = 1.0
 stopped.FURTHER_S = 0.5
@@ -37,7 +37,7 @@ with launcher.noted(pending):
 """
 RANK = """
 import os, pathlib, sys, time
-from megarl import ending
+from megarl.launching import ending
 from megarl.config import ConfigError
 rank = int(os.environ["RANK"])
 def wait():

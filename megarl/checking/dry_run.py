@@ -14,8 +14,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl import checks, named_models, strict
-from megarl.boxes import check_sandbox
+from megarl import strict
+from megarl.checking import checks, named_models
+from megarl.checking.boxes import check_sandbox
+from megarl.checking.served_models import Served, served_models
 from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.controllers.correction import check_correction
 from megarl.controllers.registry import declare, make_controller
@@ -40,7 +42,6 @@ from megarl.rollout.beforehand import check_asynchronous, check_oversampling
 from megarl.rollout.engine import check_here
 from megarl.rollout.server_args import check_sampling
 from megarl.rollout.waits import check_waits
-from megarl.served_models import Served, served_models
 from megarl.types.declared import Declared
 from megarl.workers.registry import Registered, check_roles, options_of, ours
 

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
-from megarl.restarts import Rules
+from megarl.launching.restarts import Rules
 
 FURTHER_S = 15.0
 """How long behind `run.timeout_s`: where others notice they know more."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.ending import Verdict
-from megarl.restarts import Restarts, Rules, newest_step, note, steps_taken
+from megarl.launching.ending import Verdict
+from megarl.launching.restarts import Restarts, Rules, newest_step, note, steps_taken
 
 KILLED = Verdict(137, "error: rank 1 was killed by SIGKILL", "killed")
 FAULT = Verdict(

@@ -17,10 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megarl import launcher
-from megarl.ending import REQUEUE_EXIT_CODE, Verdict
+from megarl.launching import launcher
+from megarl.launching.ending import REQUEUE_EXIT_CODE, Verdict
+from megarl.launching.restarts import Next, Restarts, Rules
 from megarl.processes import node
-from megarl.restarts import Next, Restarts, Rules
 
 JOIN_S = 900.0
 """How long nodes may take to come to the store; as torchrun's own rendezvous."""

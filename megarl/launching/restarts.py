@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.ending import SAME_AGAIN_EXIT_CODE, Verdict
+from megarl.launching.ending import SAME_AGAIN_EXIT_CODE, Verdict
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 300.0
 """Before the first restart, and before any: each takes four times as long as the one before."""

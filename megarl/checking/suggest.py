@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl import checks
+from megarl.checking import checks
 from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory

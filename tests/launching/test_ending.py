@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import ConfigError
-from megarl.ending import Ended, Stopped, describe
+from megarl.launching.ending import Ended, Stopped, describe
 from megarl.reshard.executor import PushError
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"

@@ -11,13 +11,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megarl.checking.named_models import check_positions, check_same_tokenizer, folder_config, whole_folder
 from megarl.checkpoint.hf import open_hf
 from megarl.config import Config, ConfigError
 from megarl.models.classifier import VALUE_HEAD, is_classifier
 from megarl.models.family import HFConfig
 from megarl.models.memory import ServedStage, served_stages, served_whole
 from megarl.models.registry import param_count
-from megarl.named_models import check_positions, check_same_tokenizer, folder_config, whole_folder
 from megarl.parallel.placement import role_config
 from megarl.parallel.roles import OURS, on_megatron, role_settings
 from megarl.rewards.classifier import ClassifierOptions, label_of, positions

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.checks import check_drafts
+from megarl.checking.checks import check_drafts
 from megarl.config import Config, ConfigError, from_dict
 
 HF = {

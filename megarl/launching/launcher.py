@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Literal
 
-from megarl.ending import LAUNCHER, REQUEUE_EXIT_CODE, RESTARTED, SAME_S, Kind, Verdict, name_of
+from megarl.launching.ending import LAUNCHER, REQUEUE_EXIT_CODE, RESTARTED, SAME_S, Kind, Verdict, name_of
+from megarl.launching.restarts import Restarts, Rules, note
+from megarl.launching.stopped import Stopped
 from megarl.processes.family import children, end_orphans
-from megarl.restarts import Restarts, Rules, note
-from megarl.stopped import Stopped
 
 GRACE_S = 10.0
 """How long ranks that shall end now may take, to close their engines and files, before they are killed."""

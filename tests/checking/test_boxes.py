@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "sandbox"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "sandbox"))
 
 from real_boxes import needs_boxes  # noqa: E402
 
-from megarl.boxes import check_sandbox  # noqa: E402
+from megarl.checking.boxes import check_sandbox  # noqa: E402
 from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.registry import declare  # noqa: E402
 from megarl.sandbox import link  # noqa: E402

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megarl.checking.dry_run import Report, render, validate
 from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
-from megarl.dry_run import Report, render, validate
 from megarl.workers.registry import Registered
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from model_folder import write_tokenizer, write_weights  # noqa: E402
 
@@ -672,7 +672,7 @@ def test_as_a_command(tmp_path: Path) -> None:
     assert "parallel.ep=5 does not divide the 16 ranks" in bad.stdout + bad.stderr
     # Nothing was started for it: neither Megatron nor SGLang, nor transformers.
     heavy = ("megatron.core", "sglang", "transformers")
-    probe = f"import sys, megarl.dry_run; print([name for name in {heavy} if name in sys.modules])"
+    probe = f"import sys, megarl.checking.dry_run; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
-from test_launcher import ended, run_of, wait_for
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_launcher import ended, run_of, wait_for  # noqa: E402
 
 RANK = """
     from datetime import timedelta
