@@ -29,7 +29,7 @@ def test_trackers_get_the_steps_of_their_blocks(tmp_path: Path, monkeypatch: pyt
     given: list[int] = []
 
     class Noted:
-        def metrics(self, step: int, values: object) -> None:
+        def metrics(self, step: int, values: object, now: int) -> None:
             given.append(step)
 
         def table(self, step: int, rows: object) -> None:
