@@ -5,9 +5,9 @@ The extras are for those who install otherwise; `pip install -e .` alone has not
     pip install -e '.[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu
     pip install --no-deps sglang==0.5.23 verifiers==0.3.1       what they ask for is for CUDA, or is another's version
 
-    pip install -e '.[cuda]'                                    NEVER RUN BY US, as all of that list
+    pip install -c launch/constraints-cuda.txt -e '.[cuda]'     NEVER RUN BY US, as all of that list
     pip install --no-deps megatron-core==0.16.1
-    pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12'
+    pip install -c launch/constraints-cuda.txt --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2'
 """
 
 import re

@@ -6,6 +6,7 @@
 #
 #   PYTHON=/path/to/python3.11   the interpreter to use instead of the one that is found
 #   MEGARL_PLATFORM=cpu|cuda     instead of looking for a GPU
+#   MEGARL_APEX=1                on a GPU machine: build NVIDIA Apex, too, which takes nvcc, git and a long while
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,7 +23,13 @@ list=launch/requirements-$platform.txt
 
 stamp=.venv/installed-by-megarl
 unfinished=.venv/unfinished-by-megarl
-wanted="$platform $(cat "$list" setup.py launch/install.sh | sha256sum | cut -c1-16)"
+apex=${MEGARL_APEX:-0}
+[[ $apex = [01] ]] || fail "MEGARL_APEX must be 0 or 1, not '$apex'"
+[ "$apex$platform" != 1cpu ] || fail "MEGARL_APEX=1 is for NVIDIA GPUs: Apex is CUDA alone; leave it out here"
+lists=("$list")
+[ "$platform" = cpu ] || lists+=(launch/constraints-cuda.txt)
+wanted="$platform $(cat "${lists[@]}" setup.py launch/install.sh | sha256sum | cut -c1-16)"
+[ "$apex" = 0 ] || wanted+=" with Apex"
 
 # A virtual environment knows where it was made, and does not survive being moved.
 at_home() { case $(sed -n 's/^command = //p' .venv/pyvenv.cfg 2>/dev/null) in *" $PWD/.venv") ;; *) false ;; esac; }
@@ -103,17 +110,31 @@ if [ "$platform" = cpu ]; then
     .venv/bin/python -m pip uninstall --yes torchvision >>$log 2>&1 || failed
 else
     without 'megatron-core|transformer-engine' >.venv/requirements.txt
-    install "torch, SGLang and what they need" 250 setuptools wheel ninja -r .venv/requirements.txt || failed
+    with=(-c launch/constraints-cuda.txt)
+    install "torch, SGLang and what they need" 240 setuptools wheel ninja "${with[@]}" -r .venv/requirements.txt || failed
     install "Megatron-Core" 1 --no-deps "$(only megatron-core)" || failed
-    install "Transformer Engine (built here, which takes a while)" 1 --no-build-isolation "$(only transformer-engine)" || failed
+    install "Transformer Engine (built here, which takes a while)" 1 --no-build-isolation "${with[@]}" "$(only transformer-engine)" || failed
+    if [ "$apex" = 1 ]; then # NEVER RUN BY US
+        source=git+https://github.com/NVIDIA/apex@6424da3b4faa6c8f062da4a48c424fff3f02d42d
+        APEX_CPP_EXT=1 APEX_CUDA_EXT=1 install "NVIDIA Apex (built here, which takes long)" 1 --no-deps --no-build-isolation "$source" || failed
+    fi
 fi
 install "megarl itself" 1 --no-deps --no-build-isolation --editable . || failed
 
-# SGLang itself imports only in an engine, which makes up for what a CPU lacks; tests/rollout/ do that.
-check='import importlib.metadata as m, torch, transformers, megatron.core, megarl; m.version("sglang")'
-.venv/bin/python -W ignore -c "$check" >>$log 2>&1 || {
+# On a CPU SGLang imports only in an engine, which makes up for what is lacking there; tests/rollout/ do that. On a machine that
+# has a GPU everything imports; where an image is made, none has, and what needs the driver is not tried.
+modules="torch transformers megatron.core megarl"
+[ "$platform" = cpu ] || ! has_gpu || modules+=" transformer_engine.pytorch sglang sglang.srt.entrypoints.engine"
+[ "$apex" = 0 ] || ! has_gpu || modules+=" fused_weight_gradient_mlp_cuda"
+check='import importlib, importlib.metadata, sys
+importlib.metadata.version("sglang")
+for name in sys.argv[1:]:
+    print("importing", name, flush=True)
+    importlib.import_module(name)'
+# shellcheck disable=SC2086  # a list of words
+.venv/bin/python -W ignore -c "$check" $modules >>$log 2>&1 || {
     tail -n 5 $log >&2
-    fail "the packages are there but do not import; see $log"
+    fail "the packages are there, but one does not import: $(sed -n 's/^importing //p' $log | tail -n 1); see $log"
 }
 rm -f $unfinished
 echo "$wanted" >$stamp

@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config import Config, ConfigError
+from megarl.megatron.fusions import fused
 from megarl.megatron.gemma import CappedAttention, PostNormLayer, scale_embedding
 from megarl.megatron.group_limited import GroupLimitedRouter
 from megarl.megatron.heads import DeferredLogits, ValueHead
@@ -61,10 +62,8 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         finalize_model_grads_func=finalize_model_grads,
         deterministic_mode=config.train.deterministic,
         use_cpu_initialization=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
     )
+    values.update(fused(values))
     if values.get("num_moe_experts"):
         if values["num_moe_experts"] % parallel.ep:
             raise ConfigError(
@@ -83,6 +82,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
     if values.get("fp8"):
         if not device.has_cuda():
             raise ConfigError("model.megatron.fp8: Transformer Engine's FP8 needs a GPU; leave it out here")
+        values.setdefault("fp8_recipe", fields.FP8_RECIPE)
         if values.get("num_moe_experts"):  # matrices of FP8 have multiples of 16 rows: of each expert, too
             values.setdefault("moe_router_padding_for_quantization", True)
     # Each tensor and context parallel rank weights its part of an auxiliary loss by its own tokens, of which it has

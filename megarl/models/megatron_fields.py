@@ -79,6 +79,9 @@ DDP_FIXED = {
 }
 """Fields of DistributedDataParallelConfig that cannot be set at all, and why."""
 
+FP8_RECIPE = "tensorwise"
+"""Of `model.megatron.fp8` where none is named: scales of the tensor as it is, on Hopper and Blackwell."""
+
 _NEVER_NEGATIVE = ("_coeff", "_rate", "_std", "_eps", "epsilon", "_factor")
 _DDP = ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
 _CLASSES = (
@@ -126,6 +129,11 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = PLAIN) -> Non
             raise ConfigError(_unknown("model.megatron", name, kind, known_fields(mla)))
     check_types("model.megatron", settings, *_CLASSES, *([_MLA] if mla else []))
     _check_recompute(settings)
+    if settings.get("fp8_recipe") == "delayed":  # Megatron's own default
+        raise ConfigError(
+            "model.megatron.fp8_recipe=delayed: Megatron 0.16.1 gives it override_linear_precision, which Transformer "
+            f"Engine 2 does not know; take {FP8_RECIPE}, blockwise (Hopper) or mxfp8 (Blackwell)"
+        )
     if extras.groups_by_best and settings.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
     if extras.attention_cap and settings.get("attention_dropout"):

@@ -208,6 +208,7 @@ def test_lora_is_planned(plan) -> None:
         (["model.megatron.num_layers=2"], r"num_layers cannot be set: the model's config.json decides it"),
         (["model.megatron.num_layer=3"], r"num_layer is not a field of Megatron's.*; did you mean num_layers"),
         (["model.megatron.q_lora_rank=3"], r"q_lora_rank cannot be set: the model's config.json decides it"),
+        (["model.megatron={fp8: hybrid, fp8_recipe: delayed}"], r"Engine 2 does not know; take tensorwise"),
         (["model.megatron.cache_mla_latents=true"], r"latents is not a field of Megatron's TransformerConfig"),
         (["model.megatron.bf16=true"], r"model.megatron.bf16 has a key of its own: set model.dtype"),
         (["model.megatron.context_parallel_size=2"], r"has a key of its own: set parallel.cp"),

@@ -64,7 +64,8 @@ def test_what_is_installed_is_what_the_list_says() -> None:
 def test_the_lists_name_no_package_index_but_torchs() -> None:
     for file in [*ROOT.glob("launch/*"), *ROOT.glob("slurm/*"), *ROOT.glob("tests/*.sh")]:
         for address in re.findall(r"https?://[^\s\"']+", file.read_text()):
-            assert address == "https://download.pytorch.org/whl/cpu", file
+            source = re.fullmatch(r"https://github.com/NVIDIA/apex@[0-9a-f]{40}", address)
+            assert source or address == "https://download.pytorch.org/whl/cpu", file
 
 
 def test_nvidia_apex_is_not_taken_from_the_package_index() -> None:
@@ -75,7 +76,7 @@ def test_nvidia_apex_is_not_taken_from_the_package_index() -> None:
 def copy(tmp_path: Path) -> Path:
     """The installer in a folder of its own, with a `python3.11` that only says what it was asked."""
     (tmp_path / "launch").mkdir()
-    for name in ("install.sh", "requirements-cpu.txt", "requirements-cuda.txt"):
+    for name in ("install.sh", "requirements-cpu.txt", "requirements-cuda.txt", "constraints-cuda.txt"):
         shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
     shutil.copy(ROOT / "setup.py", tmp_path)
     return tmp_path
@@ -167,10 +168,36 @@ def test_a_moved_folder_gets_a_new_environment(copy: Path, fake: dict[str, str])
 def test_cuda_takes_its_own_list(copy: Path, fake: dict[str, str]) -> None:
     install(copy, **fake | {"MEGARL_PLATFORM": "cuda"})
     calls = (copy / "calls").read_text()
-    assert "--no-deps megatron-core==0.16.1" in calls and "--no-build-isolation transformer-engine[pytorch]" in calls
+    assert "--no-deps megatron-core==0.16.1" in calls
+    constrained = "-c launch/constraints-cuda.txt"
+    assert f"--no-build-isolation {constrained} transformer-engine[pytorch,core_cu13]==2.20.2" in calls
+    assert f"{constrained} -r .venv/requirements.txt" in calls and "apex" not in calls
     listed = (copy / ".venv" / "requirements.txt").read_text()
     assert "torch==2.14.1\nsglang==0.5.23\n" in listed
     assert "megatron" not in listed and "transformer-engine" not in listed
+
+
+def test_apex_is_built_where_it_is_asked_for(copy: Path, fake: dict[str, str]) -> None:
+    done = install(copy, **fake | {"MEGARL_APEX": "1"})
+    assert done.returncode == 1 and "MEGARL_APEX=1 is for NVIDIA GPUs" in done.stderr
+    done = install(copy, **fake | {"MEGARL_APEX": "yes"})
+    assert done.returncode == 1 and "MEGARL_APEX must be 0 or 1, not 'yes'" in done.stderr
+    cuda = fake | {"MEGARL_PLATFORM": "cuda"}
+    assert install(copy, **cuda).returncode == 0
+    assert install(copy, **cuda | {"MEGARL_APEX": "1"}).returncode == 0  # also where the rest is at hand
+    (call,) = [line for line in (copy / "calls").read_text().splitlines() if "apex" in line]
+    assert re.search(r"--no-deps --no-build-isolation git\+https://github.com/NVIDIA/apex@[0-9a-f]{40}$", call)
+
+
+def test_what_does_not_import_is_named(copy: Path, fake: dict[str, str]) -> None:
+    python = copy / "fake-python"
+    python.write_text(
+        FAKE_PYTHON
+        + '\ncase "$*" in *importlib*) echo "importing torch"; echo "importing megatron.core"; exit 1 ;; esac\n'
+    )
+    done = install(copy, **fake)
+    assert done.returncode == 1 and "one does not import: megatron.core; see .venv/install.log" in done.stderr
+    assert not (copy / ".venv" / "installed-by-megarl").exists()
 
 
 def test_no_python_and_no_venv_module_name_the_remedy(copy: Path, fake: dict[str, str]) -> None:

@@ -1,0 +1,244 @@
+"""Transformer Engine's Python as text: what is defined where, and which arguments it takes. Nothing of it is imported,
+which would need a GPU; nor is it installed here: `python_of` gets the wheel that has the Python alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def python_of(version: str, folder: Path) -> Path | None:
+    """The folder of the sources of that version, some 1.3 MB; None where no package index has it."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    command += ["--timeout", "10", "--retries", "1", "-d", str(folder), f"transformer-engine=={version}"]
+    if subprocess.run(command, capture_output=True, timeout=120).returncode:
+        return None
+    (wheel,) = folder.glob("transformer_engine-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+class Found(NamedTuple):
+    """A definition, and the module that it is in. node: None for a module; the import of what is not among them."""
+
+    module: str
+    node: ast.AST | None
+
+
+class Sources:
+    """All modules below a folder, by dotted name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._trees: dict[str, ast.Module | None] = {}
+
+    def _path(self, module: str) -> Path:
+        path = self.root.joinpath(*module.split("."))
+        return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+    def tree(self, module: str) -> ast.Module | None:
+        if module not in self._trees:
+            path = self._path(module)
+            self._trees[module] = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return self._trees[module]
+
+    def find(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Found | None:
+        """What `from module import name` gives; None where it fails."""
+        tree = self.tree(module)
+        if tree is None or (module, name) in seen:
+            return None
+        seen |= {(module, name)}
+        for node in _statements(tree.body):
+            if isinstance(node, FUNCTION | ast.ClassDef) and node.name == name:
+                return Found(module, node)
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                    if isinstance(node.value, ast.Name) and (found := self.find(module, node.value.id, seen)):
+                        return found
+                    return Found(module, node)
+            if isinstance(node, ast.ImportFrom):
+                source = self._source(module, node)
+                for alias in node.names:
+                    if alias.name == "*" and not name.startswith("_") and (found := self.find(source, name, seen)):
+                        return found
+                    if (alias.asname or alias.name) == name:
+                        if not node.level and self.tree(source.split(".")[0]) is None:
+                            return Found(module, node)  # of another package, or compiled
+                        return self.find(source, alias.name, seen) or self._module(f"{source}.{alias.name}")
+        return self._module(f"{module}.{name}")
+
+    def _module(self, name: str) -> Found | None:
+        return Found(name, None) if self.tree(name) is not None else None
+
+    def _source(self, module: str, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        package = module.split(".")
+        if self._path(module).name != "__init__.py":
+            package.pop()
+        package = package[: len(package) - node.level + 1]
+        return ".".join([*package, *([node.module] if node.module else [])])
+
+    def dotted(self, name: str) -> Found | None:
+        """`transformer_engine.pytorch.Linear`, through modules and what they import."""
+        first, *rest = name.split(".")
+        found = self._module(first)
+        for part in rest:
+            if found is None:
+                return None
+            if isinstance(found.node, ast.ClassDef):
+                found = self._member(found, part)
+            elif found.node is None:
+                found = self.find(found.module, part)
+            elif not isinstance(found.node, ast.ImportFrom):
+                return None
+        return found
+
+    def _member(self, owner: Found, name: str) -> Found | None:
+        assert isinstance(owner.node, ast.ClassDef)
+        for node in owner.node.body:
+            if isinstance(node, FUNCTION) and node.name == name:
+                return Found(owner.module, node)
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                    return Found(owner.module, node)
+        for base in owner.node.bases:
+            above = self.find(owner.module, base.id) if isinstance(base, ast.Name) else None
+            if above is not None and isinstance(above.node, ast.ClassDef) and (found := self._member(above, name)):
+                return found
+        return None
+
+    def parameters(self, found: Found, method: str = "__init__") -> list[str] | None:
+        """Names of what may be given, `self` left out; None for anything (`**kwargs`). Of a class those of its method,
+        or of a dataclass its fields, with its bases'."""
+        node = found.node
+        if isinstance(node, FUNCTION):
+            return _arguments(node)
+        assert isinstance(node, ast.ClassDef), found
+        for item in node.body:
+            if isinstance(item, FUNCTION) and item.name == method:
+                return _arguments(item)
+        annotated = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+        fields = [target.id for target in annotated if isinstance(target, ast.Name)]
+        for base in node.bases:
+            above = self.find(found.module, base.id) if isinstance(base, ast.Name) else None
+            if above is not None and isinstance(above.node, ast.ClassDef):
+                more = self.parameters(above, method)
+                return None if more is None else fields + more
+        return fields
+
+
+def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str] | None:
+    if node.args.kwarg is not None:
+        return None
+    named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return [one.arg for one in named if one.arg not in ("self", "cls")]
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Also those below `if` and `try`; the last definition of a name is not told from the first."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _statements(node.body)
+            yield from _statements(getattr(node, "orelse", []))
+            for handler in getattr(node, "handlers", []):
+                yield from _statements(handler.body)
+
+
+class Use(NamedTuple):
+    """What a caller asks for: a name, and where something is called the arguments that it names."""
+
+    line: int
+    name: str
+    method: str
+    keywords: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.name}" + (f".{self.method}" if self.method else "")
+
+
+class Caller:
+    """A module that uses a package, as text. package: its name."""
+
+    def __init__(self, path: Path, package: str) -> None:
+        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        self.package = package
+
+    @cached_property
+    def imported(self) -> dict[str, str]:
+        """Local name: dotted name in the package."""
+        names: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == self.package:
+                        names[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else self.package
+            elif (
+                isinstance(node, ast.ImportFrom)
+                and not node.level
+                and (node.module or "").split(".")[0] == self.package
+            ):
+                names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        return names
+
+    def imports(self) -> Iterator[Use]:
+        for node in ast.walk(self.tree):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and not node.level
+                and (node.module or "").split(".")[0] == self.package
+            ):
+                for alias in node.names:
+                    yield Use(node.lineno, f"{node.module}.{alias.name}", "", ())
+
+    def chain(self, node: ast.AST) -> str | None:
+        """The dotted name of an attribute of the package, or of something that is imported from it."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Name) and node.id in self.imported:
+            return ".".join([self.imported[node.id], *reversed(parts)])
+        return None
+
+    def attributes(self) -> Iterator[Use]:
+        inner = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and id(node) not in inner and (name := self.chain(node)):
+                yield Use(node.lineno, name, "", ())
+
+    def calls(self) -> Iterator[Use]:
+        """Of what is imported, of `super()` in classes below it, and what these put into `extra_kwargs` before."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and (name := self.chain(node.func)):
+                yield Use(node.lineno, name, "", tuple(word.arg for word in node.keywords if word.arg))
+            if isinstance(node, ast.ClassDef):
+                for base in filter(None, map(self.chain, node.bases)):
+                    yield from self._of_super(node, base)
+
+    @staticmethod
+    def _of_super(owner: ast.ClassDef, base: str) -> Iterator[Use]:
+        for method in (item for item in owner.body if isinstance(item, FUNCTION)):
+            for node in ast.walk(method):
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and isinstance(node.func.value, ast.Call)
+                    and ast.unparse(node.func.value) == "super()"
+                ):
+                    yield Use(node.lineno, base, node.func.attr, tuple(word.arg for word in node.keywords if word.arg))
+                if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "extra_kwargs":
+                    if isinstance(node.slice, ast.Constant):
+                        yield Use(node.lineno, base, "__init__", (str(node.slice.value),))

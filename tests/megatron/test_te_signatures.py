@@ -1,0 +1,136 @@
+"""What Megatron-Core asks of Transformer Engine is there in the version of launch/requirements-cuda.txt, by the text of
+both: each name, and each argument that is given by name. On no machine of ours have the two met."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from te_sources import FUNCTION, Caller, Sources, Use, python_of  # noqa: E402
+
+pytestmark = pytest.mark.alone
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.find_spec("megatron.core")
+assert SPEC is not None and SPEC.submodule_search_locations
+MEGATRON = Path(SPEC.submodule_search_locations[0])
+FILES = """extensions/transformer_engine.py extensions/transformer_engine_spec_provider.py fp8_utils.py fp4_utils.py
+    optimizer/__init__.py optimizer/optimizer.py optimizer/distrib_optimizer.py optimizer/clip_grads.py
+    transformer/transformer_config.py transformer/transformer_block.py transformer/transformer_layer.py
+    transformer/multi_latent_attention.py transformer/mlp.py transformer/module.py transformer/cuda_graphs.py
+    models/common/embeddings/rope_utils.py pipeline_parallel/fine_grained_activation_offload.py""".split()
+TE = "transformer_engine.pytorch"
+KNOWN = {
+    f"{TE}.attention._SplitAlongDim": "in a try; without it torch.split, for interleaved queries, keys and values",
+    f"{TE}.attention.apply_rotary_pos_emb": "of versions before 2.3; the newer place is asked for first",
+    f"{TE}.module.base.get_workspace": "in a try; without it torch computes the router's fp32 product",
+    f"{TE}.cpp_extensions.general_gemm workspace": "given where get_workspace is there",
+    f"{TE}.cpp_extensions.cast_to_fp8": "of versions before 2.0",
+    f"{TE}.Linear ub_split_ag ub_split_rs ub_atomic_gemm_ag ub_atomic_gemm_rs": "of versions before 1.5",
+    f"{TE}.LayerNormLinear ub_split_ag ub_atomic_gemm_ag": "of versions before 1.5",
+    "transformer_engine.common.recipe.DelayedScaling interval": "of versions before 1.8",
+    "transformer_engine.common.recipe.DelayedScaling override_linear_precision": "given always: the recipe is refused "
+    "by megarl/models/megatron_fields.py",
+    f"{TE}.float8_tensor.Float8Tensor shape dtype requires_grad data fp8_scale_inv fp8_dtype quantizer": "its __new__ "
+    "takes them, in C++'s stead",
+    f"{TE}.fp8.FP8GlobalStateManager.add_fp8_tensors_to_global_buffer fp8_weights": "of versions before 1.6",
+}
+"""What is not there, and why that does no harm."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    listed = (ROOT / "launch" / "requirements-cuda.txt").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^transformer-engine\[[\w,]+\]==([\d.]+)$", listed, re.MULTILINE)
+    folder = python_of(version, tmp_path_factory.mktemp("transformer_engine"))
+    if folder is None:
+        pytest.skip(f"no package index here has transformer-engine {version}, whose sources are read")
+    return Sources(folder)
+
+
+def missing(sources: Sources, caller: Caller) -> Iterator[tuple[str, Use]]:
+    """Names, or names and arguments, that are not there."""
+    for use in [*caller.imports(), *caller.attributes()]:
+        if sources.dotted(use.name) is None:
+            yield use.name, use
+    for use in caller.calls():
+        found = sources.dotted(use.name)
+        if found is not None and isinstance(found.node, FUNCTION | ast.ClassDef):
+            taken = sources.parameters(found, use.method or "__init__")
+            for word in use.keywords if taken is not None else ():
+                if word not in (taken or ()):
+                    yield f"{use.name} {word}", use
+
+
+def known() -> set[str]:
+    names = set()
+    for line in KNOWN:
+        name, *words = line.split()
+        names |= {f"{name} {word}" for word in words} or {name}
+    return names
+
+
+def test_all_that_megatron_asks_for_is_there(sources: Sources) -> None:
+    found = {
+        what: f"{file}, {use}"
+        for file in FILES
+        for what, use in missing(sources, Caller(MEGATRON / file, "transformer_engine"))
+    }
+    excused = {what for what in found for name in known() if what == name or what.startswith(name + ".")}
+    assert {what: where for what, where in found.items() if what not in excused} == {}
+    assert known() <= found.keys(), "no reason is needed any more"
+
+
+def test_its_parameters_have_the_names_that_are_pushed_and_saved(sources: Sources) -> None:
+    """`megarl/models/` names weights as Megatron's modules have them, which are Transformer Engine's."""
+    text = {name: ast.unparse(found.node) for name in ("LayerNormLinear", "GroupedLinear", "Linear", "RMSNorm")
+            if (found := sources.dotted(f"{TE}.{name}")) is not None and found.node is not None}  # fmt: skip
+    assert "self.layer_norm_weight" in text["LayerNormLinear"] or "'layer_norm_weight'" in text["LayerNormLinear"]
+    assert re.search(r"register_parameter\(f'weight\{", text["GroupedLinear"])
+    assert text.keys() >= {"Linear", "RMSNorm"}
+
+
+SAMPLE = {
+    "__init__.py": "from .inner import Layer, helper\nfrom ._compiled import *\nfrom other_thing import kernel\n",
+    "inner.py": "class Base:\n    def __init__(self, a, *, b=0): ...\n    def forward(self, x): ...\n\n"
+    "class Layer(Base):\n    kind = 1\n\ndef helper(a, **more): ...\n",
+}
+USES = """
+import sample as s
+from sample import Layer, gone, kernel
+class Mine(Layer):
+    def __init__(self):
+        extra_kwargs = {}
+        extra_kwargs["c"] = 1
+        super().__init__(1, b=2, d=3)
+    def forward(self, x):
+        return super().forward(y=1)
+s.helper(1, anything=2)
+s.Layer.kind
+s.Layer.size
+s.inner.Base(a=1, e=2)
+"""
+
+
+def test_what_is_not_there_is_found(tmp_path: Path) -> None:
+    (tmp_path / "sample").mkdir()
+    for name, text in SAMPLE.items():
+        (tmp_path / "sample" / name).write_text(text)
+    (tmp_path / "uses.py").write_text(USES)
+    found = sorted(what for what, _ in missing(Sources(tmp_path), Caller(tmp_path / "uses.py", "sample")))
+    assert found == [
+        "sample.Layer c",
+        "sample.Layer d",
+        "sample.Layer y",
+        "sample.Layer.size",
+        "sample.gone",
+        "sample.inner.Base e",
+    ]
