@@ -28,9 +28,9 @@ class Dying(RolloutWorker):
         if (engine := self.engines.lead) is not None:
             order = engine.order
 
-            def and_die(payloads: list[str], draft: bool = False) -> None:
+            def and_die(payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
                 self._die("push")
-                order(payloads, draft)
+                order(payloads, draft, lasting)
 
             engine.order = and_die  # type: ignore[method-assign]
 

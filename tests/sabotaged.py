@@ -28,8 +28,10 @@ def sabotaged(self: WeightPush, local: Mapping[str, torch.Tensor], version: int)
         dtype, shape = hand_over.ask({"do": "describe"})["tensors"][LOST]
         bytes_ = torch.randn(math.prod(shape)).to(getattr(torch, dtype)).view(torch.uint8)
         whole = [LOST, -1, 0, shape[0], 0, shape[1], 0, -1]
+        hand_over.open([bytes_, torch.zeros(1, dtype=torch.uint8)])
         hand_over(bytes_, {"do": "write", "version": 1, "tensor_dtype": {LOST: dtype}, "slices": [whole]})
         assert hand_over.settle() == {"wrong": []}
+        hand_over.close()
         self._on_engine(lambda engine: engine.end_update(version))
     return done
 

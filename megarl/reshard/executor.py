@@ -32,7 +32,7 @@ Slice = list[Any]
 
 HandOver = Callable[[torch.Tensor, dict[str, Any], bool], None]
 """Gives a buffer and the order to write it to the engine process beside this rank, for its draft model or not. It may
-return before that has written. Collective over the ranks of an engine."""
+return before that has written."""
 
 WIRE = {1: FP8, 2: torch.bfloat16, 4: torch.float32}
 """Types by bytes of an element."""
@@ -142,13 +142,15 @@ class Executor:
         version: int,
         settle: Callable[[], Any] = lambda: None,
         compares: bool = False,
+        share: Callable[[list[torch.Tensor]], Any] = lambda buckets: None,
     ) -> None:
         """Send this rank's shards (canonical name -> tensor), and hand over what comes. Collective over all ranks that
         take part; one that only trains hands nothing over. compares: the engines write nothing, and hold what they have
         against the hashes of all pieces.
 
-        settle: returns when all that was handed over is written; of a `hand_over` that returns before. Like that it is
-        collective over the ranks of an engine. While a round is on the wire, the round before is handed over and
+        share: is given the two buffers that will be handed over, before the first round. Collective over the ranks of
+        an engine. settle: returns when all that was handed over here is written; of a `hand_over` that returns before.
+        While a round is on the wire, the round before is handed over and
         written, and what this rank sends in the next one is packed. Between two rounds only that has to be done which
         needs what came in the first: copying what is forwarded.
 
@@ -161,6 +163,8 @@ class Executor:
         grids = scale_grids(local, self.quantised, self.plan.train, self.own or 0, self._maximum)
         received = [self.allocate(self.receive_bytes) for _ in range(2)]
         out = [torch.empty(self.send_bytes, dtype=torch.uint8, device=received[0].device) for _ in range(2)]
+        if self.position is not None and self.steps:
+            share(received)
         order = {"do": "compare" if compares else "write", "version": version, "push": token_hex(8)}
 
         def give(step: _Step, buffer: torch.Tensor) -> None:

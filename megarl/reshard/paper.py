@@ -33,12 +33,13 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True)
 class Links:
-    """Assumed, not measured: bytes per second and direction that one GPU gets of each kind of link, 400 Gbit/s of
+    """Assumed: bytes per second and direction that one GPU gets of each kind of link, 400 Gbit/s of
     network per GPU, NVLink of an H100 or H200. And seconds of each round:
 
     round_seconds: between two rounds, when nothing is on the wire: to wait for the end, copy what is forwarded and
     start the next. hand_over: from one order to an engine to the next, while a round is on the wire, so that no round
-    takes less: gathering the orders of its ranks, SGLang's HTTP and processes, the loader.
+    takes less: the message and its answer, and what the loader does for each slice. On a CPU the first took 0.1 ms at
+    best with SGLang, the second 11 us; of these there are up to 120 for each of 512 GPUs. No device was waited for.
     """
 
     network: float = 50e9

@@ -48,7 +48,7 @@ _PARTS = ("weights", "kv_cache", "cuda_graph")
 
 
 Collect = Callable[[str], list[str]]
-"""Collective over an engine's ranks: this rank's payload in; on the lead rank all payloads, in rank order, out.
+"""Collective over an engine's ranks: this rank's payload in; all payloads, in rank order, out, on each of them.
 No rank returns before all have entered."""
 
 
@@ -278,15 +278,16 @@ class Engine:
         self.usable = False
         self._call("/begin_weight_update")
 
-    def order(self, payloads: list[str], draft: bool = False) -> None:
+    def order(self, payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
         """Have the loader in each of the engine's ranks do what its payload says, one per rank, see `mailbox.py`.
 
         draft: orders for the draft model, which has the layers of multi-token prediction. Returns when all ranks are
-        done; what they answer is in the memory that the payloads speak of.
+        done; what they answer is in the memory that the payloads speak of. lasting: of a push, which may take long.
         """
         body: dict[str, Any] = {"serialized_named_tensors": payloads, "load_format": loader.NAME, "flush_cache": False}
         body["selector"] = "draft" if draft else "target"
-        self._call("/update_weights_from_tensor", body, timeout=self.config.rollout.hang_timeout)
+        timeout = 86400.0 if lasting else self.config.rollout.hang_timeout  # a day, whatever the size
+        self._call("/update_weights_from_tensor", body, timeout)
 
     def end_update(self, version: int | None) -> None:
         """Close the session. version: number of the weights that the engine now has, all of them; it generates with

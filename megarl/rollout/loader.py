@@ -1,9 +1,9 @@
 """The engine's side of the reshard: `load` runs in SGLang's processes and writes slices straight into their tensors.
 
 SGLang calls it where /update_weights_from_tensor names it as the load format. The rank of the trainer beside an
-engine's rank shares three tensors of bytes with it: "order" (JSON), "answer" (room for JSON) and "bucket" (data; only
-"write" needs it). Nothing is fused, divided or repeated here; the trainer knows where each byte belongs, and the
-engine only checks and copies.
+engine's rank shares tensors of bytes with it: "order" (JSON), "answer" (room for JSON), "bucket" (data; "write" needs
+it) and, for a session, "bucket1". Nothing is fused, divided or repeated here; the trainer knows where each byte
+belongs, and the engine only checks and copies.
 
 Orders, and what answers them; an order that does not fit is answered by {"error": text} before anything is written:
 
@@ -12,6 +12,10 @@ their weights otherwise than their shapes show, in words, see `oddities`.
 {"do": "write", "version": v, "push": text, "tensor_dtype": {name: dtype},
  "slices": [[name, index, r0, r1, c0, c1, offset, hash_offset], ...]} -> {"wrong": [names]}: see `_write`.
 {"do": "compare", ...} as to write -> {"differ": [names]}: nothing is written; what holds other bits than its hash says.
+{"do": "session", "socket": path} -> {"orders": n}: further orders, which come and are answered by a socket until the
+other side hangs up, see `session.py`; each says by "bucket" in which one its data are, and whether it is for the
+"draft" model.
+{"do": "join"} -> {}: this model, a draft model, takes part in the session that follows.
 {"do": "finish"} -> {}: SGLang computes what it derives from weights.
 """
 
@@ -28,6 +32,7 @@ import torch
 
 from megarl.reshard.checksum import device_hashes
 from megarl.reshard.copies import unpack
+from megarl.rollout.session import follow
 
 NAME = f"{__name__}.load"
 """By which SGLang knows it, as server argument and as load format."""
@@ -44,7 +49,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     shared = dict(named_tensors)
     try:
         with torch.no_grad():
-            answer = _obey(model, json.loads(_bytes(shared["order"])), shared.get("bucket"))
+            order = json.loads(_bytes(shared["order"]))
+            if order["do"] == "session":
+                answer = _session(model, order["socket"], [shared["bucket"], shared["bucket1"]])
+            else:
+                answer = _obey(model, order, shared.get("bucket"))
             _wait_for_device(shared)  # a failure of a copy shows here, and the bucket is free once we answer
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
@@ -53,6 +62,30 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         _wait_for_device(shared)
     except Exception as error:
         print(f"the answer {str(answer)[:500]} cannot be given: {error}", flush=True)  # the trainer finds none
+
+
+_JOINED: list[torch.nn.Module] = []
+"""The draft models of the next session. SGLang calls `load` for one model at a time, and cannot while one lasts."""
+
+
+def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor]) -> dict[str, Any]:
+    drafts = list(_JOINED)
+    _JOINED.clear()
+
+    def obey(order: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        try:
+            for one in drafts if order["draft"] else [model]:
+                for key, names in _obey(one, order, buckets[order["bucket"]]).items():
+                    found[key] = [*found.get(key, []), *names]
+            if not found:
+                raise ValueError("no draft model has joined the session")
+            _wait_for_device({"bucket": buckets[0]})
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return found
+
+    return {"orders": follow(path, obey)}
 
 
 def _wait_for_device(tensors: dict[str, torch.Tensor]) -> None:
@@ -96,6 +129,10 @@ def _obey(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | 
             if bucket is None:
                 raise ValueError("an order to compare needs a bucket")
             return {"differ": _write(writable(model), order, bucket, writes=False)}
+        case "join":
+            if not any(one is model for one in _JOINED):
+                _JOINED.append(model)
+            return {}
         case "finish":
             _RESOLVED.pop(model, None)
             from sglang.srt.model_loader.loader import post_load_weights

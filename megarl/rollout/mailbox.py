@@ -27,16 +27,17 @@ class Mailbox:
         self._answer = torch.zeros(ROOM, dtype=torch.uint8, device=self._device)
         self._order = self._answer  # stays alive from one order to the next, for the engine may look that long
 
-    def payload(self, order: dict[str, Any], bucket: torch.Tensor | None = None) -> str:
+    def payload(self, order: dict[str, Any], *buckets: torch.Tensor) -> str:
         """For `Engine.order`, once: each call of it needs a payload of its own.
 
-        bucket: [n] uint8 for an order to write. It is in shared memory from its first time on, so that the same one
-        filled anew costs nothing more. Neither it nor this object may be used for another order before the answer.
+        buckets: [n] uint8 each; one for an order to write, two for a session. They are in shared memory from their
+        first time on, so that the same one filled anew costs nothing more. Neither they nor this object may be used for
+        another order before the answer.
         """
         loader.clear(self._answer)
         self._order = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8).to(self._device)
         tensors = [("order", self._order), ("answer", self._answer)]
-        return packed(tensors + ([] if bucket is None else [("bucket", bucket)]))
+        return packed(tensors + [(f"bucket{number or ''}", bucket) for number, bucket in enumerate(buckets)])
 
     def answer(self) -> dict[str, Any]:
         """What the engine's rank answered to the last order. Raises EngineError where it did not, or could not obey."""

@@ -210,14 +210,13 @@ class Engines:
         return ranks.patient(seconds + self.config.run.timeout_s)
 
     def _collect(self, payload: str) -> list[str]:
-        """Of the ranks of this engine, on its lead rank; see `rollout.engine.Collect`.
+        """Of the ranks of this engine, on each of them; see `rollout.engine.Collect`.
 
         Nobody returns before all have come, for the sizes of the payloads go from all to all first.
         """
         payloads: list[str] = [""] * self.config.rollout.tp
         assert self.index is not None
-        lead, own = self.members[self.index][0], self._groups[self.index]
-        dist.gather_object(payload, payloads if self._position == 0 else None, dst=lead, group=own)
+        dist.all_gather_object(payloads, payload, group=self._groups[self.index])
         return payloads
 
 

@@ -76,7 +76,7 @@ class WeightPush:
             return
         where = "the engines as they have started"
         self._raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
-        errors = self._describe(HandOff(self.engine, self.collect))
+        errors = self._describe(self._hand_off())
         errors += self._gathered(self._on_engine(lambda engine: engine.end_update(None if errors else 0)))
         if errors:
             raise ConfigError(f"{where}: {errors[0]}" + (f" ({len(errors)} such)" if len(errors) > 1 else ""))
@@ -99,7 +99,7 @@ class WeightPush:
         self._raise_first(problems, where)
         problems, lost = self._judged(self._on_engine(lambda engine: engine.begin_update()))
         if not (problems or lost):
-            hand_over = HandOff(self.engine, self.collect)
+            hand_over = self._hand_off()
             found = [] if self.compared else self._describe(hand_over)
             if not found:
                 self._send(local, hand_over, version)
@@ -115,15 +115,28 @@ class WeightPush:
         return not (lost or gone)
 
     def _send(self, local: Mapping[str, torch.Tensor], hand_over: HandOff, version: int) -> None:
-        if self.executor is None:
-            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, _allocate)
-        try:
-            self.executor.push(local, hand_over, version, hand_over.settle)
-        except PushError as error:
-            raise ConfigError(str(error)) from error  # a rank is lost: there is nobody to agree with
-        hand_over.settle()
+        self._run(local, hand_over, version)
         for draft in self._models if self.engine_rank is not None else ():
             hand_over.ask({"do": "finish"}, draft)
+
+    def _run(self, local: Mapping[str, torch.Tensor], hand_over: HandOff, version: int, compares: bool = False) -> None:
+        if self.executor is None:
+            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, _allocate)
+
+        def share(buckets: Sequence[torch.Tensor]) -> None:
+            hand_over.open(buckets, self.plan.engine.draft)
+
+        try:
+            self.executor.push(local, hand_over, version, hand_over.settle, compares, share)
+        except BaseException as error:
+            hand_over.hang_up()  # the engine's rank waits for orders
+            if isinstance(error, PushError):
+                raise ConfigError(str(error)) from error  # a rank is lost: there is nobody to agree with
+            raise
+        hand_over.close()
+
+    def _hand_off(self) -> HandOff:
+        return HandOff(self.engine, self.collect, self.config.rollout.hang_timeout)
 
     @property
     def verified(self) -> bool:
@@ -138,14 +151,8 @@ class WeightPush:
             return []
         where = "the comparison of weights"
         self._raise_first(self._on_engine(lambda engine: engine.begin_update()), where)
-        hand_over = HandOff(self.engine, self.collect)
-        if self.executor is None:
-            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, _allocate)
-        try:
-            self.executor.push(local, hand_over, version, hand_over.settle, compares=True)
-        except PushError as error:
-            raise ConfigError(str(error)) from error
-        hand_over.settle()
+        hand_over = self._hand_off()
+        self._run(local, hand_over, version, compares=True)
         self._raise_first(hand_over.errors, where)
         self._on_engine(lambda engine: engine.end_update(None))
         return sorted({name for found in self._gather(hand_over.differ) for name in found})

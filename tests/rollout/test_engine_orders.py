@@ -16,10 +16,12 @@ import torch
 from compare import assert_equals, generate
 from conftest import Running, start
 from orders import check_orders, overwrite
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from megarl.reshard.layout import EngineLayout
 from megarl.rollout.engine import Engine, EngineError
+from megarl.rollout.handoff import HandOff
 from megarl.rollout.mailbox import Mailbox
 
 
@@ -167,6 +169,40 @@ def test_orders_leave_nothing_behind(qwen3_moe: Running) -> None:
     after_one, after_many = give(1), give(10)
     engine.end_update(4)
     assert after_many == after_one
+
+
+def test_a_session_writes_what_it_is_given_and_leaves_nothing_behind(qwen3_moe: Running) -> None:
+    """Its buckets are there before and after it; while it lasts the engine has them once, and it takes any number of
+    orders by one request."""
+    engine, buckets = qwen3_moe.engine, [torch.zeros(1 << 10, dtype=torch.uint8) for _ in range(2)]
+    before, known = generate(engine), looked_at(engine)[0]["tensors"]
+    dtype, (size,) = known["model.norm.weight"]
+    order = {"do": "write", "version": 1, "push": "a", "tensor_dtype": {"model.norm.weight": dtype}}
+    order["slices"] = [["model.norm.weight", -1, 0, size, 0, 1, 0, -1]]
+
+    weights = load_file(qwen3_moe.folder / "model.safetensors")["model.norm.weight"]
+    other = weights.flip(0)
+
+    def give(values: list[torch.Tensor]) -> tuple[int, int]:
+        hand_over = HandOff(engine, lambda payload: [payload])
+        engine.begin_update()
+        hand_over.open(buckets)
+        for number, value in enumerate(values):
+            data = value.to(getattr(torch, dtype)).view(torch.uint8)
+            buckets[number % 2][: len(data)].copy_(data)
+            hand_over(buckets[number % 2], order)
+            assert hand_over.settle() == {"wrong": []}
+        hand_over.close()
+        engine.end_update(5)
+        assert hand_over.errors == [] and hand_over.failure is None
+        return shared(engine)
+
+    assert give([other]) == give([weights, other] * 10)
+    changed = generate(engine)
+    assert any(out.logprobs != pytest.approx(old.logprobs) for out, old in zip(changed, before, strict=True))
+    give([other, weights])
+    for out, as_before in zip(generate(engine), before, strict=True):
+        assert out.logprobs == pytest.approx(as_before.logprobs, abs=1e-5)
 
 
 def shared(engine: Engine) -> tuple[int, int]:

@@ -1,30 +1,42 @@
-"""Handing over with a stand-in of the engine's server that obeys, refuses, or forgets to answer."""
+"""Handing over with a stand-in of the engine's server that obeys, refuses, hangs, dies, or forgets to answer."""
 
 from __future__ import annotations
 
 import base64
 import pickle
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from megarl.rollout import loader
+from megarl.rollout import loader, session
 from megarl.rollout.engine import Engine, EngineError
+from megarl.rollout.faults import EngineLost
 from megarl.rollout.handoff import HandOff
+
+Stray = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Obedient(Engine):
-    """Does orders on a module in this process."""
+    """Does orders on a module in this process, each in the thread that gives it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.orders, self.fail = model, 0, ""
+        self.model, self.requests, self.fail = model, 0, ""
+        self.draft = torch.nn.Linear(2, 3, bias=False)
+        self.index, self.config = 0, SimpleNamespace(rollout=SimpleNamespace(hang_timeout=0.5))  # type: ignore[assignment]
 
-    def order(self, payloads: list[str], draft: bool = False) -> None:
-        self.orders += 1
+    def order(self, payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
+        self.requests += 1
         if self.fail:
             raise EngineError(self.fail)
         for payload in payloads:
-            loader.load(self.model, pickle.loads(base64.b64decode(payload)))
+            loader.load(self.draft if draft else self.model, pickle.loads(base64.b64decode(payload)))
+
+    def _last_lines(self) -> str:
+        return "(its log)"
 
 
 def order(offset: int, row: int) -> dict[str, Any]:
@@ -33,46 +45,151 @@ def order(offset: int, row: int) -> dict[str, Any]:
 
 
 def bucket(*values: float) -> torch.Tensor:
-    return torch.tensor(values).view(torch.uint8).clone()
+    return torch.tensor(values, dtype=torch.float32).view(torch.uint8).clone()
 
 
-def hand_off() -> tuple[HandOff, Obedient]:
+def hand_off(patience: float = 20.0) -> tuple[HandOff, Obedient]:
     engine = Obedient(torch.nn.Linear(2, 3, bias=False))
-    return HandOff(engine, lambda payload: [payload]), engine
+    return HandOff(engine, lambda payload: [payload], patience), engine
 
 
-def test_buffers_are_written_in_turn() -> None:
+def test_buffers_are_written_in_turn_by_one_request() -> None:
     hand_over, engine = hand_off()
+    buckets = [bucket(0, 0), bucket(0, 0)]
+    hand_over.open(buckets)
     for row in range(3):
-        hand_over(bucket(row, row + 0.5), order(0, row))
-    hand_over.settle()
-    assert hand_over.errors == []
+        buckets[row % 2].copy_(bucket(row, row + 0.5))
+        hand_over(buckets[row % 2], order(0, row))
+        assert hand_over.settle() == {"wrong": []}
+    hand_over.close()
+    assert hand_over.errors == [] and engine.requests == 1
     assert engine.model.weight.tolist() == [[0, 0.5], [1, 1.5], [2, 2.5]]
     assert hand_over.ask({"do": "describe"}) == {"tensors": {"weight": ["float32", [3, 2]]}, "odd": []}
 
 
+def test_the_draft_model_takes_part_and_no_session_later_than_its_own() -> None:
+    hand_over, engine = hand_off()
+    buckets = [bucket(1, 2), bucket(3, 4)]
+    hand_over.open(buckets, draft=True)
+    hand_over(buckets[0], order(0, 0), False)
+    hand_over(buckets[1], order(0, 2), True)
+    hand_over.close()
+    assert hand_over.errors == []
+    assert engine.model.weight[0].tolist() == [1, 2] and engine.draft.weight[2].tolist() == [3, 4]
+    hand_over.open(buckets)
+    hand_over(buckets[0], order(0, 0), True)
+    hand_over.close()
+    assert "no draft model has joined" in hand_over.errors[0]
+
+
 def test_what_the_engine_cannot_do_is_noted_and_it_gets_no_more_orders() -> None:
     hand_over, engine = hand_off()
-    hand_over(bucket(0, 0), order(0, 7))
+    buckets = [bucket(9, 9), bucket(9, 9)]
+    hand_over.open(buckets)
+    hand_over(buckets[0], order(0, 7))
     for row in range(2):
-        hand_over(bucket(9, 9), order(0, row))
+        hand_over(buckets[1], order(0, row))
     assert hand_over.settle() == {}
-    assert "rows 7:8" in hand_over.errors[0]
-    assert engine.orders <= 2  # one may have been under way
+    hand_over.close()
+    assert "rows 7:8" in hand_over.errors[0] and len(hand_over.errors) == 1
+    assert 9 not in engine.model.weight
 
 
-def test_an_engine_that_refuses_is_noted() -> None:
+@pytest.mark.parametrize("draft", [False, True])
+def test_an_engine_that_refuses_is_noted(draft: bool) -> None:
     hand_over, engine = hand_off()
     engine.fail = "engine 0 does not answer"
+    buckets = [bucket(0, 0), bucket(0, 0)]
+    hand_over.open(buckets, draft)
+    hand_over(buckets[0], order(0, 0))
+    hand_over.close()
     assert hand_over.ask({"do": "describe"}) == {}
-    assert hand_over.errors == ["engine 0 does not answer"]
+    assert hand_over.errors[0] == str(hand_over.failure) == "engine 0 does not answer"
 
 
 def test_other_bits_than_were_sent_are_noted_by_name() -> None:
     hand_over, _ = hand_off()
-    data = torch.cat([bucket(1, 2), torch.zeros(8, dtype=torch.uint8)])
+    buckets = [torch.cat([bucket(1, 2), torch.zeros(8, dtype=torch.uint8)]), bucket(0, 0)]
     wrong = order(0, 0)
     wrong["slices"][0][-1] = 8  # a hash of 0 is not that of these values
-    hand_over(data, wrong)
-    hand_over.settle()
+    hand_over.open(buckets)
+    hand_over(buckets[0], wrong)
+    hand_over.close()
     assert hand_over.errors == ["the engine holds other weights than were sent: weight (1)"]
+
+
+def test_an_engine_that_dies_in_the_middle_is_noted_at_once_and_what_became_of_it_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process is gone, and with it the line; then its server says so by HTTP."""
+    hand_over, engine = hand_off()
+
+    def dies(path: str, obey: Stray) -> int:
+        with session.socket.socket(session.socket.AF_UNIX) as line:
+            line.connect(path)
+            session._receive(line)
+        engine.fail = "dead"
+        return 0
+
+    def order_(payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
+        Obedient.order(engine, payloads, draft, lasting)
+        if engine.fail:
+            raise EngineLost("died", "engine 0 does not answer")
+
+    monkeypatch.setattr(loader, "follow", dies)
+    monkeypatch.setattr(engine, "order", order_)
+    buckets = [bucket(0, 0), bucket(0, 0)]
+    hand_over.open(buckets)
+    hand_over(buckets[0], order(0, 0))
+    assert hand_over.settle() == {}
+    hand_over(buckets[1], order(0, 1))  # its rank goes on taking part
+    hand_over.close()
+    assert isinstance(hand_over.failure, EngineLost) and hand_over.failure.fault == "died"
+    assert hand_over.errors == ["engine 0 does not answer", "an engine's rank has ended in the middle of a push"]
+
+
+@pytest.mark.parametrize("connects", [False, True])
+def test_an_engine_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch, connects: bool) -> None:
+    hand_over, _ = hand_off(patience=0.5)
+    go_on = threading.Event()
+
+    def hangs(path: str, obey: Stray) -> int:
+        with session.socket.socket(session.socket.AF_UNIX) as line:
+            if connects:
+                line.connect(path)
+            go_on.wait(60)
+        return 0
+
+    monkeypatch.setattr(loader, "follow", hangs)
+    buckets = [bucket(0, 0), bucket(0, 0)]
+    hand_over.open(buckets)
+    hand_over(buckets[0], order(0, 0))
+    hand_over.close()  # does not wait for the request
+    go_on.set()
+    assert isinstance(hand_over.failure, EngineLost) and hand_over.failure.fault == "hangs"
+    assert "gave no sign of life" in hand_over.errors[0]
+
+
+def test_a_rank_that_leaves_has_the_engine_wait_no_longer() -> None:
+    """As in a push that breaks off among the trainer's ranks."""
+    hand_over, _ = hand_off()
+    hand_over.open([bucket(0, 0), bucket(0, 0)])
+    request = hand_over._request
+    assert request is not None and not request.done()
+    hand_over.hang_up()
+    assert request.result(20) is None
+
+
+def test_a_rank_that_does_not_lead_comes_after_the_one_that_does() -> None:
+    """It waits for nobody where the lead's rank of the engine has not come."""
+    told: list[str] = []
+
+    def collect(payload: str) -> list[str]:
+        told.append(payload)
+        return ["", payload]  # the lead's rank has nobody
+
+    beside = HandOff(None, collect, patience=20.0)
+    beside.open([bucket(0, 0), bucket(0, 0)])
+    beside(bucket(0, 0), order(0, 0))
+    beside.close()
+    assert beside.errors == [] and len(told) == 3
