@@ -59,6 +59,9 @@ def evaluate(options: Namespace) -> int:
     samples = options.samples or max(options.k)
     if max(options.k) > samples:
         raise ConfigError(f"--k {max(options.k)} needs as many answers to a prompt, and --samples says {samples}")
+    for path in options.data:
+        if not path.exists():
+            raise ConfigError(f"--data {path}: there is no such file; correct the path")
     target = targets.find(options.target)
     out: Path = options.out or Path("runs/eval", f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     folder_to_write(out, "--out")

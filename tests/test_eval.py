@@ -50,6 +50,7 @@ def say(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     "arguments, words",
     [
         (("--k", "x"), ("--k", "'x'", "whole number")),
+        (("--data", "none.jsonl"), ("--data none.jsonl", "no such file")),
         (("--k", "1,"), ("--k", "whole number")),
         (("--k", "0"), ("--k", "from 1")),
         (("--samples", "-1"), ("--samples", "from 1")),

@@ -96,8 +96,9 @@ def show(options: argparse.Namespace) -> int:
     folder_to_write(file.with_name(f"{file.stem}_files"), "--out")
     runs = [load(path, spans_of) for path in options.runs]
     written = write_page(runs, file, options.details)
-    for note in (note for one in runs for note in one.notes):
-        print(f"note: {note}")
+    for one in runs:
+        for note in [*one.notes, *(one.spans or {}).get("notes", ())]:
+            print(f"note: {note}")
     rollouts = sum(len(one.index) for one in runs)
     print(
         f"wrote {file}: {written['page'] / 2**20:.1f} MiB, {rollouts} rollouts; tokens of {written['rollouts']} of "

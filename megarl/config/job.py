@@ -108,9 +108,13 @@ class OptimizerConfig:
     warmup_fraction: Share = 0.1
     """Share of all optimizer steps in which the rate climbs to its peak."""
     weight_decay: Rate = 0.01
+    """Share of a weight, times the learning rate, that a step takes off it (AdamW); biases and norms have no decay."""
     beta1: Annotated[float, Range(0, below=1)] = 0.9
+    """Adam's share of the mean of gradients that it keeps in a step."""
     beta2: Annotated[float, Range(0, below=1)] = 0.95
+    """Adam's share of the mean of squared gradients that it keeps in a step."""
     eps: Positive = 1e-8
+    """Added by Adam to the root of the squares, below which a gradient counts for little."""
     max_grad_norm: NotNegative = 1.0
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
 

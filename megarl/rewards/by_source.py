@@ -90,8 +90,8 @@ class BySource:
             if source.startswith(beginning):
                 return self.sources[f"{beginning}*"]
         raise ValueError(
-            f"no reward for the data source {source[:100]!r} (known: {', '.join(self.sources)}); give a function to "
-            "megarl.rewards.by_source.BySource, or name one in reward.functions"
+            f"no reward for the data source {source[:100]!r}; name a function in reward.functions, or give one to "
+            f"megarl.rewards.by_source.BySource (known: {', '.join(self.sources)})"
         )
 
 

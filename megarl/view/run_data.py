@@ -116,7 +116,8 @@ def _read_config(run: RunData) -> None:
         if guards.alarms:
             run.bands, run.watched = bands_of(guards), True
     except (ConfigError, OSError, ValueError, RecursionError, TypeError) as error:
-        run.notes.append(f"{file} is of another version of MegaRL ({_line(error)}); bands are the usual ones")
+        what = _line(error).partition(" (known here:")[0]  # the list is of this version, and long
+        run.notes.append(f"{file} is of another version of MegaRL ({what}); bands are the usual ones")
 
 
 def _read_metrics(run: RunData) -> None:

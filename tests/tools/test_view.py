@@ -54,6 +54,10 @@ def test_an_empty_folder_is_a_page_with_notes(tmp_path: Path, capsys: pytest.Cap
     assert view.main([str(tmp_path / "empty"), "-o", str(tmp_path / "a.html")]) == 0
     said = capsys.readouterr().out
     assert said.count("note: ") == 3 and "0 rollouts" in said and (tmp_path / "a.html").is_file()
+    (tmp_path / "empty/timeline").mkdir()
+    (tmp_path / "empty/timeline/rank_00000.json").write_bytes(b"[")
+    assert view.main([str(tmp_path / "empty"), "-o", str(tmp_path / "a.html")]) == 0
+    assert "timeline have no step yet, or are damaged" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

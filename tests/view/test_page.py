@@ -18,7 +18,8 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from megarl.config import ConfigError
+from megarl.config import Config, ConfigError
+from megarl.strict import keys_of
 from megarl.view.page import choose, load, write_page
 from megarl.view.parts import Notes
 from megarl.view.rollout_index import Index
@@ -29,6 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 import made_run  # noqa: E402
 
 pytestmark = pytest.mark.alone
+STATIC = Path(__file__).resolve().parents[2] / "megarl/view/static"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -195,3 +197,10 @@ def test_a_server_is_known_under_its_own_name_alone(server: Server) -> None:
 def test_a_port_that_is_taken_is_said(server: Server, page: Path) -> None:
     with pytest.raises(ConfigError, match="name another port"):
         Server([page.parent / "first"], server.server_address[1])
+
+
+def test_the_page_names_keys_that_there_are() -> None:
+    known = {name for name, _ in keys_of(Config())}
+    texts = [file.read_text("utf-8") for file in (*STATIC.glob("*.js"), *STATIC.parent.glob("*.py"))]
+    named = {key for text in texts for key in re.findall(r"\btrack\.\w+", text)}
+    assert named and named <= known, named - known

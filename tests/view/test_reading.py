@@ -139,7 +139,7 @@ def test_of_a_broken_folder_the_rest_is_shown(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text("guards: {alarms: true}\nnobody: 1\nalgorithm: ppo\n")
     run, index = read_run(run_dir), read_index(run_dir)
     assert run.metrics == {1: {"a": 2.0}, 2: {"a": 3}} and run.algorithm == "ppo"
-    assert "of another version" in run.notes[0] and "line 2 and 1 more" in run.notes[1]
+    assert "of another version of MegaRL (unknown key nobody)" in run.notes[0] and "line 2 and 1 more" in run.notes[1]
     assert index.columns["step"].tolist() == [1, 1, 2, 2, 3, 3]
     damaged = [note for note in index.notes if "is damaged" in note]
     assert len(damaged) == 2 and any(

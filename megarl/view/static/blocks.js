@@ -101,6 +101,8 @@ function el(tag, props, ...children) {
 }
 
 const shade = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// Distances of marks on an axis of steps.
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 1000000];
 const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16", "#64748b", "#d97706",
   "#06b6d4", "#a16207", "#be185d", "#4d7c0f", "#7dd3fc", "#c4b5fd"];
 const said = (value, digits = 4) => (value === null || value === undefined || Number.isNaN(value) ? "–"

@@ -85,7 +85,7 @@
     const plot = new uPlot({
       width: Math.max(200, card.clientWidth - 22), height: 190, cursor: { sync: { key: "steps" }, points: { size: 6 } },
       scales: { x: { time: false }, y: { range: (_, low, high) => span(name, low, high) } }, legend: { live: true },
-      axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 1000000] }, { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => said(tick, 5)) }],
+      axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => said(tick, 5)) }],
       series: lines,
       hooks: { drawClear: [(u) => {
         const { ctx, bbox } = u;

@@ -99,7 +99,7 @@
       const first = el("section", { class: "card" }, el("h3", {}, "Seconds of each step, by phase"), await steps(run, width));
       const last = el("section", { class: "card" }, el("h3", {}, "Who did what when, in the last steps"));
       if (run.spans && run.spans.rows.length) last.append(spans(run.spans, width));
-      else last.append(el("p", { class: "faint" }, "There is no timeline on record (track.timeline writes it)."));
+      else if (!run.spans) last.append(el("p", { class: "faint" }, "There is no timeline on record: no step is done yet, or the run is of a version that wrote none."));
       for (const note of (run.spans && run.spans.notes) || []) last.append(el("p", { class: "faint" }, note));
       root.replaceChildren(first, el("p"), last);
     },

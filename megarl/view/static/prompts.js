@@ -44,7 +44,7 @@
     const axis = { stroke: shade("--faint"), grid: { stroke: shade("--grid"), width: 1 }, ticks: { stroke: shade("--grid") }, font: "11px system-ui" };
     const dot = (label, f, colour, line) => [{ label, stroke: colour, width: line ? 1.8 : 0, points: { show: true, size: 5, stroke: colour }, value: (_, value) => said(value) }, values.map(f)];
     const lines = [dot("mean", (all) => all.reduce((a, b) => a + b, 0) / all.length, COLOURS[0], true), dot("best", (all) => Math.max(...all), COLOURS[2], false), dot("worst", (all) => Math.min(...all), COLOURS[3], false)];
-    new uPlot({ width: Math.max(240, root.clientWidth - 24), height: 190, scales: { x: { time: false } }, axes: [axis, { ...axis, size: 50 }], series: [{ label: "step" }, ...lines.map((line) => line[0])] }, [steps, ...lines.map((line) => line[1])], chart);
+    new uPlot({ width: Math.max(240, root.clientWidth - 24), height: 190, scales: { x: { time: false } }, axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: 50 }], series: [{ label: "step" }, ...lines.map((line) => line[0])] }, [steps, ...lines.map((line) => line[1])], chart);
     if (places.length) open(places.at(-1));
   }
 

@@ -3,7 +3,7 @@
 megarl.grid = ({ columns, size, cell, open, height }) => {
   const ROW = 24, MOST = 8e6; // pixels that every browser scrolls
   const state = { order: null, count: 0, on: -1, first: -1 };
-  const share = ({ name, text }) => (name === "prompt" ? 100 : text || name.length > 5 ? 60 : 48);
+  const share = ({ name, text }) => (name === "prompt" ? 100 : text || name === "step" || name.length > 5 ? 60 : 48);
   const widths = columns.map((column) => `minmax(0, ${share(column)}fr)`).join(" ");
   const rows = el("div", { class: "rows" });
   const room = el("div");
