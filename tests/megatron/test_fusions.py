@@ -1,4 +1,4 @@
-"""Which fused kernels are on, by what Megatron has found; in a process of its own, as Megatron on a CPU changes torch."""
+"""Which fused kernels are on, by what Megatron has found; in a process of its own, for it changes torch on a CPU."""
 
 from __future__ import annotations
 
