@@ -25,7 +25,7 @@ from megarl.view.parting import parting
 from megarl.view.parts import Notes
 from megarl.view.rollout_index import Index, IndexReader, read_index
 from megarl.view.run_data import RunData, read_run
-from megarl.view.words import Words, tokenizer_of
+from megarl.view.words import Words, tokenizer_folders, tokenizer_of
 
 SCRIPTS = ("blocks", "query", "curves", "phases", "table", "tokens", "prompts", "compare", "main")
 """Ours, in their order."""
@@ -56,6 +56,8 @@ def load(path: Path, spans: Spans | None = None, reader: IndexReader | None = No
     """reader: of this folder, where it is read again and again. Raises ConfigError where there is no folder."""
     run = read_run(path)
     index = read_index(path) if reader is None else reader.read()
+    if len(index) and not tokenizer_folders(path):
+        run.notes.append(f"{path}: there is no tokenizer at its model.path, nor an export; tokens are shown as numbers")
     return Loaded(run, index, None if spans is None else spans(path))
 
 

@@ -19,17 +19,25 @@ def find_tokenizer(run_dir: Path) -> Decode:
     return tokenizer_of(run_dir) or (lambda ids: " ".join(map(str, ids)))
 
 
-def tokenizer_of(run_dir: Path) -> Decode | None:
-    """The same, or None."""
-    folders = [run_dir / "export"]
+def tokenizer_folders(run_dir: Path) -> list[Path]:
+    """Where a tokenizer lies that may be the run's: its model's, also as seen from where the run was started, and that
+    of its export."""
+    folders = []
     try:
         tree = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        folders.insert(0, Path(tree["model"]["path"]))
+        model = Path(tree["model"]["path"])
+        folders.append(model)
+        here, own = run_dir.resolve(), Path(tree["run"]["dir"])
+        if here.parts[-len(own.parts) :] == own.parts:
+            folders.append(Path(*here.parts[: -len(own.parts)], model))
     except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
         pass
-    for folder in folders:
-        if not (folder / "tokenizer_config.json").is_file():
-            continue
+    return [folder for folder in (*folders, run_dir / "export") if (folder / "tokenizer_config.json").is_file()]
+
+
+def tokenizer_of(run_dir: Path) -> Decode | None:
+    """The same, or None."""
+    for folder in tokenizer_folders(run_dir):
         from transformers import AutoTokenizer  # seconds, for a run that has texts only
 
         try:

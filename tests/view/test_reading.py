@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import shutil
 import socket
 import sys
 import zlib
@@ -18,6 +19,7 @@ from megarl.config import ConfigError
 from megarl.observe.rollout_log import part_file
 from megarl.view.details import read_details
 from megarl.view.packing import pack, to_json
+from megarl.view.page import load
 from megarl.view.parting import parting
 from megarl.view.parts import Notes
 from megarl.view.rollout_index import IndexReader, read_index
@@ -110,6 +112,16 @@ def test_tokens_that_are_no_utf8() -> None:
     words = Words(lambda ids: b"".join(parts[one] for one in ids).decode(errors="replace"))
     assert words.of([1, 2, 3, 4, 5]) == ["", "", "€", "\ufffd", "a"]
     assert words.of([9]) == ["[9]"] and Words(None).of([7, 8]) == ["7 ", "8 "]
+
+
+def test_the_tokenizer_is_found_from_another_folder_or_its_want_is_said(run_dir: Path, tmp_path: Path) -> None:
+    run = tmp_path / "lab/runs/mine"
+    shutil.copytree(run_dir, run)
+    (run / "config.yaml").write_text("run: {dir: runs/mine}\nmodel: {path: models/tiny}\n")
+    assert tokenizer_of(run) is None and "tokens are shown as numbers" in load(run).notes[-1]
+    shutil.copytree(run_dir.parent / "model", tmp_path / "lab/models/tiny")
+    decode = tokenizer_of(run)
+    assert decode is not None and decode([1]) == "two" and load(run).notes == []
 
 
 def test_where_two_runs_part(tmp_path: Path, run_dir: Path) -> None:
