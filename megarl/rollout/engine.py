@@ -257,7 +257,7 @@ class Engine:
         again since is another."""
         server = self._server  # it may be started again meanwhile
         if (start and start != self.starts) or server is None or server.poll() is not None:
-            raise EngineLost("died", f"engine {self.index} is not running; {self._last_lines()}")
+            raise EngineLost("died", f"engine {self.index} is not running; {self._last_lines()}", start=start)
 
     def hangs(self, seconds: float) -> EngineLost:
         """What is said of it where it gave no sign of life for so long."""

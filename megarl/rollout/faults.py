@@ -20,11 +20,12 @@ class EngineError(RuntimeError):
 
 class EngineLost(EngineError):
     """An engine that has to be started again; what it had under way is lost. unnoticed: seconds from its last sign of
-    life until this was found, so the longest that it may have been gone."""
+    life until this was found, so the longest that it may have been gone. start: which start of it is lost; 0 where that
+    is not known."""
 
-    def __init__(self, fault: Fault, text: str, unnoticed: float = 0.0) -> None:
+    def __init__(self, fault: Fault, text: str, unnoticed: float = 0.0, start: int = 0) -> None:
         super().__init__(text)
-        self.fault, self.unnoticed = fault, unnoticed
+        self.fault, self.unnoticed, self.start = fault, unnoticed, start
 
 
 class Asked(Protocol):

@@ -30,9 +30,11 @@ class Revival:
         return self._starting is not None
 
     def lost(self, found: EngineLost) -> None:
-        """It is: begin to start it again, where all of its processes are this rank's."""
+        """It is: begin to start it again, where all of its processes are this rank's. Whoever looks now and then may
+        say so of one that was started again since, and has long been there."""
         with self._lock:
-            if self._found is not None or self._starting is not None:
+            of_before = found.start and found.start != self.engine.starts
+            if self._found is not None or self._starting is not None or of_before:
                 return
             self._found = found
             if self.engine.nnodes == 1:

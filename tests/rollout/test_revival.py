@@ -13,13 +13,14 @@ class Played:
     """An engine. starts: what comes of each start, an error or None."""
 
     def __init__(self, *starts: str, nnodes: int = 1) -> None:
-        self.outcomes, self.nnodes = list(starts), nnodes
+        self.outcomes, self.nnodes, self.starts = list(starts), nnodes, 1
         self.calls: list[str] = []
         self.runs, self.may_start = True, threading.Event()
         self.may_start.set()
 
     def restart(self) -> None:
         self.calls.append("restart")
+        self.starts += 1
 
     def wait_ready(self) -> None:
         self.may_start.wait(30)
@@ -54,6 +55,18 @@ def test_it_is_started_in_the_background_once_however_often_it_is_said_to_be_los
     assert engine.calls == ["restart"]
     own.close()
     assert engine.calls[-1] == "shutdown"
+
+
+def test_who_hears_late_of_a_loss_does_not_lose_the_engine_that_is_there_again() -> None:
+    engine = Played("", "")
+    own = revival(engine)
+    told = []
+    for start in (1, 1, 2):
+        own.lost(EngineLost("died", f"start {start}", start=start))
+        own.wait()
+        told.append(str(own.found()))
+    assert engine.calls == ["restart"] * 2 and told == ["start 1", "None", "start 2"]
+    own.close()
 
 
 def test_one_that_does_not_start_is_lost_again() -> None:
