@@ -125,9 +125,11 @@ def check_truths(config: Config) -> int:
 
 
 def report(options: Namespace, config: Config, target: Any, samples: int, problems: int, seconds: float) -> int:
-    """Print the table, and write eval.json."""
+    """Print the table, and write eval.json and answers.jsonl."""
     from megarl.checkpoint.origin import code_revision
     from megarl.evaluation.figures import figures_of, scored, table
+    from megarl.evaluation.lines import as_lines
+    from megarl.observe import exact_json
     from megarl.observe.rollout_log import read_rollouts
 
     out = Path(config.run.dir)
@@ -155,17 +157,24 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
         "code": code_revision(),
         "sources": {name: one.as_json() for name, one in found.items()},
     }
-    unfinished = out / f".eval.json.{os.getpid()}"
-    unfinished.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(out / "eval.json")
+    lines = (exact_json.dumps(line) for line in as_lines(rollouts, options.right, options.data[0].stem))
+    write(out / "answers.jsonl", "".join(f"{line}\n" for line in lines))
+    write(out / "eval.json", json.dumps(tree, indent=1) + "\n")
     weights = f"step {target.step}" if target.step is not None else target.model
     of = options.target if weights == options.target else f"{options.target} ({weights})"
     print(f"{of}: {samples} answer{'s' if samples > 1 else ''} to each prompt")
     print(table(found, options.k))
     if tree["without_reward"]:
         print(f"{tree['without_reward']} answers without a reward (aborted, or it failed) count in nothing")
-    print(f"{out}/eval.json; tools/view_rollouts.py {out} shows the answers", flush=True)
+    print(f"{out}/eval.json, answers.jsonl; tools/view_rollouts.py {out} shows the answers", flush=True)
     return 0
+
+
+def write(file: Path, text: str) -> None:
+    """Whole or not at all."""
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(file)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

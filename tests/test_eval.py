@@ -208,6 +208,14 @@ def test_the_report_of_recorded_answers(
     assert sources["openai/gsm8k"]["pass_at"]["2"]["value"] == pytest.approx((1 / 2 + 5 / 6) / 2)
     assert sources["aime2024"]["pass_at"]["2"]["value"] == 1.0 and sources["aime2024"]["cut_off"] == 1.0
     assert sources["all"]["tokens"] == 2.5
+    lines = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["reward"], line["right"]) for line in lines[:3]] == [
+        *(("p0", 1.0, True), ("p0", 0.0, False), ("p0", 0.0, False))
+    ]
+    assert len(lines) == 12 and lines[-1] == {
+        **{"id": "p2", "data_source": "aime2024", "group": 2, "reward": 0.0, "right": False, "status": "length"},
+        **{"turns": 1, "tokens": 4, "ground_truth": "2", "messages": [{"role": "user", "content": "1+1?"}]},
+    }
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"{model}: 4 answers to each prompt"
     assert [line.split()[0] for line in printed[2:5]] == list(sources)
