@@ -17,7 +17,12 @@ def answer(status: str, reward: float, **more: object) -> Rollout:
 
 
 def test_an_answer_without_a_reward_is_neither_right_nor_wrong() -> None:
-    rollouts = [answer("stop", 0.5), answer("stop", 0.25), answer("aborted", 0.0), answer("stop", 1.0, unscored={"rule": "late"})]
+    rollouts = [
+        answer("stop", 0.5),
+        answer("stop", 0.25),
+        answer("aborted", 0.0),
+        answer("stop", 1.0, unscored={"rule": "late"}),
+    ]
     lines = list(as_lines(rollouts, right=0.5, unnamed="mine"))
     assert [(line["reward"], line["right"]) for line in lines] == [
         (0.5, True),
