@@ -91,6 +91,7 @@ class Known:
                 raise ConfigError(
                     f"prompt {prompt.id} asks for the tool {name}, which {TOOLS} does not load"
                     + (f", nor has it {environment.name}" if environment is not None else "")
+                    + f"; add it there (module:{name}), or leave the column `tools` out of the data"
                 )
         return [found[name] for name in prompt.tools or found if name in found]
 

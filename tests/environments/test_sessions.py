@@ -366,6 +366,6 @@ def test_a_prompt_that_goes_with_none() -> None:
     with pytest.raises(ConfigError, match="prompt p: its 'environment', '3', is none"):
         known.of(prompt(1, environment=3))
     with pytest.raises(
-        ConfigError, match="prompt p asks for the tool fly, which rollout.tools does not load, nor has it"
+        ConfigError, match=r"tool fly, which rollout.tools does not load, nor has it Guess; add it there \(module:fly"
     ):
         known.schemas(Prompt("p", (USER,), ground_truth=1, tools=("fly",)))
