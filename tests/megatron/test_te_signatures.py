@@ -6,15 +6,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from te_sources import FUNCTION, Caller, Sources, Use, python_of  # noqa: E402
+from signatures import Caller, Sources, downloaded, missing
 
 pytestmark = pytest.mark.alone
 
@@ -50,24 +45,10 @@ KNOWN = {
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     listed = (ROOT / "launch" / "requirements-cuda.txt").read_text(encoding="utf-8")
     (version,) = re.findall(r"^transformer-engine\[[\w,]+\]==([\d.]+)$", listed, re.MULTILINE)
-    folder = python_of(version, tmp_path_factory.mktemp("transformer_engine"))
+    folder = downloaded("transformer-engine", version, tmp_path_factory.mktemp("transformer_engine"))
     if folder is None:
         pytest.skip(f"no package index here has transformer-engine {version}, whose sources are read")
     return Sources(folder)
-
-
-def missing(sources: Sources, caller: Caller) -> Iterator[tuple[str, Use]]:
-    """Names, or names and arguments, that are not there."""
-    for use in [*caller.imports(), *caller.attributes()]:
-        if sources.dotted(use.name) is None:
-            yield use.name, use
-    for use in caller.calls():
-        found = sources.dotted(use.name)
-        if found is not None and isinstance(found.node, FUNCTION | ast.ClassDef):
-            taken = sources.parameters(found, use.method or "__init__")
-            for word in use.keywords if taken is not None else ():
-                if word not in (taken or ()):
-                    yield f"{use.name} {word}", use
 
 
 def known() -> set[str]:
@@ -96,41 +77,3 @@ def test_its_parameters_have_the_names_that_are_pushed_and_saved(sources: Source
     assert "self.layer_norm_weight" in text["LayerNormLinear"] or "'layer_norm_weight'" in text["LayerNormLinear"]
     assert re.search(r"register_parameter\(f'weight\{", text["GroupedLinear"])
     assert text.keys() >= {"Linear", "RMSNorm"}
-
-
-SAMPLE = {
-    "__init__.py": "from .inner import Layer, helper\nfrom ._compiled import *\nfrom other_thing import kernel\n",
-    "inner.py": "class Base:\n    def __init__(self, a, *, b=0): ...\n    def forward(self, x): ...\n\n"
-    "class Layer(Base):\n    kind = 1\n\ndef helper(a, **more): ...\n",
-}
-USES = """
-import sample as s
-from sample import Layer, gone, kernel
-class Mine(Layer):
-    def __init__(self):
-        extra_kwargs = {}
-        extra_kwargs["c"] = 1
-        super().__init__(1, b=2, d=3)
-    def forward(self, x):
-        return super().forward(y=1)
-s.helper(1, anything=2)
-s.Layer.kind
-s.Layer.size
-s.inner.Base(a=1, e=2)
-"""
-
-
-def test_what_is_not_there_is_found(tmp_path: Path) -> None:
-    (tmp_path / "sample").mkdir()
-    for name, text in SAMPLE.items():
-        (tmp_path / "sample" / name).write_text(text)
-    (tmp_path / "uses.py").write_text(USES)
-    found = sorted(what for what, _ in missing(Sources(tmp_path), Caller(tmp_path / "uses.py", "sample")))
-    assert found == [
-        "sample.Layer c",
-        "sample.Layer d",
-        "sample.Layer y",
-        "sample.Layer.size",
-        "sample.gone",
-        "sample.inner.Base e",
-    ]

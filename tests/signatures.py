@@ -1,5 +1,5 @@
-"""Transformer Engine's Python as text: what is defined where, and which arguments it takes. Nothing of it is imported,
-which would need a GPU; nor is it installed here: `python_of` gets the wheel that has the Python alone."""
+"""Packages as text: what is defined where, and which arguments it takes, beside what a caller asks of them. Nothing is
+imported: much of it would need a GPU, and Transformer Engine is not even installed where there is none."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import NamedTuple
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def python_of(version: str, folder: Path) -> Path | None:
-    """The folder of the sources of that version, some 1.3 MB; None where no package index has it."""
+def downloaded(package: str, version: str, folder: Path) -> Path | None:
+    """The folder of what is in the wheel of that version; None where no package index has it."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    command += ["--timeout", "10", "--retries", "1", "-d", str(folder), f"transformer-engine=={version}"]
+    command += ["--timeout", "10", "--retries", "1", "-d", str(folder), f"{package}=={version}"]
     if subprocess.run(command, capture_output=True, timeout=120).returncode:
         return None
-    (wheel,) = folder.glob("transformer_engine-*.whl")
+    (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
@@ -47,8 +47,12 @@ class Sources:
 
     def tree(self, module: str) -> ast.Module | None:
         if module not in self._trees:
-            path = self._path(module)
-            self._trees[module] = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else None
+            path, tree = self._path(module), None
+            if path.is_file():
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+            elif path.parent.is_dir() and path.name == "__init__.py":
+                tree = ast.Module([], [])  # a folder without it is a package, too
+            self._trees[module] = tree
         return self._trees[module]
 
     def find(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Found | None:
@@ -242,3 +246,17 @@ class Caller:
                 if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "extra_kwargs":
                     if isinstance(node.slice, ast.Constant):
                         yield Use(node.lineno, base, "__init__", (str(node.slice.value),))
+
+
+def missing(sources: Sources, caller: Caller) -> Iterator[tuple[str, Use]]:
+    """Names, or names and arguments, that are not there."""
+    for use in [*caller.imports(), *caller.attributes()]:
+        if sources.dotted(use.name) is None:
+            yield use.name, use
+    for use in caller.calls():
+        found = sources.dotted(use.name)
+        if found is not None and isinstance(found.node, FUNCTION | ast.ClassDef):
+            taken = sources.parameters(found, use.method or "__init__")
+            for word in use.keywords if taken is not None else ():
+                if word not in (taken or ()):
+                    yield f"{use.name} {word}", use

@@ -1,0 +1,79 @@
+"""What this project asks of SGLang and of Megatron-Core is there, also on the paths for CUDA, which no test can run:
+each name, and each argument that is given by name, by the text of both."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from signatures import Caller, Sources, missing
+
+pytestmark = pytest.mark.alone
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted([*ROOT.glob("megarl/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("launch/*.py")])
+KNOWN = {
+    "megatron.core.tensor_parallel.random.__name__": "every module has it",
+    "megatron.core.distributed.finalize_model_grads.reset_model_temporary_tensors": "a module has its name",
+}
+"""What is not found, and why that does no harm."""
+
+
+def asked(package: str) -> Iterator[tuple[str, str]]:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    sources = Sources(Path(next(iter(spec.submodule_search_locations))).parent)
+    for file in FILES:
+        caller = Caller(file, package)
+        if caller.imported:
+            for what, use in missing(sources, caller):
+                yield what, f"{file.relative_to(ROOT)}, {use}"
+
+
+@pytest.mark.parametrize("package", ["sglang", "megatron"])
+def test_all_that_is_asked_for_is_there(package: str) -> None:
+    used = [file for file in FILES if Caller(file, package).imported]
+    assert len(used) >= 5
+    found = dict(asked(package))
+    assert {what: where for what, where in found.items() if what not in KNOWN} == {}
+    assert {what for what in KNOWN if what.startswith(package)} <= found.keys(), "no reason is needed any more"
+
+
+SAMPLE = {
+    "__init__.py": "from .inner import Layer, helper\nfrom ._compiled import *\nfrom other_thing import kernel\n",
+    "inner.py": "class Base:\n    def __init__(self, a, *, b=0): ...\n    def forward(self, x): ...\n\n"
+    "class Layer(Base):\n    kind = 1\n\ndef helper(a, **more): ...\n",
+}
+USES = """
+import sample as s
+from sample import Layer, gone, kernel
+class Mine(Layer):
+    def __init__(self):
+        extra_kwargs = {}
+        extra_kwargs["c"] = 1
+        super().__init__(1, b=2, d=3)
+    def forward(self, x):
+        return super().forward(y=1)
+s.helper(1, anything=2)
+s.Layer.kind
+s.Layer.size
+s.inner.Base(a=1, e=2)
+"""
+
+
+def test_what_is_not_there_is_found(tmp_path: Path) -> None:
+    (tmp_path / "sample").mkdir()
+    for name, text in SAMPLE.items():
+        (tmp_path / "sample" / name).write_text(text)
+    (tmp_path / "uses.py").write_text(USES)
+    found = sorted(what for what, _ in missing(Sources(tmp_path), Caller(tmp_path / "uses.py", "sample")))
+    assert found == [
+        "sample.Layer c",
+        "sample.Layer d",
+        "sample.Layer y",
+        "sample.Layer.size",
+        "sample.gone",
+        "sample.inner.Base e",
+    ]
