@@ -287,7 +287,7 @@ class Engine:
         body: dict[str, Any] = {"serialized_named_tensors": payloads, "load_format": loader.NAME, "flush_cache": False}
         body["selector"] = "draft" if draft else "target"
         timeout = 86400.0 if lasting else self.config.rollout.hang_timeout  # a day, whatever the size
-        self._call("/update_weights_from_tensor", body, timeout)
+        self._call("/update_weights_from_tensor", body, timeout=timeout)
 
     def end_update(self, version: int | None) -> None:
         """Close the session. version: number of the weights that the engine now has, all of them; it generates with
