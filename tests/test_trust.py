@@ -32,7 +32,7 @@ ALLOWED = {
     ("megarl/parallel/delivery.py", "pickle.loads"): (2, OURS),
     ("megarl/parallel/delivery.py", "dist.all_gather_object"): (1, OURS),
     ("megarl/workers/push.py", "dist.all_gather_object"): (1, OURS),
-    ("megarl/workers/engines.py", "dist.gather_object"): (1, OURS),
+    ("megarl/workers/engines.py", "dist.all_gather_object"): (1, OURS),
     ("megarl/rollout/queue.py", "pickle.loads"): (1, OURS),
     ("megarl/parallel/neighbours.py", "pickle.loads"): (1, "of a rank that has shown the job's secret on this socket"),
     ("megarl/rewards/calls.py", "pickle.loads"): (1, "what a rank hands to a process of its own; answers are JSON"),
