@@ -14,15 +14,14 @@ import torch
 
 from megarl.megatron import optimizer
 from megarl.megatron.names import unwrap
-from megarl.megatron.parking import content
-from megarl.parallel import device
+from megarl.parallel.host_copy import HostCopy
 
 
 class Kept:
     """Of one model. Empty until `take`."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copy: HostCopy | None = None
         self._counts: list[Any] = []
         self._updates = 0
         """Of the schedule, when it was taken."""
@@ -31,19 +30,17 @@ class Kept:
 
     def take(self, chunks: Sequence[torch.nn.Module], states: Any, scheduler: Any) -> None:
         """The model must be on the device, as whenever it is at work."""
-        for number, storage in enumerate(_changing(chunks, states)):
-            copy = self._copies.get(number)
-            if copy is None:
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.has_cuda())
-                self._copies[number] = copy
-            copy.copy_(content(storage))
+        changing = list(_changing(chunks, states))
+        if self._copy is None:
+            self._copy = HostCopy(sum(storage.nbytes() for storage in changing))
+        self._copy.take(changing)
         self._counts = [float(holder["step"]) for holder in optimizer.counts(states)]
         self._updates = int(scheduler.num_steps)
 
     def put_back(self, chunks: Sequence[torch.nn.Module], states: Any) -> None:
         """All of it, but for the schedule, which shall begin anew."""
-        for number, storage in enumerate(_changing(chunks, states)):
-            content(storage).copy_(self._copies[number])
+        assert self._copy is not None
+        self._copy.put_back(list(_changing(chunks, states)))
         for holder, count in zip(optimizer.counts(states), self._counts, strict=True):
             if isinstance(holder["step"], torch.Tensor):
                 holder["step"].fill_(count)
@@ -53,7 +50,7 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        return sum(copy.nbytes for copy in self._copies.values())
+        return 0 if self._copy is None else self._copy.size
 
 
 def _changing(chunks: Sequence[torch.nn.Module], states: Any) -> Iterator[torch.UntypedStorage]:

@@ -11,13 +11,15 @@ from collections.abc import Iterable
 import torch
 
 from megarl.parallel import device
+from megarl.parallel.host_copy import HostCopy, content
 
 
 class Parking:
     """Tensors that leave the device together."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._kept: list[tuple[torch.UntypedStorage, int]] = []
+        self._copy = HostCopy(0)
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
 
     def park(
@@ -29,26 +31,25 @@ class Parking:
             return 0
         staying = storages(but)
         dropped = {place: storage for place, storage in storages(drop).items() if place not in staying}
-        for place, storage in storages(keep).items():
-            if place not in staying and place not in dropped:
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.has_cuda())
-                self._kept.append((storage, copy.copy_(content(storage))))
+        leaving = [s for place, s in storages(keep).items() if place not in staying and place not in dropped]
+        sizes = [storage.nbytes() for storage in leaving]
+        self._copy = HostCopy(sum(sizes))
+        self._copy.take(leaving)
+        self._kept = list(zip(leaving, sizes, strict=True))
         self._dropped = [(storage, storage.nbytes()) for storage in dropped.values()]
-        freed = sum(storage.nbytes() for storage, _ in (*self._kept, *self._dropped))
         for storage, _ in (*self._kept, *self._dropped):
             storage.resize_(0)
         device.empty_cache()
-        return freed
+        return sum(size for _, size in (*self._kept, *self._dropped))
 
     def restore(self) -> None:
         """Take the memory again and fill it, with zeros what was dropped; nothing where nothing is parked."""
-        for storage, copy in self._kept:
-            storage.resize_(len(copy))
-            content(storage).copy_(copy)
-        for storage, size in self._dropped:
+        for storage, size in (*self._kept, *self._dropped):
             storage.resize_(size)
+        self._copy.put_back([storage for storage, _ in self._kept])
+        for storage, _ in self._dropped:
             content(storage).zero_()
-        self._kept, self._dropped = [], []
+        self._kept, self._copy, self._dropped = [], HostCopy(0), []
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -58,8 +59,3 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]
         for tensor in tensors
         if tensor.device.type == device.device().type and tensor.numel() > 1 and tensor.untyped_storage().nbytes()
     }
-
-
-def content(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[bytes] uint8 on the same memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

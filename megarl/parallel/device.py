@@ -46,6 +46,13 @@ def select() -> None:
         torch.cuda.set_device(device())
 
 
+def finish(tensor: torch.Tensor) -> None:
+    """Return when what this thread has had done so far where the tensor is, is done: before another process looks, for
+    it has a queue of its own. At once for a tensor of the host's. Errors of what was queued are raised here."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
 def empty_cache() -> None:
     """Give freed memory back, so that other processes on the device can have it."""
     if _HAS_CUDA:

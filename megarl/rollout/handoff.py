@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megarl.parallel import device
 from megarl.rollout.engine import Collect, Engine, EngineError
 from megarl.rollout.mailbox import Mailbox
 from megarl.rollout.session import Late, Line
@@ -72,8 +73,7 @@ class HandOff:
         if self._line is None or self.errors:
             return
         (number,) = (number for number, bucket in enumerate(self._buckets) if bucket is buffer)
-        if buffer.is_cuda:  # what fills it is only queued, and the other process has another queue
-            torch.cuda.current_stream(buffer.device).synchronize()
+        device.finish(buffer)
         try:
             self._line.give({**order, "bucket": number, "draft": draft})
             self._waits = True

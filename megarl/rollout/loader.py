@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from megarl.parallel import device
 from megarl.reshard.checksum import device_hashes
 from megarl.reshard.copies import unpack
 from megarl.rollout.session import follow
@@ -54,12 +55,12 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
                 answer = _session(model, order["socket"], [shared["bucket"], shared["bucket1"]])
             else:
                 answer = _obey(model, order, shared.get("bucket"))
-            _wait_for_device(shared)  # a failure of a copy shows here, and the bucket is free once we answer
+            device.finish(shared["answer"])  # a failure of a copy shows here, and the bucket is free once we answer
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     try:
         _put(shared["answer"], answer)
-        _wait_for_device(shared)
+        device.finish(shared["answer"])
     except Exception as error:
         print(f"the answer {str(answer)[:500]} cannot be given: {error}", flush=True)  # the trainer finds none
 
@@ -80,17 +81,12 @@ def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor])
                     found[key] = [*found.get(key, []), *names]
             if not found:
                 raise ValueError("no draft model has joined the session")
-            _wait_for_device({"bucket": buckets[0]})
+            device.finish(buckets[0])
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return found
 
     return {"orders": follow(path, obey)}
-
-
-def _wait_for_device(tensors: dict[str, torch.Tensor]) -> None:
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.synchronize()
 
 
 def _put(buffer: torch.Tensor, content: dict[str, Any]) -> None:

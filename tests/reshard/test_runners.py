@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from megarl.rollout import server_args
 
 pytestmark = pytest.mark.alone
 
+ROOT = Path(__file__).parents[2]
 CHOICES = annotated.constants(ast.parse((server_args._source() / "arg_groups/choices.py").read_text()))
 
 
@@ -94,7 +99,44 @@ def test_sglang_repacks_scales_there_and_marks_them() -> None:
     assert "weight_scale.format_ue8m0 = True" in body[: body.index("\ndef ", 1)]
 
 
+HIDDEN_BY = {
+    ("triton_kernel", False): "transposed",
+    ("flashinfer_cutlass", False): "the rows of up before those of gate",
+    ("flashinfer_trtllm", False): "packs them into blocks",
+    ("hpc_ops", True): "a copy of its scales",
+}
+"""What SGLang's own layers say, by choice and whether in FP8, that a shape does not show or not alone."""
+
+
+def test_sglang_leaves_in_place_what_is_carried_and_marks_the_rest() -> None:
+    """Its own code, that runs when weights are loaded, as on Hopper and on Blackwell; see `post_load.py`."""
+    choices = [*runners.carried("moe_runner_backend"), *(choice for choice, _ in HIDDEN_BY)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "megarl/rollout/cpu_stubs"), str(ROOT / "tests")])
+    command = [sys.executable, "-W", "ignore", "tests/reshard/post_load.py", ",".join(choices)]
+    environment = {**os.environ, "PYTHONPATH": path, **engine_settings.ENVIRONMENT}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    found = [json.loads(line) for line in lines]
+    assert len(found) == 2 * 2 * (len(choices) + 2)
+    for one in found:
+        repacked = one["blackwell"] and one["fp8"] and one["choice"] == "deep_gemm"
+        said = HIDDEN_BY.get((one["choice"], one["fp8"]), "")
+        assert said in "".join(one["odd"]) and bool(said) == bool(one["odd"]), one
+        assert one["same"] == (one["choice"] != "triton_kernel" or one["fp8"]), one
+        needs = {"deep_gemm": repacked, "flashinfer": one["choice"] == "flashinfer_trtllm" and not one["fp8"]}
+        assert one["error"] == next((f"No module named {name!r}" for name, does in needs.items() if does), ""), one
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v2", "glm4_moe"])
+def test_the_experts_of_every_family_are_the_same_kind_of_layer(model: str) -> None:
+    """So what is true of one of these is true of all; GLM-4.5's file is its own, Kimi K2 is DeepSeek-V3 by name."""
+    tree = ast.parse((server_args._source() / f"models/{model}.py").read_text())
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert any("get_moe_impl_class" in call for call in calls)
+
+
 def test_the_readme_has_the_table() -> None:
-    text = (Path(__file__).parents[2] / "megarl/reshard/README.md").read_text()
+    text = (ROOT / "megarl/reshard/README.md").read_text()
     begin, end = "<!-- runners: megarl/reshard/runners.py -->\n", "\n<!-- /runners -->"
     assert text[text.index(begin) + len(begin) : text.index(end)] == runners.as_markdown()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import gc
 import pickle
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.parallel import device
 from megarl.rollout import loader, session
 from megarl.rollout.engine import Engine, EngineError
 from megarl.rollout.faults import EngineLost
@@ -26,6 +30,7 @@ class Obedient(Engine):
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.requests, self.fail = model, 0, ""
         self.draft = torch.nn.Linear(2, 3, bias=False)
+        self.given: set[str] = set()
         self.index, self.config = 0, SimpleNamespace(rollout=SimpleNamespace(hang_timeout=0.5))  # type: ignore[assignment]
 
     def order(self, payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
@@ -33,6 +38,8 @@ class Obedient(Engine):
         if self.fail:
             raise EngineError(self.fail)
         for payload in payloads:
+            assert payload not in self.given, "what CUDA shares may be opened once"
+            self.given.add(payload)
             loader.load(self.draft if draft else self.model, pickle.loads(base64.b64decode(payload)))
 
     def _last_lines(self) -> str:
@@ -65,6 +72,56 @@ def test_buffers_are_written_in_turn_by_one_request() -> None:
     assert hand_over.errors == [] and engine.requests == 1
     assert engine.model.weight.tolist() == [[0, 0.5], [1, 1.5], [2, 2.5]]
     assert hand_over.ask({"do": "describe"}) == {"tensors": {"weight": ["float32", [3, 2]]}, "odd": []}
+
+
+class LateDevice:
+    """Does what is queued, by each thread for itself, only when that has to be finished, as GPUs may."""
+
+    def __init__(self) -> None:
+        self.queued: dict[int, list[Callable[[], Any]]] = defaultdict(list)
+
+    def later(self, work: Callable[..., Any]) -> Callable[..., None]:
+        return lambda *args: self.queued[threading.get_ident()].append(lambda: work(*args))
+
+    def finish(self, tensor: torch.Tensor) -> None:
+        queue = self.queued[threading.get_ident()]
+        while queue:
+            queue.pop(0)()
+
+
+def test_the_other_process_looks_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine finds in a buffer what was queued for it, and has written when it answers, so that the buffer may be
+    filled anew."""
+    late = LateDevice()
+    monkeypatch.setattr(device, "finish", late.finish)
+    monkeypatch.setattr(loader, "unpack", late.later(loader.unpack))
+    hand_over, engine = hand_off()
+    buckets = [bucket(0, 0), bucket(0, 0)]
+    hand_over.open(buckets)
+    for row in range(3):
+        late.later(buckets[row % 2].copy_)(bucket(row, row + 0.5))
+        hand_over(buckets[row % 2], order(0, row))
+        hand_over.settle()
+        assert engine.model.weight[row].tolist() == [row, row + 0.5]
+        buckets[row % 2].zero_()
+    hand_over.close()
+    assert hand_over.errors == [] and engine.model.weight.tolist() == [[0, 0.5], [1, 1.5], [2, 2.5]]
+
+
+def test_what_is_shared_stays_until_the_engine_is_through_with_it() -> None:
+    """CUDA gives memory to others as soon as its owner has none of it, whoever else has it open."""
+    hand_over, engine = hand_off()
+    mine = [bucket(1, 2), bucket(3, 4)]
+    seen = [weakref.ref(one) for one in mine]
+    hand_over.open(mine)
+    hand_over(mine[0], order(0, 0))
+    del mine
+    gc.collect()
+    assert all(one() is not None for one in seen)
+    hand_over.close()
+    gc.collect()
+    assert not any(one() is not None for one in seen)
+    assert engine.model.weight[0].tolist() == [1, 2]
 
 
 def test_the_draft_model_takes_part_and_no_session_later_than_its_own() -> None:

@@ -1,0 +1,59 @@
+"""What lies in a device's memory, kept on the host: page-locked where there is a GPU, so that it travels at full speed.
+
+torch gives page-locked memory in powers of two (`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF is unlimited by
+default), so that 33 GB would take 64 GB; what is kept here is in pieces of just these sizes, one for all tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from megarl.parallel import device
+
+LEAST = 1 << 20
+"""Bytes of the smallest piece, below which it makes no difference."""
+
+
+class HostCopy:
+    """Room for `size` bytes, taken once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.pieces = [torch.empty(piece, dtype=torch.uint8, pin_memory=device.has_cuda()) for piece in _pieces(size)]
+
+    def take(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Copy what is in these; returns when it is here. They have no more than `size` bytes together."""
+        for there, here in self._parts(storages):
+            here.copy_(there)
+
+    def put_back(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Copy it to where it was: storages of the same sizes in the same order."""
+        for there, here in self._parts(storages):
+            there.copy_(here)
+
+    def _parts(self, storages: Iterable[torch.UntypedStorage]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        pieces = iter(self.pieces)
+        room = torch.empty(0, dtype=torch.uint8)
+        for storage in storages:
+            left = content(storage)
+            while len(left):
+                if not len(room):
+                    room = next(pieces)
+                count = min(len(left), len(room))
+                yield left[:count], room[:count]
+                left, room = left[count:], room[count:]
+
+
+def content(storage: torch.UntypedStorage) -> torch.Tensor:
+    """[bytes] uint8 on the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _pieces(size: int) -> Iterator[int]:
+    """Powers of two that have so much room together and less than `LEAST` more."""
+    while size > 0:
+        piece = max(LEAST, 1 << (size.bit_length() - 1))
+        yield piece
+        size -= piece
