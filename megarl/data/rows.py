@@ -91,7 +91,8 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
 def parsed(line: bytes, where: str, first: bool) -> dict[str, Any]:
     """A line of a .jsonl file, which is the first of it or not."""
     try:
-        row = json.loads(line.removeprefix(_MARK if first else b"").decode("utf-8"), object_pairs_hook=_object)
+        text = line.removeprefix(_MARK if first else b"").rstrip(b"\r\n").decode("utf-8")
+        row = json.loads(text, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{where}: not UTF-8 at byte {error.start}; convert the file, by iconv -f LATIN1 -t UTF-8 or what it is in"
@@ -101,7 +102,7 @@ def parsed(line: bytes, where: str, first: bool) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         problem = "a NUL byte" if b"\0" in line else error.msg
         raise ConfigError(
-            f"{where}: not JSON: {problem} (column {error.colno}); a line is to hold one whole object"
+            f"{where}: not JSON: {problem} (column {error.pos + 1}); a line is to hold one whole object"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{where}: {str(error).split(';')[0]}") from None  # a number of thousands of digits

@@ -51,6 +51,8 @@ BAD: dict[str, tuple[bytes, str]] = {
     "parquet": (b"PAR1....", "is parquet: give it the suffix .parquet"),
     "zip": (b"PK\x03\x04..", "is an archive: unzip it"),
     "cut off": (b'{"a": 1}\n{"a": "x', r"a\.jsonl:2: not JSON: Unterminated string .*\(column 7\)"),
+    "cut off by the next": (b'{"a": "x\n{"a": 1}', r"a\.jsonl:1: not JSON: Unterminated string .*\(column 7\)"),
+    "open at the end": (b'{"a": 1, \n{"a": 1}', r"a\.jsonl:1: not JSON: Expecting property name .*\(column 10\)"),
     "an indented file": (b'{\n "a": 1\n}', r"a\.jsonl:1: not JSON: .*; a line is to hold one whole object"),
     "two on a line": (b'{"a": 1}{"a": 2}', r"a\.jsonl:1: not JSON: Extra data \(column 9\)"),
     "a list": (b'[{"a": 1}]', r"a\.jsonl:1: a list, not an object of named columns"),
