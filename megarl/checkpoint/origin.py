@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ LETTERS = 16
 """Of a hash in hexadecimal."""
 SECONDS = 20.0
 """For git, on however slow a file system."""
+NEEDED = ("PATH", "LD_LIBRARY_PATH", "HOME", "XDG_CONFIG_HOME")
+"""Of the environment, which may have keys: what git has a use for. With GIT_DIR it would look elsewhere."""
 
 
 def origin(config: Config) -> dict[str, str]:
@@ -54,8 +57,11 @@ def code_revision(sources: Path = SOURCES) -> str:
 def _git(folder: Path, *arguments: str) -> str | None:
     """What git says of a folder, None where there is none that does."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    needed = {name: os.environ[name] for name in NEEDED if name in os.environ}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS, env=needed
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -60,6 +61,23 @@ def test_with_git_by_the_commit_and_what_differs_from_it(sources: Path) -> None:
     assert changed.startswith(f"{commit}+") and len(changed) == 33
     (sources / "part/work.py").write_text("3")
     assert code_revision(sources).startswith(f"{commit}+") and code_revision(sources) != changed
+
+
+def test_git_is_given_no_keys_and_looks_nowhere_else(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(sources.parent, "init")
+    git(sources.parent, "add", ".")
+    git(sources.parent, "commit", "-m", "first")
+    known = code_revision(sources)
+    (tmp_path / "git").write_text(f'#!/bin/sh\nenv >> {tmp_path}/said\nPATH={os.environ["PATH"]} exec git "$@"\n')
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("HF_TOKEN", "hf_MARKED")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert code_revision(sources) == known and not known.startswith("sources-")
+    said = (tmp_path / "said").read_text()
+    assert "PATH=" in said and "MARKED" not in said and "GIT_DIR" not in said
 
 
 def test_sources_that_lie_in_a_repository_which_does_not_have_them_are_known_by_themselves(sources: Path) -> None:
