@@ -35,6 +35,14 @@ ALONE_FILES = {
     "": "config episodes expected forks imports items recipes trust types",
 }
 """Further ones, in folders of which others are not."""
+WAITING_FILES = {
+    "launch": "nodes",
+    "launching": "hanging_ranks launcher",
+    "slurm": "slurm",
+    "tools": "fault_matrix",
+    "": "full_disk_end_to_end placement_ending",
+}
+"""Those that mostly wait for limits of time, and for the end of programs."""
 HAS_GPU = Path("/dev/nvidia0").exists()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -142,8 +150,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped on a machine without one; those that are one process get the mark `alone`."""
-    files = {(folder, f"test_{name}.py") for folder, names in ALONE_FILES.items() for name in names.split()}
+    """Tests marked `gpu` are skipped on a machine without one; those that are one process get the mark `alone`, those
+    that mostly wait `waits`."""
+    files, waiting = (
+        {(at, f"test_{one}.py") for at, names in table.items() for one in names.split()}
+        for table in (ALONE_FILES, WAITING_FILES)
+    )
     for item in items:
         *folders, name = item.path.relative_to(ROOT / "tests").parts
         folder = folders[0] if folders else ""
@@ -151,6 +163,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             getattr(item, "fixturenames", ())
         ):
             item.add_marker("alone")
+        elif (folder, name) in waiting:
+            item.add_marker("waits")
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):
