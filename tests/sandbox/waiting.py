@@ -36,9 +36,9 @@ def named(pid):
 def waiting(boxes):
     """While no box runs: by its bubblewrap, the first process of each nest."""
     return {
-        outer: children(outer)[0]
+        outer: inner[0]
         for outer in children(boxes.sandbox.runner)
-        if named(outer) == "bwrap" and there(outer) and children(outer)
+        if named(outer) == "bwrap" and there(outer) and (inner := children(outer))  # it may end at any time
     }
 
 
