@@ -14,14 +14,15 @@ import torch
 
 from megarl.megatron import optimizer
 from megarl.megatron.names import unwrap
-from megarl.parallel.host_copy import HostCopy
+from megarl.parallel.host_copy import HostCopy, content
 
 
 class Kept:
     """Of one model. Empty until `take`."""
 
     def __init__(self) -> None:
-        self._copy: HostCopy | None = None
+        self._copy = HostCopy(0)
+        self._taken: list[torch.UntypedStorage] = []
         self._counts: list[Any] = []
         self._updates = 0
         """Of the schedule, when it was taken."""
@@ -30,18 +31,26 @@ class Kept:
 
     def take(self, chunks: Sequence[torch.nn.Module], states: Any, scheduler: Any) -> None:
         """The model must be on the device, as whenever it is at work."""
-        changing = list(_changing(chunks, states))
-        if self._copy is None:
-            self._copy = HostCopy(sum(storage.nbytes() for storage in changing))
-        self._copy.take(changing)
+        self._taken = list(_changing(chunks, states))
+        size = sum(storage.nbytes() for storage in self._taken)
+        if size != self._copy.size:  # the first time; and the second, where moments are made in the first step
+            self._copy = HostCopy(0)
+            self._copy = HostCopy(size)
+        self._copy.take(self._taken)
         self._counts = [float(holder["step"]) for holder in optimizer.counts(states)]
         self._updates = int(scheduler.num_steps)
 
     def put_back(self, chunks: Sequence[torch.nn.Module], states: Any) -> None:
         """All of it, but for the schedule, which shall begin anew."""
-        assert self._copy is not None
-        self._copy.put_back(list(_changing(chunks, states)))
-        for holder, count in zip(optimizer.counts(states), self._counts, strict=True):
+        since = {storage.data_ptr(): storage for storage in _changing(chunks, states)}
+        assert self._taken or not since, "nothing was taken"
+        for storage in self._taken:
+            del since[storage.data_ptr()]  # what was taken is what is there
+        self._copy.put_back(self._taken)
+        for storage in since.values():  # moments that were made since then, of zeros
+            content(storage).zero_()
+        holders = list(optimizer.counts(states))
+        for holder, count in zip(holders, self._counts or [0.0] * len(holders), strict=True):
             if isinstance(holder["step"], torch.Tensor):
                 holder["step"].fill_(count)
             else:
@@ -50,7 +59,7 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._copy is None else self._copy.size
+        return self._copy.size
 
 
 def _changing(chunks: Sequence[torch.nn.Module], states: Any) -> Iterator[torch.UntypedStorage]:

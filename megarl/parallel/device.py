@@ -46,10 +46,13 @@ def select() -> None:
         torch.cuda.set_device(device())
 
 
-def finish(tensor: torch.Tensor) -> None:
+def finish(tensor: torch.Tensor, whole: bool = False) -> None:
     """Return when what this thread has had done so far where the tensor is, is done: before another process looks, for
-    it has a queue of its own. At once for a tensor of the host's. Errors of what was queued are raised here."""
-    if tensor.is_cuda:
+    it has a queue of its own. whole: what anything in this process has had done there. At once for a tensor of the
+    host's. Errors of what was queued are raised here."""
+    if tensor.is_cuda and whole:
+        torch.cuda.synchronize(tensor.device)
+    elif tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 

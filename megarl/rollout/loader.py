@@ -55,12 +55,12 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
                 answer = _session(model, order["socket"], [shared["bucket"], shared["bucket1"]])
             else:
                 answer = _obey(model, order, shared.get("bucket"))
-            device.finish(shared["answer"])  # a failure of a copy shows here, and the bucket is free once we answer
+            device.finish(shared["answer"], whole=True)  # failures show here; the bucket is free once we answer
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     try:
         _put(shared["answer"], answer)
-        device.finish(shared["answer"])
+        device.finish(shared["answer"], whole=True)
     except Exception as error:
         print(f"the answer {str(answer)[:500]} cannot be given: {error}", flush=True)  # the trainer finds none
 
@@ -81,7 +81,7 @@ def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor])
                     found[key] = [*found.get(key, []), *names]
             if not found:
                 raise ValueError("no draft model has joined the session")
-            device.finish(buckets[0])
+            device.finish(buckets[0], whole=True)  # SGLang may compute in streams of its own
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return found

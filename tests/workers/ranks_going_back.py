@@ -121,8 +121,25 @@ def main() -> dict[str, Any]:
     # A number that is none is too much, and nothing of the update is left.
     result["not a number"] = not_a_number(actor)
     result["as before thrice"] = same(held(actor), kept)
+    result["from nothing"] = from_nothing()
     result["memory"] = [actor.figures(), short(actor), actor.figures()]
     return result
+
+
+def from_nothing() -> list[bool]:
+    """With an optimizer that makes its moments in its first step, as those of Transformer Engine and Apex do: whether
+    it goes back in that step, to what it was, and once more in the next."""
+    from megarl.megatron.optimizer import _torch_optimizers
+
+    actor = make()
+    before = held(actor)
+    for inner in _torch_optimizers(actor.model.optimizer) if actor.model is not None else ():
+        inner.state.clear()
+    found = []
+    for number in (1, 2):
+        rows = step(actor, number, faster=3000.0)
+        found += [any("guards/ppo_kl" in row for row in rows), same(held(actor), before)]
+    return found
 
 
 def short(actor: ActorWorker) -> int:

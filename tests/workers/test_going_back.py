@@ -65,6 +65,12 @@ def test_it_goes_back_each_time_once_a_step(ranks: list[dict[str, Any]]) -> None
         assert found["not a number"] and found["as before thrice"]
 
 
+def test_moments_that_are_made_in_the_first_step_are_as_before_it(ranks: list[dict[str, Any]]) -> None:
+    """torch's are made here, with the optimizer; those that a GPU has are not."""
+    for found in ranks:
+        assert found["from nothing"] == [True] * 4
+
+
 def test_what_the_copy_takes(ranks: list[dict[str, Any]]) -> None:
     """Weights and this rank's states, but for the padding of Megatron's buffers."""
     copies = [found["bytes"] for found in ranks if found["bytes"]]
