@@ -114,7 +114,7 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     means = "Turns that the policy may take in one conversation"
     assert f"rollout.max_turns = 5  # a whole number, at least 1 and at most 2147483647; {means}" in lines
-    assert len(lines) <= 150 and [line for line in lines if "; " not in line] == []
+    assert [line for line in lines if "; " not in line] == []
     assert all("\n" not in line and len(line) < 500 for line in lines)
 
 

@@ -144,10 +144,6 @@ def test_errors_are_quoted_as_they_are() -> None:
     assert len(quoted) > 20 and not in_the_code("a line that nobody says")
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
 def test_every_page_is_linked_to_from_the_readme() -> None:
     """At once, or from a page that it links to."""
     seen, left = set(), [ROOT / "README.md"]
