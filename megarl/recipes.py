@@ -31,6 +31,7 @@ PPO = "megarl.controllers.ppo:PPOController"
 GRPO = "megarl.controllers.grpo:GRPOController"
 
 _NO_KL = {"kl.place": "none"}
+_KL_LOSS = {"kl.place": "loss"}
 _GROUP = {"advantage.kind": "group", "advantage.group_std": True}
 
 RECIPES: dict[str, Recipe] = {
@@ -42,7 +43,6 @@ RECIPES: dict[str, Recipe] = {
         PPO,
         {
             **_NO_KL,
-            "advantage.gamma": 1.0,
             "options": {"critic_lam": 1.0, "length_adaptive": 0.05, "positive_nll": 0.1},
             "loss.clip": 0.2,
             "loss.clip_high": 0.28,
@@ -53,8 +53,8 @@ RECIPES: dict[str, Recipe] = {
     # arXiv:2409.06957: the samples whose reward can be relied on, and a buffer of them.
     "pf_ppo": Recipe("megarl.controllers.pf_ppo:PFPPOController"),
     # --- against the other samples of the prompt ---
-    # arXiv:2402.03300. Its mean over sequences is `loss.mean=sequence`.
-    "grpo": Recipe(GRPO),
+    # arXiv:2402.03300, with the KL in the loss (eq. 3). Its mean over sequences is `loss.mean=sequence`.
+    "grpo": Recipe(GRPO, {**_KL_LOSS, **_GROUP}),
     # arXiv:2503.20783: without the two normalisations, by the group's deviation and by an answer's length.
     "dr_grpo": Recipe(
         GRPO, {**_NO_KL, "advantage.kind": "group", "advantage.group_std": False, "loss.mean": "constant"}
@@ -65,13 +65,11 @@ RECIPES: dict[str, Recipe] = {
         {**_NO_KL, **_GROUP, "loss.clip": 0.2, "loss.clip_high": 0.28, "loss.mean": "token"},
     ),
     # arXiv:2402.14740: the mean of the others is the baseline; the KL is in the reward.
-    "rloo": Recipe(GRPO, {"advantage.kind": "rloo"}),
+    "rloo": Recipe(GRPO, {"advantage.kind": "rloo", "kl.place": "reward"}),
     # arXiv:2501.03262: no group, the KL in the reward, normalised over the batch; then with the group's mean as
     # baseline, and the KL in the loss.
     "reinforce_pp": Recipe(GRPO, {"advantage.kind": "reinforce", "kl.place": "reward"}),
-    "reinforce_pp_baseline": Recipe(
-        GRPO, {"advantage.kind": "reinforce_baseline", "kl.place": "loss", "kl.estimator": "k2"}
-    ),
+    "reinforce_pp_baseline": Recipe(GRPO, {**_KL_LOSS, "advantage.kind": "reinforce_baseline", "kl.estimator": "k2"}),
     # arXiv:2505.23585: on policy, the baseline weighted by length, neither KL nor entropy.
     "opo": Recipe(GRPO, {**_NO_KL, "advantage.kind": "opo"}),
     # arXiv:2310.10505: against the greedy answer.
@@ -85,8 +83,19 @@ RECIPES: dict[str, Recipe] = {
     "sapo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "sapo", "loss.mean": "sequence"}),
     # arXiv:2507.20673.
     "gmpo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "gmpo", "loss.mean": "sequence"}),
-    # arXiv:2505.22617.
-    "clip_cov": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "clip_cov"}),
+    # arXiv:2505.22617. Neither loss has PPO's clip or a dual clip: the range of Clip-Cov's ratio is opened as far as
+    # the keys go (its authors' scripts bound it by 2).
+    "clip_cov": Recipe(
+        GRPO,
+        {
+            **_NO_KL,
+            **_GROUP,
+            "loss.policy": "clip_cov",
+            "loss.clip": 1.0,
+            "loss.clip_high": 100.0,
+            "loss.dual_clip": None,
+        },
+    ),
     "kl_cov": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "kl_cov"}),
     # --- without a reward ---
     # Reverse KL to the role `teacher`, which is what holds the policy.

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_defaults_are_those_of_the_field():
     config = Config()
-    assert (config.advantage.gamma, config.advantage.lam) == (0.99, 0.95)
+    assert (config.advantage.gamma, config.advantage.lam) == (1.0, 0.95)
     assert (config.loss.clip, config.loss.dual_clip, config.loss.value_clip) == (0.2, 3.0, 0.2)
     assert (config.kl.coef, config.kl.target) == (0.001, 0.015)
     assert (config.actor_optimizer.lr, config.actor_optimizer.warmup_fraction) == (1e-6, 0.1)

@@ -74,4 +74,6 @@ def test_the_complete_recipes_are_what_their_papers_say() -> None:
 @pytest.mark.parametrize("name", ["gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov"])
 def test_a_recipe_of_a_loss_has_that_loss(name: str) -> None:
     config = from_dict({"algorithm": name})
+    if name == "clip_cov":  # the paper's loss is -A rho of what is not marked: no clip of 0.2, no dual clip of 3
+        assert (config.loss.clip, config.loss.clip_high, config.loss.dual_clip) == (1.0, 100.0, None)
     assert config.loss.policy == name and (config.loss.mean == "sequence") == (name in ("gspo", "sapo", "gmpo"))

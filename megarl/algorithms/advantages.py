@@ -78,6 +78,17 @@ def length_adaptive_lam(actions: torch.Tensor, alpha: float) -> torch.Tensor:
     return (1.0 - 1.0 / (alpha * actions.double()).clamp(min=1.0)).clamp(min=0.0)
 
 
+def rewards_to_go(
+    rewards: torch.Tensor, loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, gamma: float = 1.0
+) -> torch.Tensor:
+    """[T] return of each action token, sum_{j >= k} gamma^(j - k) r_j over the actions of its sequence; 0 elsewhere.
+
+    REINFORCE++ (arXiv:2501.03262, eq. 9: r - coef sum_{i >= t} KL_i, with `rewards` of `token_rewards`) and ReMax
+    (arXiv:2310.10505). It is `gae` with values of 0 and lambda 1; `rewards`, `loss_mask` [T], `cu_seqlens` [n + 1].
+    """
+    return gae(rewards, torch.zeros_like(rewards), loss_mask, cu_seqlens, gamma, 1.0)[0]
+
+
 STEPS = 1 << 24
 """Actions of the sequences that `gae` goes through together: 64 MB in fp32."""
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["group", "rloo", "reinforce", "reinforce_baseline", "opo"]
+Kind = Literal["group", "rloo", "reinforce_baseline", "opo"]
 """Names of `sequence_advantages`."""
 
 
@@ -32,13 +32,11 @@ def sequence_advantages(
         return group_advantages(reward, group, group_std, left_out)
     if kind == "rloo":
         return rloo_advantages(reward, group, left_out)
-    if kind == "reinforce":
-        return whiten_sequences(reward, actions, left_out)
     if kind == "reinforce_baseline":
         return whiten_sequences(group_advantages(reward, group, False, left_out), actions, left_out)
     if kind == "opo":
         return opo_advantages(reward, group, actions, left_out)
-    raise ValueError(f"kind must be group, rloo, reinforce, reinforce_baseline or opo, not {kind!r}")
+    raise ValueError(f"kind must be group, rloo, reinforce_baseline or opo, not {kind!r}")
 
 
 def group_advantages(
@@ -87,17 +85,20 @@ def opo_advantages(
     return groups.told(groups.reward - groups.each(baseline)).to(reward.dtype)
 
 
-def remax_advantages(reward: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """ReMax (arXiv:2310.10505): the reward minus that of the same prompt's greedy answer; both [N]."""
-    return reward - greedy
+def penalised_rewards(reward: torch.Tensor, penalty: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """[N] reward - penalty, for `sequence_advantages` with a KL in the reward; all inputs are [N].
+
+    A group whose rewards are all equal keeps them as they are, so that its advantages are exactly 0. Its penalties
+    would be all that differs, and divided by their deviation they would count as much as rewards, however small.
+    """
+    return torch.where(_Groups.of(reward, group, None).is_uniform(), reward, reward - penalty)
 
 
 def whiten_sequences(x: torch.Tensor, actions: torch.Tensor, left_out: torch.Tensor | None = None) -> torch.Tensor:
     """REINFORCE++'s normalisation over the batch (arXiv:2501.03262, eq. 10) of a number per sequence, [N].
 
     (x - mean) / sqrt(var + 1e-8), where each counts with its action tokens: the same as `whiten` of the numbers on all
-    these tokens. Of rewards it is REINFORCE++, of rewards minus their group's mean REINFORCE++ with baseline. Where all
-    that count are equal the result is 0.
+    these tokens. Where all that count are equal the result is 0.
     """
     counted = torch.ones_like(actions, dtype=torch.bool) if left_out is None else ~left_out
     numbers = torch.where(counted, x.double(), 0.0)
@@ -138,9 +139,13 @@ class _Groups:
 
     def told(self, advantages: torch.Tensor) -> torch.Tensor:
         """[N] with exactly 0 where the group's rewards are all equal, and of those left out."""
+        return torch.where(self.is_uniform() | ~self.counted, 0.0, advantages)
+
+    def is_uniform(self) -> torch.Tensor:
+        """[N] bool: whether the rewards of the sample's group are all equal."""
         ends = self.reward.new_zeros(2, len(self.size))
         lowest, highest = (
             ends[i].scatter_reduce(0, self.row[self.counted], self.reward[self.counted], reduce=way, include_self=False)
             for i, way in enumerate(("amin", "amax"))
         )
-        return torch.where(self.each(lowest == highest) | ~self.counted, 0.0, advantages)
+        return self.each(lowest == highest)

@@ -47,8 +47,11 @@ class KLCovOptions:
 
 
 def clip_cov_loss(sampled: Sampled, clip: Clip, options: ClipCovOptions) -> TokenLoss:
-    """PPO's clipped loss, [T], and 0 without a gradient on the tokens that are marked. Metrics: those of
-    `ppo_policy_loss`, and `actor/cov_frac` 1 on the marked ones."""
+    """PPO's clipped loss, [T], and 0 without a gradient on the tokens that are marked.
+
+    The paper's (section 4.3) is -A rho without a clip: the recipe `clip_cov` opens those of `loss`. Metrics: those of
+    `ppo_policy_loss`, and `actor/cov_frac` 1 on the marked ones.
+    """
     ppo = ppo_loss(sampled, clip)
     loss = torch.where(sampled.chosen, torch.zeros_like(ppo.loss), ppo.loss)
     return TokenLoss(loss, ppo.metrics | {"actor/cov_frac": sampled.chosen.to(loss.dtype)})

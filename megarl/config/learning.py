@@ -47,8 +47,9 @@ class AdvantageConfig:
     """GRPO, what a reward is compared with: its group's mean; the mean of the others of its group (RLOO); those of the
     whole batch, normalised (REINFORCE++); its group's mean, then normalised over the batch (REINFORCE++ with baseline);
     its group's mean by length (OPO). `algorithms/README.md` has the papers."""
-    gamma: Share = 0.99
-    """Discount per action token."""
+    gamma: Share = 1.0
+    """Discount per action token, of PPO and REINFORCE++. Below 1 the first tokens of a long answer learn nothing from a
+    reward at its end: 0.99^1000 is 4e-5."""
     lam: Share = 0.95
     """GAE's lambda."""
     whiten: bool = True
@@ -60,7 +61,8 @@ class AdvantageConfig:
 @dataclass(frozen=True)
 class KLConfig:
     place: Literal["reward", "loss", "none"] = "reward"
-    """Where the KL to the reference policy enters; `none` builds no reference."""
+    """Where the KL to the reference policy enters; `none` builds no reference. Many recipes set it, such as `loss` for
+    grpo (`controllers/README.md`)."""
     estimator: Literal["k1", "k2", "k3", "k3_unbiased"] | None = None
     """Of the KL at a token (http://joschu.net/blog/kl-approx.html); null is k1 in the reward and k3_unbiased in the
     loss. That is k3 times the importance ratio (arXiv:2512.02556 section 3.1), whose gradient is the KL's, on policy

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl.algorithms.advantages import spread_to_tokens
-from megarl.algorithms.baselines import remax_advantages, sequence_advantages
+from megarl.algorithms.advantages import rewards_to_go, spread_to_tokens, whiten
+from megarl.algorithms.baselines import penalised_rewards, sequence_advantages
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
-from megarl.algorithms.rewards import sequence_sums
+from megarl.algorithms.rewards import sequence_sums, token_rewards
 from megarl.algorithms.totals import token_mean
 from megarl.config import Config
 from megarl.controllers.base import MeanOf, StepResult, mini_batches
@@ -78,24 +78,13 @@ class GRPOController(PolicyController):
         batch, found = corrected(flow, batch, policy, self.steps)
         metrics = experience.metrics | found | odd
 
-        # 2. Advantages: each episode, mostly a sequence, against the others of its prompt. A KL in the reward counts as
-        # its sum.
-        kl_mean = None
-        episodes = batch.episodes
-        score = episodes.whole(batch.sequence_reward)
+        # 2. Advantages of each action token.
+        kl_mean = penalty = None
         if policy.logprobs is not None and batch.ref_logprobs is not None:
             kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, batch.loss_mask)
             kl_mean = token_mean(kl, batch.loss_mask, batch.total)
-            if config.kl.place == "reward":
-                score = score - self.kl.coef * episodes.sums(batch.everywhere(sequence_sums(kl, batch.cu_seqlens)))
-        if experience.baseline is None:
-            kind, use_std = config.advantage.kind, config.advantage.group_std
-            group, actions = episodes.whole(batch.group), episodes.sums(taken.actions)
-            advantages = sequence_advantages(kind, score, group, actions, use_std)
-        else:
-            advantages = remax_advantages(score, episodes.whole(experience.baseline))
-        own = episodes.each(advantages)[batch.own]
-        batch = batch.with_(advantages=spread_to_tokens(own, batch.cu_seqlens, batch.loss_mask))
+            penalty = self.kl.coef * kl if config.kl.place == "reward" else None
+        batch = batch.with_(advantages=self.advantages(batch, taken, penalty, experience.baseline))
         batch, _, odd = quarantined(flow, taken, batch)
         metrics = added(metrics, odd)
 
@@ -115,9 +104,31 @@ class GRPOController(PolicyController):
             kl_mean = metrics.get("actor/kl_loss")
         if kl_mean is not None:
             metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
-            self.kl = self.kl.updated(kl_mean, len(episodes))
+            self.kl = self.kl.updated(kl_mean, len(batch.episodes))
         self.steps += 1
         return StepResult(metrics, experience.rollouts, batch, taken)
+
+    def advantages(
+        self, batch: TrainBatch, taken: Rollouts, penalty: torch.Tensor | None, baseline: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T] advantages. penalty: [T] what the KL takes off the reward; baseline: [N] of `Experience`."""
+        config, episodes, cu, mask = self.config.advantage, batch.episodes, batch.cu_episodes, batch.loss_mask
+        reward = episodes.whole(batch.sequence_reward)
+        if baseline is None and config.kind != "reinforce":
+            # One number per episode: its reward against those of its group. A KL in the reward counts as its sum.
+            group, actions = episodes.whole(batch.group), episodes.sums(taken.actions)
+            if penalty is not None:
+                sums = episodes.sums(batch.everywhere(sequence_sums(penalty, batch.cu_seqlens)))
+                reward = penalised_rewards(reward, sums, group)
+            found = sequence_advantages(config.kind, reward, group, actions, config.group_std)
+            return spread_to_tokens(episodes.each(found)[batch.own], batch.cu_seqlens, mask)
+        # One number per token: the outcome, minus the KL from this token on.
+        outcome = batch.episodes_here.whole(batch.sequence_reward[batch.own])
+        rewards = token_rewards(outcome, cu, mask, penalty, 1.0)
+        if baseline is None:
+            return whiten(rewards_to_go(rewards, mask, cu, config.gamma), mask, batch.total)
+        own = baseline[batch.own].to(rewards.dtype)
+        return rewards_to_go(rewards, mask, cu) - spread_to_tokens(own, batch.cu_seqlens, mask)
 
     def looks_first(self) -> bool:
         """Whether the policy's log-probs are computed before the update. Of a single update they are those that it

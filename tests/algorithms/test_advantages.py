@@ -11,6 +11,7 @@ from megarl.algorithms.advantages import (
     decoupled_gae,
     gae,
     length_adaptive_lam,
+    rewards_to_go,
     spread_to_tokens,
     whiten,
 )
@@ -77,6 +78,18 @@ def test_against_the_definition(seed, gamma, lam):
     for got, want in zip(gae(rewards.float(), values.float(), mask, cu, gamma, lam), expected, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_rewards_to_go_against_a_loop(seed, gamma):
+    rewards, _, mask, cu = random_batch(seed)
+    expected = torch.zeros_like(rewards)
+    for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        actions = [t for t in range(start, end) if mask[t]]
+        for k, t in enumerate(actions):
+            expected[t] = sum(gamma**later * rewards[j] for later, j in enumerate(actions[k:]))
+    torch.testing.assert_close(rewards_to_go(rewards, mask, cu, gamma), expected)
 
 
 def stepwise_gae(rewards, values, mask, cu, gamma, lam):

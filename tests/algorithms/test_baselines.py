@@ -7,14 +7,14 @@ from megarl.algorithms.advantages import spread_to_tokens, whiten
 from megarl.algorithms.baselines import (
     group_advantages,
     opo_advantages,
-    remax_advantages,
+    penalised_rewards,
     rloo_advantages,
     sequence_advantages,
     whiten_sequences,
 )
 
 F64 = torch.float64
-KINDS = ["group", "rloo", "reinforce", "reinforce_baseline", "opo"]
+KINDS = ["group", "rloo", "reinforce_baseline", "opo"]
 
 
 def test_group_advantages_by_hand():
@@ -66,8 +66,14 @@ def test_opo_by_hand():
     assert found.tolist() == pytest.approx([0.75, -0.25, 5.0, 2.0], abs=1e-12)
 
 
-def test_remax():
-    assert remax_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])).tolist() == [0.5, -0.5]
+def test_a_penalty_tells_nobody_apart_whose_rewards_are_equal():
+    reward, group = torch.tensor([1.0, 0.1, 0.5, 0.1, 0.1], dtype=F64), torch.tensor([3, 1, 3, 1, 1])
+    penalty = torch.tensor([0.25, 0.5, -0.125, 0.0, 1e-9], dtype=F64)
+    found = penalised_rewards(reward, penalty, group)
+    assert found.tolist() == [0.75, 0.1, 0.625, 0.1, 0.1]
+    for kind in ("group", "rloo", "opo"):
+        advantages = sequence_advantages(kind, found, group, torch.tensor([1, 2, 3, 4, 5])).tolist()
+        assert advantages[0] > 0 > advantages[2] and advantages[1::2] + advantages[4:] == [0.0] * 3
 
 
 def test_whitening_by_hand():
@@ -103,16 +109,14 @@ def of_a_loop(kind, reward, group, actions):
             baseline = sum(others) / len(others) if others else own
         elif kind == "opo":
             baseline = sum(actions[j] * reward[j] for j in members) / max(1, sum(actions[j] for j in members))
-        elif kind == "reinforce":
-            baseline = 0.0
         else:
             baseline = sum(rewards) / len(rewards)
         centred = own - baseline
         if kind == "group":
             variance = sum((x - baseline) ** 2 for x in rewards) / max(1, len(rewards) - 1)
             centred /= variance**0.5 + 1e-6
-        result.append(0.0 if kind != "reinforce" and len(set(rewards)) == 1 else centred)
-    if kind.startswith("reinforce"):
+        result.append(0.0 if len(set(rewards)) == 1 else centred)
+    if kind == "reinforce_baseline":
         count = sum(actions)
         mean = sum(n * x for n, x in zip(actions, result, strict=True)) / count
         variance = sum(n * (x - mean) ** 2 for n, x in zip(actions, result, strict=True)) / count

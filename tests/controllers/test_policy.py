@@ -17,6 +17,7 @@ from megarl.controllers.base import StepResult, mini_batches
 from megarl.controllers.held_out import passed
 from megarl.controllers.policy import masked, sampling_metrics, trained
 from megarl.controllers.registry import make_controller
+from megarl.recipes import RECIPES
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -295,11 +296,11 @@ def test_vapos_lambdas_by_hand() -> None:
     assert batch.returns[batch.loss_mask].tolist() == pytest.approx([1.0, 1.0])
 
 
-def test_a_kl_in_the_reward_is_taken_off() -> None:
-    """Of two answers of equal reward, that which the policy has come to write more often than the reference is the
-    worse one."""
-    config = from_dict({"algorithm": "grpo", "kl": {"place": "reward", "coef": 0.1, "target": None}})
-    often, seldom = rollout(0, 1.0, "stop"), rollout(0, 1.0, "stop")
+def with_kl(tree: dict[str, Any], rewards: tuple[float, float]) -> TrainBatch:
+    """The batch of a step of two answers of one prompt, of which the policy has come to write the first, (1, 4), more
+    often than the reference, and the second, (2, 3), less often: log-ratios of d and -e at each of the two tokens."""
+    config = from_dict(tree)
+    often, seldom = rollout(0, rewards[0], "stop"), rollout(0, rewards[1], "stop")
     seldom = dataclasses.replace(seldom, turns=(seldom.turns[0], Turn((2, 3), (-1.8, -1.8), True, 0)))
     flow: Any = Given(config, [often, seldom])
     with torch.no_grad():
@@ -307,5 +308,51 @@ def test_a_kl_in_the_reward_is_taken_off() -> None:
         flow.policy.table[1, 4] += 1.0
     batch = make_controller(config).step(flow, []).batch
     assert batch is not None and batch.advantages is not None
-    first, _, second, _ = batch.advantages[batch.loss_mask].tolist()
-    assert first == pytest.approx(-second) and first < -0.5
+    return batch
+
+
+MORE = 1.0 - math.log((5 + math.e) / 6)
+LESS = -math.log((5 + math.e) / 6)
+"""What the log-probs of the two answers' tokens are above the reference's."""
+
+
+def test_a_kl_in_the_reward_is_taken_off() -> None:
+    """Without the deviation: half of the difference of the rewards, each less its two tokens' KL."""
+    tree = {"algorithm": "dr_grpo", "kl": {"place": "reward", "coef": 0.1, "target": None}}
+    batch = with_kl(tree, (1.0, 0.5))
+    half = (1.0 - 0.2 * MORE - (0.5 - 0.2 * LESS)) / 2
+    assert batch.advantages is not None
+    assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([half] * 2 + [-half] * 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("place", ["reward", "loss", "none"])
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "gspo"])
+def test_a_group_of_equal_rewards_has_advantage_zero_wherever_the_kl_is(algorithm: str, place: str) -> None:
+    """The KL of its samples differs: divided by the deviation, it alone would be advantages of 0.7."""
+    kl = {"place": place, "estimator": None, "coef": 0.001, "target": None}
+    batch = with_kl({"algorithm": algorithm, "kl": kl}, (1.0, 1.0))
+    assert batch.advantages is not None and batch.advantages.tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_reinforce_pp_takes_off_the_kl_from_a_token_on(gamma: float) -> None:
+    """arXiv:2501.03262, eq. 9: A_t = r - coef sum_{i >= t} KL_i, then whitened over the action tokens."""
+    tree = {"algorithm": "reinforce_pp", "kl": {"coef": 0.5, "target": None}, "advantage": {"gamma": gamma}}
+    batch = with_kl(tree, (1.0, 0.0))
+    last = [1.0 - 0.5 * MORE, -0.5 * LESS]
+    returns = torch.tensor([[-0.5 * kl + gamma * end, end] for kl, end in zip((MORE, LESS), last, strict=True)]).view(4)
+    expected = (returns - returns.mean()) / returns.std(correction=0)
+    assert batch.advantages is not None
+    assert batch.advantages[batch.loss_mask].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, one in RECIPES.items() if "advantage.group_std" in one.values])
+def test_no_recipe_divides_a_kl_by_a_groups_deviation(name: str) -> None:
+    config = from_dict({"algorithm": name})
+    assert not (config.advantage.group_std and config.kl.place == "reward"), name
+
+
+def test_grpo_has_the_kl_in_the_loss() -> None:
+    """arXiv:2402.03300, eq. 3."""
+    config = from_dict({"algorithm": "grpo"})
+    assert (config.kl.place, config.advantage.kind, config.advantage.group_std) == ("loss", "group", True)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from played import Played  # noqa: E402
@@ -26,6 +28,24 @@ def test_the_greedy_answer_is_the_baseline() -> None:
     assert actions == [0.75, 0.75, -0.25, -0.25, -0.5, -0.5, 2.0, 2.0]
     assert result.metrics["rollout/reward_greedy"] == 0.625
     assert result.rollouts is not None and len(result.rollouts) == 4  # greedy ones are not recorded
+
+
+def test_a_kl_in_the_reward_is_taken_off_from_a_token_on() -> None:
+    """A_t = r - r_greedy - coef sum_{i >= t} KL_i."""
+    config = from_dict({"algorithm": "remax", "kl": {"coef": 0.1, "target": None}})
+    flow: Any = Played(config, [[[1.0, 0.0]]], [[[0.25]]])
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        flow.policy.table += torch.randn(flow.policy.table.shape, generator=draw)
+    result = make_controller(config).step(flow, [Prompt("a", ())])
+    batch = result.batch
+    assert batch is not None and batch.advantages is not None
+    assert batch.trainer_logprobs is not None and batch.ref_logprobs is not None
+    kl = (batch.trainer_logprobs - batch.ref_logprobs)[batch.loss_mask].view(2, 2)
+    assert bool((kl.abs() > 0.01).all())
+    to_go = kl + torch.stack([kl[:, 1], torch.zeros(2)], dim=1)
+    expected = torch.tensor([[0.75], [-0.25]]) - 0.1 * to_go
+    torch.testing.assert_close(batch.advantages[batch.loss_mask].view(2, 2), expected)
 
 
 def test_without_a_greedy_answer_there_is_nothing_to_learn() -> None:
