@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megarl.rewards.stated import boxed
+from megarl.rewards.stated import box_start, boxed, final_part
 from megarl.rewards.truths import checking
 from megarl.types import Prompt, Rollout
 
@@ -15,10 +15,21 @@ _FILL = r"[\s*_:=$\"'`~-]{0,8}"
 _LETTER = r"(?:\\(?:textbf|text|mathrm|mathbf|boxed)\s?)?(?P<open>[(\[{]{0,2})\s?(?P<letter>[A-Ea-e])(?!\w|'\w)"
 _VERBS = "is|are|be|was|would be|must be|should be|choice|option|letter|therefore|then"
 _BEHIND = re.compile(rf"{_FILL}(?:(?:{_VERBS})\b{_FILL}){{0,4}}{_LETTER}")
-_SAID = re.compile(r"(?<![\w\\])(?:[(\[]([A-E])[)\]]|\*\*[(\[]?([A-E])[)\].:]?\*\*)(?!\w)")
+_SAID = re.compile(r"(?<![\w\\])(?:[(\[]([A-E])[)\]]|\*\*[(\[]?([A-E])(?:[)\].:]?\*\*|[)\].:] [^*\n]{1,80}\*\*))(?!\w)")
+_RIGHT = re.compile(
+    r"(?<![\w'\\])(?P<letter>[A-E])[)\]}*$]{0,3} (?:is|must be|should be) (?:therefore |thus |clearly |indeed )?"
+    r"(?:the )?(?:only |most )?(?:correct|right|true|best)(?!\w)"
+)
+_UNSURE = re.compile(r"\b(?:if|whether|nor|or|suppose|assume|assuming|that|is)\s{1,8}[(\[{*$]{0,3}\Z", re.IGNORECASE)
+_DENIED = re.compile(
+    r"[)\]}*'\"`$\s]{0,8}(?:is|was|are|can|could|would|does|must|seems)"
+    r"(?:(?:n't| not|not)|(?: \w{1,12})? (?:incorrect|wrong|false|out|impossible|ruled|eliminated))(?!\w)"
+)
 _ALONE = re.compile(r"^[ \t]{0,8}([A-E])[.):]?[ \t]{0,8}$", re.MULTILINE)
-_LAST = re.compile(r"(?<![\w'])([A-E])[\s.*!$)]{0,8}\Z")
+_LAST = re.compile(r"(?<![\w'])(?<!\bnot )([A-E])[\s.*!$)`]{0,8}\Z")
 _FIRST = re.compile(r"\s{0,8}[(\[]?([A-E])[.):\]]\s")
+_SHORT = 10  # characters of an answer that may be the letter alone, also in lower case
+_DELIMITER = re.compile(r"\\[()\[\]]")
 _CLEAN = re.compile(r"\\(?:textbf|text|mathrm|mathbf)|[\s(){}\[\].:*$]")
 
 
@@ -34,25 +45,33 @@ def choice(rollout: Rollout) -> float:
     r"""1.0 where the letter that the answer states, A to E, is that of `prompt.ground_truth`, else 0.0.
 
     The letter is the last that is boxed or that follows one of the words answer, choice, option: `\boxed{B}`, "the
-    answer is (B)", "Answer: b". Where nothing is, the last that is in brackets, in bold or alone on a line, or the
-    one with which the text ends, or an only line begins ("B) Paris"). A letter in the midst of prose, such as the
-    article, is none. Raises ValueError for a ground truth that is no letter from A to E.
+    answer is (B)", "Answer: b", but not "option A is incorrect". Where nothing is, the last that is called right ("B is
+    correct"); else the last that is in brackets, in bold or alone on a line, or the one with which the text ends, or an
+    only line begins ("B) Paris"). A letter in the midst of prose, such as the article, is none. Where there are
+    `<answer>` tags, only what is between them counts, or a box behind them. Raises ValueError for a ground truth that
+    is no letter from A to E.
     """
     return float(letter_of(rollout.answer) == _truth(rollout.prompt))
 
 
 def letter_of(answer: str) -> str | None:
     """The letter that a text states, in upper case; None where it states none."""
+    answer = _DELIMITER.sub("$", final_part(answer))
+    if len(answer.strip()) <= _SHORT and (letter := _plain(answer)):
+        return letter
     marked: tuple[int, str] | None = None
     for mark in _MARK.finditer(answer):
         found = _BEHIND.match(answer[mark.end() : mark.end() + _WINDOW])
         if found and _meant(answer, mark.end() + found.end(), found):
             marked = mark.end() + found.start("letter"), found["letter"].upper()
     box = boxed(answer)
-    if box is not None and answer.rfind("\\boxed") > (marked[0] - 10 if marked else -1):
+    if box is not None and box_start(answer) > (marked[0] - 10 if marked else -1):
         return _plain(box)
     if marked:
         return marked[1]
+    for found in reversed(list(_RIGHT.finditer(answer))):
+        if not _UNSURE.search(answer[max(0, found.start() - 20) : found.start()]):
+            return found["letter"]
     said = [(found.start(), found[1] or found[2]) for found in _SAID.finditer(answer)]
     said += [(found.start(), found[1]) for found in _ALONE.finditer(answer)]
     end = answer[-20:]
@@ -65,7 +84,10 @@ def letter_of(answer: str) -> str | None:
 
 
 def _meant(answer: str, end: int, found: re.Match[str]) -> bool:
-    """Whether a letter behind a mark is one: in lower case only in brackets, or where a word does not follow."""
+    """Whether a letter behind a mark is one: not where it is called wrong; in lower case only in brackets, or where a
+    word does not follow."""
+    if _DENIED.match(answer, end, end + _WINDOW):
+        return False
     if found["letter"].isupper() or found["open"]:
         return True
     return not re.match(r"\s{1,8}\w|-", answer[end : end + 10])

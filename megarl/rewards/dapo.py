@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.rewards.numbers import as_number
+from megarl.rewards.numbers import as_number, has_false_equation, join_thousands
 from megarl.rewards.stated import boxed, braced
 from megarl.rewards.truths import checking
 from megarl.types import Prompt, Rollout
@@ -16,9 +16,12 @@ from megarl.types import Prompt, Rollout
 LONGEST = 300
 """Characters at the end that are looked at, as in DAPO's own code (verl)."""
 
-_MARK = re.compile(r"answer\s*:", re.IGNORECASE)
+_MARK = re.compile(r"answer[\s*_]*:", re.IGNORECASE)
+_OPENING = re.compile(r"(?:[\s*_$}]|\\[(\[]|<answer>)*")  # between the mark and its result, also line breaks
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*(?=\{)")
-_SPACING = re.compile(r"\\[,;:! ]|\\(?:left|right|displaystyle)(?![a-zA-Z])|[\s$*`\"~]")
+_SPACING = re.compile(
+    r"\\[,;:! ()\[\]\\]|\\(?:left|right|displaystyle)(?![a-zA-Z])|[$*`\"~]|</?answer>|(?<![0-9])\s|\s(?![0-9])"
+)
 _FRACTION = re.compile(r"\\[dt]frac(?![a-zA-Z])")
 _UNIT = re.compile(r"(?<=[0-9])(?:[a-zA-Z]+(?:\^?\{?[23]\}?)?|\^\{?\\circ\}?|\\?%)$")
 
@@ -34,17 +37,23 @@ def _truth(prompt: Prompt) -> str:
 def math_dapo(rollout: Rollout) -> float:
     """1.0 where the last `Answer: ..` gives `prompt.ground_truth`, else -1.0.
 
-    Of the last 300 characters, what follows the last `answer:` up to the end of its line, in any case, is compared with
-    the ground truth: as numbers where both are, else as text. What makes no difference: `$`, spaces, bold, a box, the
-    word in `\\text{}`, `x =` before it, thousands separators, a full stop, and behind a number its unit. Raises
-    ValueError for an empty ground truth.
+    Of the last 300 characters, what follows the last `answer:` up to the end of its line, or the first line with text
+    after that, is compared with the ground truth: as numbers where both are, else as text. What makes no difference:
+    `$`, `\\(`, `\\[`, spaces, bold, a box, the word in `\\text{}`, `<answer>` tags, `x =` before it, thousands
+    separators, a full stop, and behind a number its unit. `3 = 5` is wrong. Raises ValueError for an empty ground
+    truth.
     """
     truth = _truth(rollout.prompt)
     tail = rollout.answer[-LONGEST:]
     marks = list(_MARK.finditer(tail))
     if not marks:
         return -1.0
-    said = plain(tail[marks[-1].end() :].lstrip(" *").partition("\n")[0])
+    start = _OPENING.match(tail, marks[-1].end())
+    assert start is not None
+    line = tail[start.end() :].partition("\n")[0]
+    if has_false_equation(_spaced(line)):
+        return -1.0
+    said = plain(line)
     number = as_number(truth)
     right = said == truth if number is None else as_number(_UNIT.sub("", said)) == number
     return 1.0 if right else -1.0
@@ -54,9 +63,13 @@ def plain(text: str) -> str:
     """A result without what makes no difference."""
     if (inside := boxed(text)) is not None:
         text = inside
-    text = text.rpartition("=")[2].replace("{,}", ",").replace(r"\$", "")
-    text = _FRACTION.sub(r"\\frac", _SPACING.sub("", _unwrapped(text)))
-    return text.rstrip(".")
+    return _FRACTION.sub(r"\\frac", _spaced(text.rpartition("=")[2]))
+
+
+def _spaced(text: str) -> str:
+    """Without what only changes how it looks; a space stays between two digits."""
+    text = " ".join(_unwrapped(text).replace("{,}", ",").replace(r"\$", "").split())
+    return _SPACING.sub("", join_thousands(text)).rstrip(".")
 
 
 def _unwrapped(text: str) -> str:

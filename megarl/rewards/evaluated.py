@@ -6,11 +6,13 @@ no such size. What is refused here counts as wrong.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import Any
 
 import sympy
+from latex2sympy2_extended.logic import And
 
 LONGEST = 300
 """Characters; the longest answer in MATH-500 has 159."""
@@ -53,11 +55,11 @@ def tame(expression: Any) -> bool:
         return False
 
 
-def differ(one: Any, other: Any) -> bool:
+def differ(one: Any, other: Any, within: float = 1e-4) -> bool:
     """Whether two expressions have clearly different values where their variables are some numbers, or one is a set or
     tuple of several and the other is none. Then they are not equal, and need not be simplified to know that, which may
     take minutes. False also where this says nothing: of two sets, equations, texts, products of variables that may be
-    words, and percentages, which count as their numbers, too."""
+    words, and percentages, which count as their numbers, too. within: relative to the larger, and to 1."""
     several = [isinstance(part, sympy.Set | sympy.Tuple) and len(part.args) > 1 for part in (one, other)]
     if any(several) and any(isinstance(part, sympy.Expr) for part in (one, other)):
         return True
@@ -73,7 +75,20 @@ def differ(one: Any, other: Any) -> bool:
         first, second = (part.evalf(15, subs=values)._to_mpmath(53) for part in (one, other))  # beyond any exponent
     except Exception:  # sympy has many for what is no number
         return False
-    return bool(abs(first - second) > 1e-4 * max(1.0, abs(first), abs(second)))
+    return bool(abs(first - second) > within * max(1.0, abs(first), abs(second)))
+
+
+def contradicts(expression: Any) -> bool:
+    """Whether it is an equation, or a chain of them, with different numbers on two sides. A decimal may be rounded, by
+    up to 5 %."""
+    chain = expression.args if isinstance(expression, And) else (expression,)
+    if not all(isinstance(part, sympy.Eq) for part in chain):
+        return False
+    sides = [side for part in chain for side in part.args if isinstance(side, sympy.Expr) and not side.free_symbols]
+    return any(
+        differ(one, other, within=0.05 if one.has(sympy.Float) or other.has(sympy.Float) else 1e-4)
+        for one, other in itertools.combinations(sides, 2)
+    )
 
 
 def _a_word(expression: Any) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from megarl.rewards.numbers import as_number, numbers_in
-from megarl.rewards.stated import braced
+from megarl.rewards.numbers import as_number, has_false_equation, join_thousands, numbers_in
+from megarl.rewards.stated import box_start, boxed, final_part, tagged
 from megarl.rewards.truths import checking
 from megarl.types import Prompt, Rollout
 
 _NOT_THE_NUMBER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\^\s*(?:\{[^{}]*\}|\w)")  # units and their exponents
+_WORDS = re.compile(r"\\(?:text|mathrm|mbox)(?=\s*\{)")
+_MINUS = re.compile(r"^[\s$*]*[-\N{MINUS SIGN}]\s+(?=[$0-9.])")
 
 
 def _truth(prompt: Prompt) -> Decimal:
@@ -24,31 +26,45 @@ def _truth(prompt: Prompt) -> Decimal:
 def gsm8k(rollout: Rollout) -> float:
     """1.0 where the answer's number equals `prompt.ground_truth`, else 0.0.
 
-    The number is the one behind the last `####` or in the last `\\boxed{}`, whichever comes later, or the last number
-    of the answer where there is neither. Raises ValueError for a ground truth that is no number.
+    The number is the one behind the last `####` or in the last `\\boxed{}`, whichever comes later, else the one between
+    `<answer>` tags, or the last number of the answer where there is none of these. Where there are tags, marks before
+    them do not count. `3 = 5` is no result. Raises ValueError for a ground truth that is no number.
     """
     return _compare(rollout, final_number(rollout.answer, strict=False))
 
 
 @checking(_truth)
 def gsm8k_strict(rollout: Rollout) -> float:
-    """As `gsm8k`, but an answer without `####` or `\\boxed{}` is wrong."""
+    """As `gsm8k`, but an answer without `####`, `\\boxed{}` or `<answer>` tags is wrong."""
     return _compare(rollout, final_number(rollout.answer, strict=True))
 
 
 def final_number(answer: str, strict: bool) -> Decimal | None:
     """The number that a text gives as its result; without `strict` its last number where none is marked."""
-    hashes = answer.rfind("####")
-    boxed = answer.rfind(r"\boxed")
-    marked: list[Decimal] = []
-    if boxed > hashes:
-        marked = numbers_in(_plain(braced(answer, boxed + len(r"\boxed")) or ""))[-1:]
+    is_tagged = tagged(answer, "answer") is not None
+    answer = final_part(answer)
+    hashes, box = answer.rfind("####"), box_start(answer)
+    result = ""
+    if box > hashes:
+        result = boxed(answer) or ""
     elif hashes >= 0:
-        marked = numbers_in(_plain(answer[hashes + 4 :].lstrip().partition("\n")[0]))[:1]
-    if marked or strict:
-        return marked[0] if marked else None
-    numbers = numbers_in(_plain(answer))
+        result = answer[hashes + 4 :].lstrip().partition("\n")[0]
+    elif is_tagged:
+        result = answer
+    if has_false_equation(_plain(result)):
+        return None
+    if numbers := _marked(result):
+        return numbers[0] if hashes > box else numbers[-1]
+    numbers = [] if strict else numbers_in(_plain(answer))
     return numbers[-1] if numbers else None
+
+
+def _marked(text: str) -> list[Decimal]:
+    """The numbers of a marked result."""
+    plain = join_thousands(_plain(text))
+    right = plain.rpartition("=")[2]
+    plain = _MINUS.sub("-", right if as_number(right) is not None else plain)
+    return numbers_in(plain) or numbers_in(_plain(_WORDS.sub("", text)))  # \text{42}, which is no unit
 
 
 def _compare(rollout: Rollout, found: Decimal | None) -> float:

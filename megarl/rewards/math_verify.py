@@ -10,13 +10,16 @@ work (`rewards/evaluated.py`), and what sympy does then is under `reward.timeout
 from __future__ import annotations
 
 import logging
+import re
 from functools import lru_cache
 from typing import Any
 
 import math_verify as library
+import sympy
 
-from megarl.rewards.evaluated import LONGEST, differ, small, tame
-from megarl.rewards.stated import boxed
+from megarl.rewards.evaluated import LONGEST, contradicts, differ, small, tame
+from megarl.rewards.numbers import join_thousands
+from megarl.rewards.stated import boxed, final_part
 from megarl.rewards.truths import checking
 from megarl.types import Prompt, Rollout
 
@@ -25,16 +28,23 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of time lim
 _LATEX = library.LatexExtractionConfig(boxed_match_priority=0)
 _NO_LIMIT = 0
 _ANY = (_LATEX, library.ExprExtractionConfig())
+_WORD = re.compile(r"[A-Za-z]{3,}")
+_NO_LETTER = re.compile(r"\\(?:cdot|times|(?:text|math)[a-z]*)(?![a-z])|[^A-Za-z]")
+_GLUED = re.compile(r"(####|answer:)(?=\S)|`", re.IGNORECASE)
 
 
 def _check(prompt: Prompt) -> None:
     """What would take long is left to the process that compares, which can be stopped."""
-    given = prompt.ground_truth
-    truth = str("" if given is None else given).strip()
-    inside = boxed(truth)
-    truth = truth if inside is None else inside
+    truth = _given(prompt)
     if not truth or small(truth):
         _truth(truth)
+
+
+def _given(prompt: Prompt) -> str:
+    r"""The text of a ground truth, without a box or currency: `\$18.90` is 18.90."""
+    truth = str("" if prompt.ground_truth is None else prompt.ground_truth).strip()
+    inside = boxed(truth)
+    return (truth if inside is None else inside).replace(r"\$", "")
 
 
 @checking(_check)
@@ -42,11 +52,15 @@ def math_verify(rollout: Rollout) -> float:
     r"""1.0 where the answer's result equals `prompt.ground_truth`, else 0.0.
 
     The result is what the last `\boxed{}` holds, or, where there is none, the formula or number that math-verify finds
-    in the last 300 characters: one behind "answer is" before others, later ones before earlier ones. The ground truth
-    is a text of LaTeX, with or without dollar signs or a box, or a number.
+    in the last 300 characters: one behind "answer is" before others, later ones before earlier ones. Where there are
+    `<answer>` tags, only what is between them counts, or a box behind them. The ground truth is a text of LaTeX, with
+    or without dollar signs or a box, or a number.
 
     Wrong is also what is longer than 300 characters, has more than 6 brackets within each other, or would have to be
-    worked out first: integrals, sums, limits, numbers of a million bits; unless it is the ground truth itself.
+    worked out first: integrals, sums, limits, numbers of a million bits; unless it is the ground truth itself. So are
+    two things that math-verify takes: a false equation (`3=5` for 5), and a word of other order (`stop` for `post`),
+    which it reads as a product of letters. A truth of three or more letters that are not in alphabetical order is a
+    word; `abc` is a product.
     Raises ValueError for a ground truth that cannot be read.
     """
     return _compared(rollout, strict=False)
@@ -59,20 +73,29 @@ def math_verify_strict(rollout: Rollout) -> float:
 
 
 def _compared(rollout: Rollout, strict: bool) -> float:
-    given = rollout.prompt.ground_truth
-    truth = str("" if given is None else given).strip()
-    inside = boxed(truth)
-    truth = truth if inside is None else inside
+    truth = _given(rollout.prompt)
     gold = _truth(truth)
-    found = boxed(rollout.answer)
+    answer = final_part(rollout.answer)
+    found = boxed(answer)
     if found is None and strict:
         return 0.0
-    if found is not None and found == truth:
-        return 1.0
-    said = _read(rollout.answer[-LONGEST:], _ANY) if found is None else _read(_in_a_box(found), (_LATEX,))
-    if not said or differ(gold[0], said[0]):
+    if found is None:
+        said = _read(_GLUED.sub(r"\1 ", answer[-LONGEST:].replace(r"\$", "")), _ANY)
+    else:
+        found = found.replace(r"\$", "").strip("* ").rstrip(".")
+        if found == truth:
+            return 1.0
+        said = _read(_in_a_box(join_thousands(found)), (_LATEX,))
+    if not said or contradicts(said[0]) or differ(gold[0], said[0]) or _is_other_word(truth, said):
         return 0.0
     return float(library.verify(gold, said, timeout_seconds=_NO_LIMIT))
+
+
+def _is_other_word(truth: str, said: list[Any]) -> bool:
+    """Whether the truth is a word, and the answer a product of letters that do not spell it."""
+    if not _WORD.fullmatch(truth) or sorted(truth.lower()) == list(truth.lower()) or isinstance(said[0], sympy.Symbol):
+        return False
+    return _NO_LETTER.sub("", str(said[-1])).lower() != truth.lower()
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,20 @@ from decimal import Decimal
 _DIGITS = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
 _SIGN = re.compile(r"(?:^|[^\w)\]}.$])[$]?[-\N{MINUS SIGN}][$]?$")
 
+_GROUPS = re.compile(r"(?<![\d.,])[0-9]{1,3}(?:(?:\\[,;:! ]|\{\\?,\}|[ \u00a0\u202f])[0-9]{3})+(?![0-9])")
+
+
+def join_thousands(text: str) -> str:
+    r"""The text of a result with numbers in one piece: `1 080`, `1\,080`, `1{,}080` become `1080`. In prose the first
+    may be two numbers."""
+    return _GROUPS.sub(lambda found: re.sub(r"[^0-9]", "", found.group()), text)
+
+
+def has_false_equation(text: str) -> bool:
+    """Whether different numbers stand on two sides of `=`, as in `3 = 5`; such a text states no result."""
+    sides = [number for side in text[-1000:].split("=") if (number := as_number(side)) is not None]
+    return len(set(sides)) > 1
+
 
 def numbers_in(text: str) -> list[Decimal]:
     """All decimal numbers of a text, in order, exact.

@@ -7,12 +7,18 @@ import re
 _BARE = re.compile(r"[^\s$\\{}]{1,50}")
 
 
+def box_start(text: str) -> int:
+    r"""Where the last `\boxed` or `\fbox` begins; -1 where there is none."""
+    return max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
+
+
 def boxed(text: str) -> str | None:
     r"""What the last `\boxed{}` or `\fbox{}` holds, without spaces around it. None where there is none, or it is never
     closed."""
-    start = max(text.rfind(command) + len(command) if command in text else -1 for command in (r"\boxed", r"\fbox"))
+    start = box_start(text)
     if start < 0:
         return None
+    start += len(r"\boxed") if text.startswith(r"\boxed", start) else len(r"\fbox")
     while text[start : start + 1].isspace():
         start += 1
     if text[start : start + 1] == "{":
@@ -46,6 +52,12 @@ def tagged(text: str, tag: str) -> str | None:
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if start < 0 else text[start + len(tag) + 2 : end].strip()
+
+
+def final_part(text: str) -> str:
+    """What is between the last `<answer>` tags; all of the text where there are none, or a box stands behind them."""
+    between = tagged(text, "answer")
+    return text if between is None or box_start(text) > text.rfind("</answer>") else between
 
 
 def stated(text: str) -> str:

@@ -6,6 +6,8 @@ import re
 import textwrap
 from collections.abc import Iterator
 
+from megarl.rewards.stated import stated
+
 LONGEST = 200_000
 """Characters of code."""
 _FENCE = "```"
@@ -16,14 +18,15 @@ _PYTHON = ("python", "py", "python3")
 
 
 def code_of(answer: str) -> str:
-    """The last fenced block that is marked as Python, else the last that is not marked, else the last; all of the
-    answer where it has none. A block without an end goes to the end. What stands before `</think>` does not count.
+    """The last fenced block that is marked as Python, else the last that is not marked, else the last; where there is
+    none, what is between `<answer>` tags, else all of the answer. A block without an end goes to the end. What stands
+    before `</think>` does not count.
 
     Empty where there is none, or where it has more than LONGEST characters.
     """
     text = answer.rpartition("</think>")[2]
     found = _blocks(text)
-    code = text
+    code = stated(text) if "</answer>" in text else text
     for tags in (_PYTHON, ("",), tuple(tag for tag, _ in found)):
         if fitting := [block for tag, block in found if tag in tags]:
             code = fitting[-1]
