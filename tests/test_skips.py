@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,3 +43,16 @@ def test_reasons_are_counted_over_all_runs(tmp_path: Path) -> None:
 
 def test_nothing_is_said_too(tmp_path: Path) -> None:
     assert table("4 passed in 3 s\n", folder=tmp_path) == ["skipped: nothing"]
+
+
+def test_where_there_is_no_bubblewrap_what_needs_boxes_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    """Both files of tests that run task folders, with a PATH on which no bwrap, docker or podman lies."""
+    for program in "awk bash cat chmod env id ldd ls mkdir rm sh sleep timeout true".split():
+        (tmp_path / program).symlink_to(shutil.which(program) or f"/bin/{program}")
+    command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "--rootdir", ".", "-q"]
+    command += [f"tests/environments/test_{name}.py" for name in ("harbor", "adapters")]
+    command += ["-k", "not server and not plays", "-p", "no:cacheprovider"]
+    environment = dict(os.environ, PATH=str(tmp_path))
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.stdout.count("there is no bubblewrap on this machine") == 8 and "FAILED" not in done.stdout

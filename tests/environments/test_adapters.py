@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from real_boxes import needs_boxes
 from test_harbor import SOLUTION, task_folder
 
 from megarl.config import ConfigError, RolloutConfig, from_dict
@@ -113,6 +114,7 @@ def test_a_server_that_does_not_start_is_said_at_once(tmp_path: Path) -> None:
         known_of(RolloutConfig(tools=(f"mcp:{file}",)))
 
 
+@needs_boxes
 def test_a_folder_of_tasks_as_an_environment(tmp_path: Path) -> None:
     for name in ("greet", "more/greet"):
         task_folder(tmp_path / name)

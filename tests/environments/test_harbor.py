@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_boxes import needs_boxes
 
 from megarl.config import ConfigError
 from megarl.environments import containers, harbor
@@ -172,16 +173,19 @@ def test_a_container_ends_with_the_process_that_has_it(tmp_path: Path, engine: s
     assert left == ""
 
 
+@needs_boxes
 def test_a_task_in_the_sandbox(tmp_path: Path, episode: Callable[..., Any]) -> None:
     task_folder(tmp_path / "greet")
     assert episode(tmp_path, solved) == {"reward": 1.0, "parts": {"tidy": 0.5}}
 
 
+@needs_boxes
 def test_a_box_earns_nothing_by_planting_rewards(tmp_path: Path, episode: Callable[..., Any]) -> None:
     task_folder(tmp_path / "greet")
     assert episode(tmp_path, cheated)["reward"] == 0.0
 
 
+@needs_boxes
 def test_a_box_goes_on_after_a_flood(
     tmp_path: Path, episode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +195,7 @@ def test_a_box_goes_on_after_a_flood(
     assert len(text) < 100_000 and after == "on\n"
 
 
+@needs_boxes
 def test_a_box_that_was_ended_is_worth_nothing(tmp_path: Path, episode: Callable[..., Any]) -> None:
     async def exhausting(session: harbor.HarborTask) -> tuple[str, str, Any]:
         await session.bash(command=SOLUTION)
@@ -203,12 +208,14 @@ def test_a_box_that_was_ended_is_worth_nothing(tmp_path: Path, episode: Callable
     assert after == "Error: the machine is gone" and reward == {"reward": 0.0}
 
 
+@needs_boxes
 def test_a_verifier_that_does_not_end_is_worth_nothing(tmp_path: Path, episode: Callable[..., Any]) -> None:
     settings = SETTINGS.replace("timeout_sec = 20.0", "timeout_sec = 1.0")
     task_folder(tmp_path / "greet", settings, "echo 1 > /logs/verifier/reward.txt; sleep 60")
     assert episode(tmp_path, lambda session: session.reward()) == {"reward": 0.0}
 
 
+@needs_boxes
 def test_a_state_that_is_forged_is_worth_nothing(tmp_path: Path, episode: Callable[..., Any]) -> None:
     """The policy writes where its box's own answers go."""
 
@@ -223,6 +230,7 @@ def test_a_state_that_is_forged_is_worth_nothing(tmp_path: Path, episode: Callab
     assert episode(tmp_path, forging)["reward"] in (0.0, 1.0)  # whichever, it is a verdict
 
 
+@needs_boxes
 def test_a_verifier_that_writes_nothing_is_an_error(tmp_path: Path, episode: Callable[..., Any]) -> None:
     task_folder(tmp_path / "greet", verifier="echo no pytest here >&2")
     with pytest.raises(Exception, match=r"the verifier failed: it wrote neither .*\(no pytest here\)"):
