@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl import __version__
-from megarl.command_line import Parser
+from megarl.command_line import Parser, ends_in_a_line
 
 NEEDED = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
 INSTALL = "bash launch/install.sh"
@@ -115,6 +115,11 @@ def found() -> list[Line]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    return ends_in_a_line(lambda: show(arguments))
+
+
+def show(arguments: Sequence[str] | None) -> int:
+    """Print the page; returns 1 where something is missing that every run needs."""
     Parser(__doc__, prog="python -m megarl").parse_args(arguments)
     lines = found()
     print(f"MegaRL {__version__}")

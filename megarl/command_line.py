@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from megarl import __version__
 from megarl.strict import ConfigError
 
 WRONG = 2
@@ -17,11 +18,15 @@ WRONG = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """One that raises ConfigError for a mistake, without printing its usage; `--help` shows the text as written."""
+    """One that raises ConfigError for a mistake, without printing its usage; `--help` shows the text as written, and
+    `--version` the version of MegaRL."""
 
     def __init__(self, description: str | None = None, prog: str | None = None) -> None:
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=prog, description=description, formatter_class=form, allow_abbrev=False)
+        self.add_argument(
+            "-V", "--version", action="version", version=f"MegaRL {__version__}", help="print the version"
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists what there is")

@@ -9,6 +9,7 @@ The groups are megarl.controllers, megarl.workers and megarl.families.
 from __future__ import annotations
 
 import importlib
+import inspect
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -39,6 +40,22 @@ def load(spec: str, key: str) -> Any:
 def entries(group: str) -> dict[str, EntryPoint]:
     """What the packages that are installed here declare in a group, by name."""
     return {entry.name: entry for entry in entry_points(group=group)}
+
+
+def is_async(function: Any) -> bool:
+    """Whether what a call of it returns is to be awaited."""
+    return any(map(inspect.iscoroutinefunction, called(function)))
+
+
+def is_generator(function: Any) -> bool:
+    """Whether a call of it returns a generator, of coroutines or not."""
+    kinds = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(kind(one) for kind in kinds for one in called(function))
+
+
+def called(function: Any) -> tuple[Any, ...]:
+    """What a call of it comes down to, where that is a partial or an object."""
+    return function, getattr(function, "func", None), type(function).__call__
 
 
 def worded(error: BaseException) -> str:

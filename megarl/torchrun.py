@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megarl import __version__
 from megarl.launching import launcher
 from megarl.launching.ending import RESTARTED, SAME_S, name_of
 from megarl.launching.nodes import Alone, Report, Several, own_name
@@ -161,6 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch.start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # Slurm sends it to all; it is for the ranks
     try:
+        if list(sys.argv[1:] if arguments is None else arguments)[:1] in (["-V"], ["--version"]):
+            print(f"MegaRL {__version__}")
+            return 0
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         options.log_dir = options.log_dir or watch.logs
         options.signals_to_handle = "SIGQUIT"

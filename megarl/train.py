@@ -9,6 +9,7 @@ exit status, is in `ending.py`.
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 import sys
@@ -26,7 +27,9 @@ class _Parser(Parser):
     """Its mistakes are told like those of a configuration: once, by however many ranks they are made."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; usage: {self.prog} CONFIG [section.key=value ...] [--dry-run] [--keys]")
+        raise ConfigError(
+            f"{message}; usage: {self.prog} CONFIG [section.key=value ...] [--dry-run] [--keys [WORD ...]]"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,20 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", nargs="?", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
-    parser.add_argument("--keys", action="store_true", help="list every configuration key: default, range, meaning")
+    parser.add_argument("--keys", action="store_true", help="list the keys: default, range, meaning; all, or by words")
     try:
         options = parser.parse_intermixed_args(arguments)
         if options.config is None and not options.keys:
             parser.error("name a configuration, for example configs/quickstart.yaml")
     except ConfigError as error:
         return ending.tell(error)
-    if options.keys:
-        ranges = describe_ranges()
-        said = {name: f"; {meaning}" for name, meaning in describe_meanings().items()}
-        lines = (f"{name} = {default!r}  # {ranges[name]}{said.get(name, '')}" for name, default in describe_keys())
-        _say("\n".join(lines))
-        return 0
     try:
+        if options.keys:
+            words = [options.config, *options.overrides] if options.config else []
+            _say("\n".join(listed_keys(words)))
+            return 0
         config = load_config(options.config, options.overrides)
         if options.dry_run:
             from megarl.checking.dry_run import render, validate
@@ -74,6 +75,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except BaseException as error:  # noqa: B036  the end of the program
         return ending.tell(error)
+
+
+def listed_keys(words: Sequence[str] = ()) -> list[str]:
+    """A line for each configuration key: default, range and meaning; with words, of the keys whose names have one of
+    them. Raises ConfigError for a word that is in no key's name."""
+    keys = describe_keys()
+    for word in words:
+        if not any(word in name for name, _ in keys):
+            near = difflib.get_close_matches(word, [part for name, _ in keys for part in (name, *name.split("."))], n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"--keys {word[:80]}: no key has this in its name; {hint}--keys alone lists all")
+    ranges, meanings = describe_ranges(), describe_meanings()
+    return [
+        f"{name} = {default!r}  # {ranges[name]}" + (f"; {meanings[name]}" if name in meanings else "")
+        for name, default in keys
+        if not words or any(word in name for word in words)
+    ]
 
 
 def _say(text: str) -> None:

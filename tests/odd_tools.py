@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -40,6 +41,29 @@ def _slow(seconds: float) -> float:
     return seconds
 
 
+async def waits(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return f"waited {seconds:g} s"
+
+
+async def waits_and_raises() -> str:
+    """Wait, and fail."""
+    await asyncio.sleep(0)
+    raise LookupError("no such place")
+
+
+class _Waits:
+    async def __call__(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+
+waits_as_object = _tool("waits_as_object", _Waits(), seconds="number")
 raises = _tool("raises", _raise)
 hangs = _tool("hangs", _hang, mark="string")
 dies = _tool("dies", lambda: os._exit(0))

@@ -26,6 +26,19 @@ def test_it_says_what_works_here() -> None:
     assert done.stderr == "" and "MISSING" not in done.stdout
 
 
+@pytest.mark.parametrize("program", ["megarl", "megarl.train", "megarl.eval", "megarl.torchrun"])
+@pytest.mark.parametrize("option", ["-V", "--version"])
+def test_version(program: str, option: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", program, option]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"MegaRL {megarl.__version__}\n", "")
+
+
+def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert page.main(["--nonsense"]) == 2
+    assert capsys.readouterr().err == "error: unrecognized arguments: --nonsense; --help lists what there is\n"
+
+
 def test_nothing_heavy_is_imported() -> None:
     heavy = ("sglang", "megatron", "megatron.core", "transformers", "transformer_engine")
     probe = f"import sys, megarl.__main__ as m; m.found(); print([name for name in {heavy} if name in sys.modules])"

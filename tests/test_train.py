@@ -118,6 +118,15 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("\n" not in line and len(line) < 500 for line in lines)
 
 
+def test_keys_are_listed_by_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--keys", "reward"]) == 0
+    names = [line.partition(" = ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert "reward.max_failed" in names and names == [name for name in names if "reward" in name]
+    assert main(["--keys", "max_turns", "run.seed"]) == 0
+    names = [line.partition(" = ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["run.seed", "rollout.max_turns"]
+
+
 def test_who_has_seen_enough_is_no_fault() -> None:
     command = f"{sys.executable} -m megarl.train --keys | head -n 1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import sys
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import RolloutConfig
 from megarl.environments.describing import Known
 from megarl.environments.protocol import ToolResult
@@ -160,10 +162,10 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
 
 
 def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int, int, int]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     whole: dict[str, int] = {"engines": 4, "steps": 6, "prompts": 32, "samples": 4, "concurrency": 16, "turns": 1}
     for name, value in (whole | {"max-lag": 4, "tokens": 400}).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name}", type=count(), default=value)
     for name, number in {"sigma": 1.0, "token-s": 0.001, "tool-s": 0.0, "oversample": 1.5}.items():
         parser.add_argument(f"--{name}", type=float, default=number)
     options = parser.parse_args(arguments)
@@ -176,5 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int
     return found
 
 
-if __name__ == "__main__":
+def show() -> int:
     main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ends_in_a_line(show))

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, count
+from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ParallelConfig
 from megarl.parallel import ranks
 from megarl.parallel.delivery import Post
@@ -113,7 +114,7 @@ def measure(sizes: list[int], repeats: int) -> None:
     ranks.shutdown()
 
 
-def main() -> None:
+def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--mb", type=count(), nargs="+", default=[1, 16, 256, 1024], help="sizes of a message")
     parser.add_argument("--ranks", type=count(), default=4, help="of the gather")
@@ -122,7 +123,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.as_rank:
         measure(chosen.mb, chosen.repeats)
-        return
+        return 0
     own = [__file__, "--as-rank", "--repeats", str(chosen.repeats), "--mb", *map(str, chosen.mb)]
     console = Console(width=100)
     table = Table("MB", "plain copy GB/s", "post GB/s", "gloo GB/s", "post over plain copy", box=box.SIMPLE)
@@ -134,7 +135,8 @@ def main() -> None:
     for title, taken in run(own, chosen.ranks)["gathers"].items():
         table.add_row(title, f"{taken['ours']:.2f}", f"{taken['torch']:.2f}")
     console.print(table)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ends_in_a_line(main))

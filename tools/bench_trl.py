@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKS = {"quickstart": (16, 40), "shared": (4, 40)}
@@ -343,9 +343,15 @@ def show(work: str, found: dict[str, list[dict[str, float]]]) -> None:
             print(f"{statistics.median(ratios):.2f} {what} (quarters {quarters[0]:.2f} to {quarters[1]:.2f})")
 
 
+class Parser(argparse.ArgumentParser):
+    """As that of `megarl.command_line`, which TRL's environment has not: a mistake is one line and exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; --help lists what there is\n")
+
+
 def parse() -> argparse.Namespace:
-    # TRL's environment has no MegaRL to take a parser from.
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, help="python of an environment with TRL; without, MegaRL alone")
     parser.add_argument(
         "--work", choices=list(WORKS), default="quickstart", help="shared: 50 M parameters, long prompts"

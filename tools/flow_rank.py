@@ -1,6 +1,18 @@
 """What `bench_flow.py` starts on each rank: `flow/ranks.py`."""
 
+import sys
+
 from flow.ranks import main
 
+from megarl.command_line import Parser, ends_in_a_line
+
+
+def run() -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("order", help="JSON, made by bench_flow.py")
+    main(parser.parse_args().order)
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(ends_in_a_line(run))

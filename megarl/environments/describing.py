@@ -90,8 +90,8 @@ class Known:
             if name not in found and not dynamic:
                 raise ConfigError(
                     f"prompt {prompt.id} asks for the tool {name}, which {TOOLS} does not load"
-                    + (f", nor has it {environment.name}" if environment is not None else "")
-                    + f"; add it there (module:{name}), or leave the column `tools` out of the data"
+                    + (f" and the {environment.kind} {environment.spec} does not have" if environment else "")
+                    + f"; add it to {TOOLS} (module:{name}), or leave the column `tools` out of the data"
                 )
         return [found[name] for name in prompt.tools or found if name in found]
 

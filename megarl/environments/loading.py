@@ -12,6 +12,7 @@ from typing import Any
 from megarl.environments.protocol import OF_REWARD, PREFIXES, RESERVED, Described, Kind
 from megarl.environments.schemas import parameters_of, schema_of
 from megarl.environments.tools import Tool, check_function, check_schema, worded
+from megarl.forks import is_async
 from megarl.strict import ConfigError
 
 TOOLS, ENVIRONMENTS = "rollout.tools", "rollout.environments"
@@ -35,7 +36,7 @@ def load(spec: str, key: str) -> Loaded:
             if prefix not in PREFIXES:
                 raise ConfigError(f"{where} is a {type(made).__name__}: a class belongs into {ENVIRONMENTS}")
             return Loaded(_of_class(made, spec, name, where, "tools"), made)
-        if inspect.isfunction(made) and not inspect.iscoroutinefunction(made):
+        if inspect.isfunction(made):
             made = Tool(schema_of(made, where), made, spec)
         if not isinstance(made, Tool):
             raise ConfigError(
@@ -43,7 +44,7 @@ def load(spec: str, key: str) -> Loaded:
             )
         check_schema(made.schema, spec)
         check_function(made, spec)
-        return Loaded(Described(spec, made.name, "tools", (made.schema,)), made)
+        return Loaded(Described(spec, made.name, "tools", (made.schema,), is_async=is_async(made.function)), made)
     if isinstance(made, type):
         return Loaded(_of_class(made, spec, name, where, "environment"), made)
     if inspect.iscoroutinefunction(made):

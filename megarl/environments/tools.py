@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.forks import is_generator
 from megarl.strict import ConfigError
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -21,7 +22,8 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 @dataclass(frozen=True)
 class Tool:
     """schema: OpenAI's {"type": "function", "function": {name, description, parameters}}; function: takes the arguments
-    as keywords and returns text, or anything that JSON can hold. `spec` is where it was loaded from, `module:name`."""
+    as keywords and returns text, or anything that JSON can hold; a coroutine function is awaited. `spec` is where it
+    was loaded from, `module:name`."""
 
     schema: dict[str, Any]
     function: Callable[..., Any]
@@ -73,8 +75,8 @@ def check_function(tool: Tool, spec: str) -> None:
     """Raise ConfigError where the function cannot be called with what the schema asks for."""
     if not callable(tool.function):
         raise ConfigError(f"rollout.tools: the function of {spec} is a {type(tool.function).__name__}")
-    if inspect.iscoroutinefunction(tool.function) or inspect.isgeneratorfunction(tool.function):
-        raise ConfigError(f"rollout.tools: the function of {spec} is a coroutine or a generator; it must return text")
+    if is_generator(tool.function):
+        raise ConfigError(f"rollout.tools: the function of {spec} is a generator; it must return text")
     try:
         signature = inspect.signature(tool.function)
     except (TypeError, ValueError):  # of C, which does not say

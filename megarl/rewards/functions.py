@@ -49,9 +49,7 @@ def checked(function: Any, what: str) -> RewardFunction:
         raise ConfigError(f"{what} is a {type(function).__name__}, not a function of a Rollout")
     if isinstance(function, type):
         raise ConfigError(f"{what} is a class, and calling it gives an object, not a number; name a function")
-    if any(map(inspect.isasyncgenfunction, _called(function))) or any(
-        map(inspect.isgeneratorfunction, _called(function))
-    ):
+    if forks.is_generator(function):
         raise ConfigError(f"{what} is a generator; it must return a number when it is called")
     try:
         inspect.signature(function).bind(None)
@@ -60,16 +58,6 @@ def checked(function: Any, what: str) -> RewardFunction:
     except ValueError:  # of C, which does not say
         pass
     return function  # type: ignore[no-any-return]
-
-
-def is_async(function: RewardFunction) -> bool:
-    """Whether what it returns is to be awaited."""
-    return any(map(inspect.iscoroutinefunction, _called(function)))
-
-
-def _called(function: Any) -> tuple[Any, ...]:
-    """What a call of it comes down to, where that is a partial or an object."""
-    return function, getattr(function, "func", None), type(function).__call__
 
 
 def reward_of(value: Any, turns: int, about: str = "it") -> Reward:

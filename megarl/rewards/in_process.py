@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl.forks import is_async
 from megarl.rewards.calls import actions_of, call_async, late, raised
 from megarl.rewards.deadline import Deadline, TookTooLong
-from megarl.rewards.functions import RewardFunction, is_async, reward_of
+from megarl.rewards.functions import RewardFunction, reward_of
 from megarl.types import Rollout
 from megarl.types.verdicts import Failed, Verdict
 

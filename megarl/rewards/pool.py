@@ -20,7 +20,7 @@ from megarl.config import ConfigError
 from megarl.processes.limits import NO_LIMITS, Limits
 from megarl.processes.process import Gone, Nursery, Process
 from megarl.rewards.calls import Kind, actions_of, late, order_of, verdict_of
-from megarl.rewards.functions import RewardFunction, is_async
+from megarl.rewards.functions import RewardFunction
 from megarl.types import Rollout
 from megarl.types.verdicts import Failed, Verdict
 
@@ -81,7 +81,7 @@ class Pool:
     ) -> None:
         self._at_once = at_once
         self._names, self._limit = list(functions), limit
-        self._kinds: list[Kind] = ["async" if is_async(function) else "sync" for function in functions.values()]
+        self._kinds: list[Kind] = ["async" if forks.is_async(function) else "sync" for function in functions.values()]
         present = sorted(set(self._kinds))
         self._sizes = {kind: max(1, (size + place) // len(present)) for place, kind in enumerate(present)}
         self._log = log

@@ -365,7 +365,6 @@ def test_a_prompt_that_goes_with_none() -> None:
         known.of(prompt(1, environment="Gess"))
     with pytest.raises(ConfigError, match="prompt p: its 'environment', '3', is none"):
         known.of(prompt(1, environment=3))
-    with pytest.raises(
-        ConfigError, match=r"tool fly, which rollout.tools does not load, nor has it Guess; add it there \(module:fly"
-    ):
+    said = "the tool fly, which rollout.tools does not load and the environment odd_worlds:Guess does not have; add it"
+    with pytest.raises(ConfigError, match=said):
         known.schemas(Prompt("p", (USER,), ground_truth=1, tools=("fly",)))

@@ -41,6 +41,22 @@ def run(calls: list[tuple[str, Any]], timeout: float = 30.0, size: int = 2) -> l
     return asyncio.run(all_of_them())
 
 
+def test_coroutine_functions_are_awaited() -> None:
+    names = ("waits", "waits_and_raises", "waits_as_object", "pid")
+
+    async def all_of_them() -> list[ToolResult]:
+        async with pool_of(*names, timeout=1.0) as pool:
+            calls = [("waits", {"seconds": 0.01}), ("waits_as_object", {"seconds": 0}), ("waits_and_raises", {})]
+            calls += [("pid", {}), ("waits", {"seconds": 60}), ("waits", {"seconds": 0})]
+            return [await pool.call_tool(*call) for call in calls]
+
+    waited, number, raised, pid, late, again = asyncio.run(all_of_them())
+    assert (waited, again) == (ToolResult("waited 0.01 s", True), ToolResult("waited 0 s", True))
+    assert number == ToolResult("0", True) and pid.ok
+    assert raised == ToolResult("Error: no such place", False)
+    assert late == ToolResult("Error: the tool was stopped after 1 s", False)
+
+
 ODD = [
     *("mute", "interrupts", "noisy", "octets", "generates", "nan", "nothing", "deep", "circle", "huge", "half"),
     *("closes", "closes_all", "away", "here", "unshown", "pid"),
@@ -295,7 +311,7 @@ def test_a_schema_that_nobody_could_read(given: Any, complaint: str) -> None:
         (lambda: "1", "cannot be called with the schema's arguments .x.: got an unexpected keyword argument 'x'"),
         (lambda x, y: "1", "missing a required argument: 'y'"),
         ("text", "is a str"),
-        (asyncio.sleep, "is a coroutine"),
+        (lambda x: (yield x), "is a generator"),
     ],
 )
 def test_a_function_that_does_not_go_with_its_schema(function: Any, complaint: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megarl.config import ConfigError
-from megarl.rewards.functions import RewardError, checked, is_async, load_functions, of_model, reward_of, worth
+from megarl.forks import is_async
+from megarl.rewards.functions import RewardError, checked, load_functions, of_model, reward_of, worth
 from megarl.rewards.gsm8k import gsm8k
 from megarl.types.verdicts import Failed, Reward
 

@@ -24,7 +24,7 @@ import torch
 from flow import memory, messages
 from flow.answers import QUADRATIC, SIZES, Answer, Shape, answers, config_of, groups, routing_of
 from flow.parts import NOT_OURS, Parts
-from megarl.config import Config
+from megarl.config import Config, ConfigError
 from megarl.controllers.base import Controller
 from megarl.controllers.registry import make_controller
 from megarl.megatron import model as megatron_model
@@ -365,8 +365,11 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
     ranks.shutdown()
 
 
-def main() -> None:
-    order = json.loads(sys.argv[1])
+def main(text: str) -> None:
+    try:
+        order = json.loads(text)
+    except ValueError:
+        raise ConfigError("its argument is JSON, which tools/bench_flow.py makes: start that one") from None
     if order["before"]:
         from flow.before import Before
 

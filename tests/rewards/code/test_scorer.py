@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from megarl.forks import is_async
 from megarl.rewards import in_process
 from megarl.rewards.code import Grading, HiddenTests, hidden_tests
-from megarl.rewards.functions import checked, is_async, load_functions
+from megarl.rewards.functions import checked, load_functions
 from megarl.types.verdicts import Failed, Reward
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
