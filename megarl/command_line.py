@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +15,8 @@ from megarl.strict import ConfigError
 
 WRONG = 2
 """Exit status of a program that was told something wrong."""
+_LONGEST_NAMES = 50
+"""Characters of the names of other runs in the name of a file."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,6 +82,14 @@ def file_to_write(path: Path | None, option: str) -> None:
             path.unlink()
     except OSError as error:
         raise ConfigError(f"{option} {str(path)[:200]} cannot be written: {error.strerror}; name another") from None
+
+
+def file_beside(runs: Sequence[Path], name: str) -> Path:
+    """Where a file about runs goes if none is named: into the first run's folder, as `name`; with the names of the
+    others in it where there are any, so that it takes no other file's place."""
+    file = runs[0] / name
+    others = "_".join(path.resolve().name for path in runs[1:])
+    return file.with_stem(f"{file.stem}_{others[:_LONGEST_NAMES]}") if others else file
 
 
 def folder_to_write(path: Path, option: str) -> None:

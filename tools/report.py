@@ -4,7 +4,7 @@
 
 Shows the held-out reward before and after training, greedy and sampled, the reward of the first and last steps, where
 the time went and where the files lie; and draws the reward curves and the seconds per phase into FILE (by default
-report.png in the first run folder).
+report.png in the run folder; of several runs report_B_C.png in the first, after the names of the others).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, ends_in_a_line, file_to_write
+from megarl.command_line import Parser, ends_in_a_line, file_beside, file_to_write
 from megarl.config import ConfigError
 from megarl.observe.tracker import read_metrics
 
@@ -229,7 +229,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def report(options: argparse.Namespace) -> int:
     runs = [load_run(path) for path in options.runs]
-    file = options.plot or options.runs[0] / "report.png"
+    file = options.plot or file_beside(options.runs, "report.png")
     if (form := file.suffix[1:].lower()) not in (known := FigureCanvasBase.get_supported_filetypes()):
         raise ConfigError(f"--plot {file}: a plot has one of the suffixes {', '.join(sorted(known))}, not {form!r}")
     file_to_write(file, "--plot")

@@ -5,7 +5,8 @@
 Shows the last steps by default, a row for each rank and for its thread of generation; says how long each rank was at
 work and waited, for how long each two roles were at work at once, and what controller and data plane cost. FILE has all
 steps, unless some are named; open it with https://ui.perfetto.dev or chrome://tracing. A model's waits for its own
-neighbours, as in a pipeline, count as work.
+neighbours, as in a pipeline, count as work. Where a run was stopped and resumed, the time from one step to the next is
+left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from megarl.config import ConfigError
 from megarl.observe.clock import DATA, ELSEWHERE, STEP, WAIT, Span
 
 SHOWN = 3
+_SHORTEST_PAUSE_S = 1.0
 NO_WORK = (WAIT, DATA, ELSEWHERE, STEP)
 MARKS = {WAIT: "·", DATA: ":", "": " "}
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red", "bright_green", "bright_cyan", "bright_yellow")
@@ -41,10 +43,12 @@ COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red", "bright_green", 
 @dataclass(frozen=True)
 class Run:
     """spans: by rank and thread, of the latest attempt at each step; an engine's on all of its ranks. windows: begin
-    and end of a step, by step and rank."""
+    and end of a step, by step and rank. pauses: by step the seconds before it in which the run was stopped and started
+    again; times have no part in them, what comes after is that much earlier."""
 
     spans: Mapping[tuple[int, str], Sequence[Span]]
     windows: Mapping[int, Mapping[int, tuple[float, float]]]
+    pauses: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def ranks(self) -> list[int]:
@@ -55,6 +59,14 @@ class Run:
         found = list(chain.from_iterable(self.windows[step].values() for step in steps))
         begin = min(begin for begin, _ in found)
         return begin, max(begin + 1e-6, *(end for _, end in found))
+
+    def notes(self, steps: Sequence[int]) -> list[str]:
+        """Of the pauses between these steps."""
+        return [
+            f"before step {step} the run was stopped and resumed: {seconds:.0f} s are left out"
+            for step, seconds in self.pauses.items()
+            if steps[0] < step <= steps[-1]
+        ]
 
 
 # --- spans ------------------------------------------------------------------------------------------------
@@ -95,39 +107,56 @@ def load(path: Path) -> Run:
     if not files:
         raise ConfigError(f"{path} has no timeline: a run has one once it has done a step")
     steps: dict[int, dict[int, list[Span]]] = {}
+    resumed: set[int] = set()
     for file in files:
         rank = int(re.sub(r"\D", "", file.stem) or -1)
-        for step, done in read_steps(file).items():
+        found, firsts = read_steps(file)
+        resumed |= firsts
+        for step, done in found.items():
             steps.setdefault(step, {})[rank] = done
     if not steps:
         raise ConfigError(f"the files in {path / 'timeline'} have no step yet, or are damaged")
     spans: dict[tuple[int, str], list[Span]] = {}
     windows: dict[int, dict[int, tuple[float, float]]] = {}
+    pauses: dict[int, float] = {}
+    ended = math.inf  # the step before
     for step, by_rank in sorted(steps.items()):
         latest = max(found[0].begin for found in by_rank.values())
-        for rank, (whole, *others) in by_rank.items():
-            if whole.end < latest:  # of a rank that a resumed run no longer has
-                continue
-            windows.setdefault(step, {})[rank] = whole.begin, whole.end
+        current = {rank: found for rank, found in by_rank.items() if found[0].end >= latest}  # ranks that a resume kept
+        begin = min(found[0].begin for found in current.values())
+        if step in resumed and begin - ended > _SHORTEST_PAUSE_S:
+            pauses[step] = begin - ended
+        else:
+            begin = -math.inf
+        shift = sum(pauses.values())
+        for rank, (whole, *others) in current.items():
+            windows.setdefault(step, {})[rank] = whole.begin - shift, whole.end - shift
             for span in (whole, *others):
+                if span.end <= begin:  # of the start after a pause
+                    continue
+                moved = span._replace(begin=max(span.begin, begin) - shift, end=span.end - shift)
                 for member in span.ranks or (rank,):
-                    spans.setdefault((member, span.thread), []).append(span)
+                    spans.setdefault((member, span.thread), []).append(moved)
+        ended = max(found[0].end for found in current.values())
     order = sorted(spans, key=lambda key: (key[0], key[1] != "main", key[1]))
-    return Run({key: spans[key] for key in order}, windows)
+    return Run({key: spans[key] for key in order}, windows, pauses)
 
 
-def read_steps(file: Path) -> dict[int, list[Span]]:
+def read_steps(file: Path) -> tuple[dict[int, list[Span]], set[int]]:
     """By step: its own span, then what was written with it. A step that a resumed run took again is in it as it was
-    the last time, and so are those after it."""
+    the last time, and so are those after it. And the steps that are the first ones of a process."""
     found: dict[int, list[Span]] = {}
+    firsts: set[int] = set()
     current: list[Span] = []
     threads: dict[Any, str] = {}
+    is_first = False
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         event = read_event(line)
         if event is None:
             continue
         if event["ph"] == "M":
             threads[event["tid"]] = str(event["args"].get("name"))
+            is_first = is_first or threads[event["tid"]] == "main"  # each process names its threads once
             continue
         begin, length, args = float(event["ts"]), float(event["dur"]), event["args"]
         thread = threads.get(event["tid"], "main")
@@ -136,8 +165,10 @@ def read_steps(file: Path) -> dict[int, list[Span]]:
         if span.who == STEP and (number := re.fullmatch(r"step (\d{1,12})", span.name)):
             step, current = int(number[1]), []
             found = {other: spans for other, spans in found.items() if other < step} | {step: current}
+            firsts = {other for other in firsts if other < step} | ({step} if is_first else set())
+            is_first = False
         current.append(span)
-    return found
+    return found, firsts
 
 
 def read_event(line: str) -> dict[str, Any] | None:
@@ -356,6 +387,8 @@ def show(options: argparse.Namespace) -> int:
         console.print(line, soft_wrap=True)
     for table in tables(run, steps):
         console.print(table)
+    for note in run.notes(steps):
+        console.print(note, soft_wrap=True)
     if options.out is not None:
         written = steps if options.steps else list(run.windows)
         options.out.write_text(json.dumps(trace(run, written)), encoding="utf-8")

@@ -3,11 +3,11 @@
     .venv/bin/python tools/view.py RUN [RUN ...] [-o page.html] [--details N]
     .venv/bin/python tools/view.py RUN [RUN ...] --serve [PORT]
 
-Writes page.html (by default view.html in the first run folder): curves with their bands and alarms, where the time
-went, all rollouts as a table that sorts and filters, one with its tokens in colour, prompts, and where two runs part.
-The tokens of at most N rollouts (20,000) lie beside it, in page_files/: all of a small run, of a large one those of the
-first and last steps and the best and worst of others. `--serve` shows any, and figures anew as the run goes on; its
-address is for this machine alone.
+Writes page.html (by default view.html in the run folder; of several runs view_B_C.html in the first): curves with
+their bands and alarms, where the time went, all rollouts as a table that sorts and filters, one with its tokens in
+colour, prompts, and where two runs part. The tokens of at most N rollouts (20,000) lie beside it, in page_files/: all
+of a small run, of a large one those of the first and last steps and the best and worst of others. `--serve` shows any,
+and figures anew as the run goes on; its address is for this machine alone.
 
 What a run folder has lost, or holds of another version, is said on the page and here, and the rest is shown.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import timeline
 
-from megarl.command_line import Parser, count, ends_in_a_line, file_to_write, folder_to_write
+from megarl.command_line import Parser, count, ends_in_a_line, file_beside, file_to_write, folder_to_write
 from megarl.config import ConfigError
 from megarl.observe.clock import Span
 from megarl.view.page import DETAILS, load, write_page
@@ -44,7 +44,7 @@ def spans_of(path: Path) -> Mapping[str, Any] | None:
     steps = list(run.windows)[-SHOWN_STEPS:]
     begin, end = run.whole(steps)
     rows: list[tuple[str, list[Span]]] = []
-    notes = []
+    notes = run.notes(steps)
     for (rank, thread), spans in list(run.spans.items())[:MOST_ROWS]:
         shown = [span for span in timeline.innermost(spans) if timeline.kind_of(span)]
         name = f"rank {rank}" if thread == "main" else f"rank {rank}, {thread}"
@@ -73,11 +73,15 @@ def spans_of(path: Path) -> Mapping[str, Any] | None:
     return {"rows": drawn, "steps": steps, "length": end - begin, "begins": begins, "notes": notes}
 
 
+def is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("-o", "--out", type=Path, metavar="FILE", help="the page (default view.html in the first run)")
+    what.add_argument("-o", "--out", type=Path, metavar="FILE", help="the page (default RUN/view.html)")
     what.add_argument("--serve", type=count(0, 65535), nargs="?", const=0, metavar="PORT", help="serve it on loopback")
     parser.add_argument("--details", type=count(0), default=DETAILS, metavar="N", help="rollouts with their tokens")
     return parser.parse_args(arguments)
@@ -89,7 +93,12 @@ def show(options: argparse.Namespace) -> int:
             raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
     if options.serve is not None:
         return serve(options)
-    file = options.out or options.runs[0] / "view.html"
+    if options.out is None and not is_run(options.runs[0]):
+        raise ConfigError(
+            f"{options.runs[0]} is no run folder (it has neither config.yaml nor metrics.jsonl), so nothing is "
+            "written into it; name a run, or with --out where the page goes"
+        )
+    file = options.out or file_beside(options.runs, "view.html")
     file_to_write(file, "--out")
     if file.exists() and not file.is_file():  # it is replaced, not written into
         raise ConfigError(f"--out {file} is no regular file; name another")

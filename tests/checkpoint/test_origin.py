@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,9 @@ def test_a_configuration_is_known_by_the_keys_that_matter() -> None:
     others = [{"run": {"seed": 2}}, {"parallel": {"tp": 2}}, {"data": {"train": ["a.jsonl"]}}]
     assert len({first, *(config_hash(from_dict(tree)) for tree in others)}) == 4
     assert len(first) == 16 and int(first, 16) >= 0
+
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git on this machine")
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -47,6 +51,7 @@ def test_without_git_code_is_known_by_its_sources(sources: Path) -> None:
     assert len({first, second, code_revision(sources)}) == 3
 
 
+@needs_git
 def test_with_git_by_the_commit_and_what_differs_from_it(sources: Path) -> None:
     git(sources.parent, "init")
     assert code_revision(sources).startswith("sources-")  # no commit yet
@@ -63,6 +68,7 @@ def test_with_git_by_the_commit_and_what_differs_from_it(sources: Path) -> None:
     assert code_revision(sources).startswith(f"{commit}+") and code_revision(sources) != changed
 
 
+@needs_git
 def test_git_is_given_no_keys_and_looks_nowhere_else(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +86,7 @@ def test_git_is_given_no_keys_and_looks_nowhere_else(
     assert "PATH=" in said and "MARKED" not in said and "GIT_DIR" not in said
 
 
+@needs_git
 def test_sources_that_lie_in_a_repository_which_does_not_have_them_are_known_by_themselves(sources: Path) -> None:
     """An installation in an environment that lies in somebody's project."""
     (sources.parent / "readme").write_text("")

@@ -59,6 +59,20 @@ def test_report_says_before_after_time_and_files(run_dir: Path, capsys: pytest.C
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
+def test_a_picture_of_several_runs_takes_no_other_ones_place(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tool("report")
+    first, second, third = (shutil.copytree(run_dir, tmp_path / name) for name in ("a", "b", "c"))
+    assert report.main([str(first)]) == 0
+    before = (first / "report.png").read_bytes()
+    assert report.main([str(first), str(second)]) == report.main([str(first), str(second), str(third)]) == 0
+    assert (first / "report.png").read_bytes() == before
+    pictures = sorted(file.name for file in first.glob("*.png"))
+    assert pictures == ["report.png", "report_b.png", "report_b_c.png"]
+    assert f"plot: {first / 'report_b.png'}" in capsys.readouterr().out
+
+
 def test_first_and_last_steps_do_not_overlap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rewards, shown in (([0.5], "0.500"), ([0.25, 0.75], "0.250 -> 0.750"), ([0.2, 0.9, 0.4], "0.200 -> 0.400")):
         run = tmp_path / str(len(rewards))

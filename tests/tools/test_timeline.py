@@ -175,6 +175,32 @@ def test_steps_that_were_taken_again_are_there_once(run_dir: Path) -> None:
     assert timeline.shares(run, [2])[0]["work"] == pytest.approx(0.1)
 
 
+def test_the_time_for_which_a_run_was_stopped_is_no_ones(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended after step 1 and was resumed an hour later; it loads its model before its step, then trains."""
+    again = [main("load", "actor", -20, -1), main("actor_update", "actor", 0, 5)]
+    write(run_dir, 2, {0: again, 1: [], 2: []}, begin=3610)
+    run = timeline.load(run_dir)
+    begin, end = run.whole([1, 2])
+    assert end - begin == pytest.approx(20) and run.pauses == pytest.approx({2: 3600})
+    assert timeline.shares(run, [1, 2])[0]["work"] == pytest.approx((3.5 + 5) / 20)
+    assert timeline.cost(run, 2).nobody == pytest.approx(5)
+    assert timeline.main([str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert "before step 2 the run was stopped and resumed: 3600 s are left out" in said and "10.00" in said
+    assert timeline.main([str(run_dir), "--steps", "2"]) == 0
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_an_evaluation_between_steps_is_no_pause(tmp_path: Path) -> None:
+    lines = Timeline(tmp_path, 0, warn=pytest.fail)
+    lines.write([main("step 1", STEP, 1e9, 1e9 + 10)])
+    lines.write([main("evaluate", "rollout", 1e9 + 10, 1e9 + 30), main("step 2", STEP, 1e9 + 30, 1e9 + 40)])
+    run = timeline.load(tmp_path)
+    begin, end = run.whole([1, 2])
+    assert end - begin == pytest.approx(40) and not run.pauses
+    assert timeline.shares(run, [1, 2])[0]["work"] == pytest.approx(0.5)
+
+
 def test_the_trace(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "all.json"
     assert timeline.main([str(run_dir), "--out", str(out)]) == 0

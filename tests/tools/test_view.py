@@ -33,6 +33,21 @@ def test_a_page_is_written_beside_the_run(run_dir: Path, capsys: pytest.CaptureF
     assert "tokens of 0 of them" in capsys.readouterr().out and not (run_dir / "view_files").exists()
 
 
+def test_a_page_of_two_runs_leaves_the_first_ones_page(tmp_path: Path) -> None:
+    first, second = made_run.make(tmp_path / "a"), made_run.make(tmp_path / "b")
+    assert view.main([str(first)]) == 0
+    before = (first / "view.html").read_bytes()
+    assert view.main([str(first), str(second)]) == 0
+    assert (first / "view.html").read_bytes() == before and (first / "view_b.html").is_file()
+
+
+def test_nothing_is_written_into_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").mkdir()
+    assert view.main([str(tmp_path / "other")]) == 2
+    assert f"error: {tmp_path / 'other'} is no run folder" in capsys.readouterr().err
+    assert not list((tmp_path / "other").iterdir())
+
+
 def test_the_last_steps_are_drawn_as_spans(run_dir: Path, tmp_path: Path) -> None:
     found = view.spans_of(run_dir)
     assert found is not None and found["steps"] == [1, 2, 3] and found["length"] == 9
