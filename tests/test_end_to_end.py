@@ -217,7 +217,7 @@ def test_replayed_routing_closes_the_gap_of_bf16(
 
 OVERSAMPLED = [
     *("algorithm=grpo", "rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_lag=2"),
-    *("train.replay_routing=true", "run.export=false", "kl.place=none", "correction.kind=icepop"),
+    *("run.export=false", "kl.place=none", "correction.kind=icepop"),
 ]
 
 

@@ -38,7 +38,7 @@ from megarl.parallel.placement import Placement, check_placement, engine_ranks, 
 from megarl.parallel.roles import role_settings
 from megarl.reshard.configured import engine_layout, planned_push
 from megarl.rewards.backends import check_reward
-from megarl.rollout.beforehand import check_asynchronous, check_oversampling
+from megarl.rollout.beforehand import check_asynchronous, check_oversampling, check_replayed_prefixes
 from megarl.rollout.engine import check_here
 from megarl.rollout.server_args import check_sampling
 from megarl.rollout.waits import check_waits
@@ -124,6 +124,7 @@ def validate(
         judged = passes(check_reward, config, declared, options_of(config, "reward", reward))
     laid_out = laid_out and passes(check_asynchronous, config, declared, warnings)
     passes(check_oversampling, config, declared, warnings)
+    passes(check_replayed_prefixes, config, declared)
     passes(checks.check_data, config, declared, dry_run, warnings)
     laid_out = laid_out and passes(checks.check_schedule, config, declared)
     laid_out = laid_out and passes(checks.check_batch, config, declared, warnings)

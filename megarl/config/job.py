@@ -141,7 +141,8 @@ class TrainConfig:
     """MoE: the policy's log-probs and updates send each token through the experts that the engine chose for it, by the
     trainer's own weights of them (R3, arXiv:2510.11370). Matters in bf16. A rank that leads an engine holds a byte, or
     two with more than 256 experts, for each token of its conversations, MoE layer and chosen expert, and while a model
-    computes the same again; each rank then also of its replica's tokens and its stage's layers."""
+    computes the same again; each rank then also of its replica's tokens and its stage's layers. Not with conversations
+    that newer weights go on with (`rollout.oversample`, `rollout.on_push=retract`): these read the beginning again."""
     mtp: Weight = 0.0
     """Weight of the loss of the policy's layers of multi-token prediction, which then learn to foresee it, without a
     gradient into the rest of it (arXiv:2412.19437 section 2.2; it has 0.3 and later 0.1, section 4.2); 0 leaves them as

@@ -69,6 +69,32 @@ def check_oversampling(config: Config, declared: Declared, warnings: list[str]) 
         )
 
 
+def check_replayed_prefixes(config: Config, declared: Declared) -> None:
+    """Replayed routing needs conversations that one version of the weights reads.
+
+    An engine that goes on with a conversation by newer weights reads what there is of it again, and these choose other
+    experts for it than those on record, which are of the request that ran it first. The trainer would replay the
+    record, and score what comes after it behind other keys and values than the engine had.
+    """
+    rollout = config.rollout
+    if not config.train.replay_routing or not declared.trains or not declared.generates or not rollout.max_lag:
+        return
+    several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
+    if rollout.oversample > 1:
+        key, remedy = f"rollout.oversample={rollout.oversample:g}", "rollout.oversample to 1"
+    elif rollout.asynchronous and rollout.on_push == "retract":
+        key = "rollout.asynchronous and rollout.on_push=retract"
+        remedy = "rollout.on_push to wait or in_place" + (", rollout.max_turns to 1" if several_turns else "")
+    elif rollout.asynchronous and several_turns:
+        key, remedy = f"rollout.asynchronous and rollout.max_turns={rollout.max_turns}", "rollout.max_turns to 1"
+    else:
+        return
+    raise ConfigError(
+        f"train.replay_routing with {key}: newer weights read the beginning of a conversation again, by other experts "
+        f"than are replayed; set the first to false, {remedy}, or rollout.max_lag to 0"
+    )
+
+
 def check_enough_prompts(count: int, config: Config) -> None:
     """No prompt is under way twice in a step."""
     needed, oversample = config.data.prompts_per_step, config.rollout.oversample

@@ -44,7 +44,7 @@ class Plan:
 
 class Oversampling:
     """source: of the prompts that steps are given. engine, engines: the number of this lead's, and how many there are;
-    engine is None on a rank that leads none."""
+    engine is None on a rank that leads none. replays_routing: whether a trainer replays the engine's."""
 
     def __init__(
         self,
@@ -53,9 +53,10 @@ class Oversampling:
         everyone: Everyone,
         engine: int | None,
         engines: int,
+        replays_routing: bool = False,
     ) -> None:
         self._config, self._source, self._everyone = config, source, everyone
-        self._engine, self._engines = engine, engines
+        self._engine, self._engines, self._replays_routing = engine, engines, replays_routing
         self._groups: list[Group] = []
         self._held = 0
         self._step = -1
@@ -117,4 +118,10 @@ class Oversampling:
                 f"{folder} has {self._held} groups of conversations under way (rollout.oversample), with which "
                 "rollout.asynchronous=true does not go on: set it to false until a checkpoint has none, which "
                 "rollout.oversample=1 brings about"
+            )
+        if self._held and self._replays_routing and self._config.max_lag:  # see check_replayed_prefixes
+            raise ConfigError(
+                f"{folder} has {self._held} groups of conversations under way (rollout.oversample), whose routing "
+                "train.replay_routing=true cannot replay: set it to false until a checkpoint has none, or "
+                "rollout.max_lag to 0, which begins them anew"
             )

@@ -64,7 +64,14 @@ class RolloutWorker(Worker):
         agents = any(one.kind == "agent" for one in context.chat.known.environments.values())
         self._agents = Agents(agents, everyone.AllRanks(), self._talks)
         number = None if lead is None else self.engines.index
-        self._surplus = Oversampling(self.config.rollout, context.source, everyone.AllRanks(), number, count)
+        self._surplus = Oversampling(
+            self.config.rollout,
+            context.source,
+            everyone.AllRanks(),
+            number,
+            count,
+            self.config.train.replay_routing and "actor" in context.updates,
+        )
         self._stream = Streaming(
             self.config,
             context.upcoming,

@@ -10,7 +10,12 @@ import pytest
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.registry import declare
-from megarl.rollout.beforehand import check_asynchronous, check_enough_prompts, check_oversampling
+from megarl.rollout.beforehand import (
+    check_asynchronous,
+    check_enough_prompts,
+    check_oversampling,
+    check_replayed_prefixes,
+)
 from megarl.types.declared import Declared
 
 
@@ -74,3 +79,40 @@ def test_generation_beside_training_needs_ranks_of_its_own_and_is_warned_of_wher
         odd = replace(config, rollout=replace(config.rollout, **{key: value}))
         with pytest.raises(ConfigError, match=what):
             check_asynchronous(odd, declare(odd), [])
+
+
+TOOLS = {"tools": ["a:b"], "max_turns": 2}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        (
+            {"oversample": 1.5},
+            "rollout.oversample=1.5: .* set the first to false, rollout.oversample to 1, or rollout.ma",
+        ),
+        ({"oversample": 1.5, "max_lag": 0}, ""),  # which begins anew what a step leaves
+        ({"asynchronous": True}, "rollout.on_push=retract: .* rollout.on_push to wait or in_place, or rollout.max_lag"),
+        ({"asynchronous": True, **TOOLS}, "to wait or in_place, rollout.max_turns to 1, or rollout.max_lag to 0"),
+        ({"asynchronous": True, "max_lag": 0, **TOOLS}, ""),  # no conversation goes on through a push
+        *(({"asynchronous": True, "on_push": how}, "") for how in ("wait", "in_place")),
+        *(
+            ({"asynchronous": True, "on_push": how, **turns}, "rollout.max_turns=2: .* rollout.max_turns to 1, or")
+            for how in ("wait", "in_place")  # the next turn reads those before it by the weights of then
+            for turns in (TOOLS, {"environments": ["a:B"], "max_turns": 2})
+        ),
+        ({**TOOLS}, ""),
+    ],
+)
+def test_replayed_routing_is_of_conversations_that_one_version_reads(rollout: dict[str, Any], said: str) -> None:
+    tree = {"algorithm": "grpo", "train": {"replay_routing": True}}
+    config = from_dict(tree | {"rollout": rollout})
+    if said:
+        with pytest.raises(ConfigError, match=f"^train.replay_routing with .*{said}"):
+            check_replayed_prefixes(config, declare(config))
+    else:
+        check_replayed_prefixes(config, declare(config))
+    free = from_dict({"algorithm": "grpo", "rollout": rollout})
+    check_replayed_prefixes(free, declare(free))
+    nothing_trained = from_dict({**tree, "algorithm": "generate", "rollout": rollout})
+    check_replayed_prefixes(nothing_trained, declare(nothing_trained))

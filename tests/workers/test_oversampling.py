@@ -239,6 +239,20 @@ def test_what_was_kept_is_not_dropped_where_generation_goes_on_beside_training(t
         after.resume(tmp_path, state)
 
 
+def test_what_was_kept_is_not_gone_on_with_where_routing_is_replayed(tmp_path: Path) -> None:
+    """Newer weights would read it again, and choose other experts than those on record."""
+    before = Run(ALONE, 1, Counts(), oversample=2.0)
+    before.steps(1, 2)
+    state = before.save(tmp_path)
+    after = Run(ALONE, 1, Counts(), oversample=1.0)
+    after.ahead._replays_routing = True
+    with pytest.raises(ConfigError, match="groups of conversations under way .* train.replay_routing=true cannot"):
+        after.resume(tmp_path, state)
+    anew = Run(ALONE, 1, Counts(), oversample=1.0, max_lag=0)
+    anew.ahead._replays_routing = True
+    anew.resume(tmp_path, state)
+
+
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     run = Run(ALONE, 1, Counts(), oversample=2.0)
     run.steps(1, 2)
