@@ -1,5 +1,5 @@
-"""Take apart what engine and trainer say of the same tokens differently: staleness, routing, cut-off sampling, kernels,
-the engine's cache.
+"""Take apart what engine and trainer say of the same tokens differently: staleness, carried prefixes, routing, cut-off
+sampling, kernels, the engine's cache.
 
     .venv/bin/python tools/mismatch.py RUN_DIR [--step N] [--worst N] [--json]
 

@@ -79,7 +79,8 @@ class RolloutConfig:
     """Versions by which a rollout's first token may be older than the weights that are trained. `rollout.asynchronous`
     begins no prompt earlier: 0 is on policy, 1 overlaps a step's generation with the training before it. With
     `rollout.oversample` what would be older is begun anew. `rollout/lag_mean` and others say what it comes to, and
-    `rollout/logprob_diff_stale` compares such tokens' log-probs, which are of the weights that chose them."""
+    `rollout/logprob_diff_stale` compares such tokens' log-probs, which are of the weights that chose them,
+    `rollout/logprob_diff_carried` those of newer tokens behind them."""
     request_timeout: Seconds = 600.0
     """Seconds that one answer of the engine may take, from when it begins to work on it; the conversation is aborted
     then."""

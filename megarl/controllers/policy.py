@@ -9,12 +9,12 @@ import torch
 
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import Clip, Sampled
-from megarl.algorithms.rewards import sequence_sums
 from megarl.algorithms.totals import gap
 from megarl.config import Config
 from megarl.controllers.base import Controller, Evaluation
 from megarl.controllers.held_out import Beside, evaluated, ways_to_ask
 from megarl.controllers.losses import chosen_loss
+from megarl.controllers.same_policy import compared
 from megarl.types import ModelOutput, Prompt, Rollouts, Status, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
@@ -138,17 +138,15 @@ def sampling_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -
     `train.replay_routing` they cannot. suffix: of the names, where `policy` was not computed as in training.
 
     Of tokens that older weights chose the two sides differ by what the policy has learned since: these are apart,
-    `..._stale`; where routing is replayed, with all that comes after them.
+    `..._stale`. So are tokens of the weights of now behind such a token, `..._carried`: what is before them the engine
+    has kept, or read again.
     """
     if policy.logprobs is None:
         return {}
     masks = {"": batch.loss_mask}
     if batch.lag is not None:
-        stale = batch.lag > 0
-        if batch.routing is not None:  # the engine has read these again; they are replayed as older weights read them
-            after = sequence_sums(stale.int(), batch.cu_seqlens) > 0
-            stale = torch.repeat_interleave(after, batch.cu_seqlens.diff())
-        masks = {"": batch.loss_mask & ~stale, "_stale": batch.loss_mask & stale}
+        fresh, stale = compared(batch), batch.loss_mask & (batch.lag > 0)
+        masks = {"": fresh, "_carried": batch.loss_mask & ~fresh & ~stale, "_stale": stale}
     metrics = {}
     for kind, mask in masks.items():
         if (found := gap(batch.rollout_logprobs, policy.logprobs, mask, batch.total)) is not None:

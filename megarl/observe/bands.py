@@ -66,6 +66,8 @@ BANDS: dict[str, Band] = {
         low="raise kl.coef, loss.entropy_coef or loss.clip_high, or lower actor_optimizer.lr",
         high="lower loss.entropy_coef or rollout.temperature, or raise kl.coef",
     ),
+    # A lower end, though some lists have an upper one: of rewards 0 and 1 the variance is p (1 - p), and where it is
+    # small nearly all answers are right or wrong, groups do not differ, and advantages are 0.
     "rollout/reward_variance": Band(
         "reward variance",
         0.1,

@@ -5,14 +5,16 @@ looked, what the trainer says before its updates (`rollout_table`). With `train.
 the experts that the engine chose, and through those that the trainer chooses. So the gap is a sum:
 
     log p_trainer - log p_engine  =  (own experts - replayed experts)  +  (replayed experts - log p_engine)
-                                      routing                              staleness, or cut-off sampling, or the rest
+                                      routing                              staleness, a carried prefix ..., or the rest
 
 *Routing* is measured: the difference of two passes of the same weights and kernels. Training with replay does not have
 it. Without replay there is one pass, and routing is within the rest. The other part has one cause for each token, the
 first of these that holds:
 
-    staleness   weights before those that the trainer has now chose it, or, where routing is replayed, a token before
-                it in its rollout: the engine has kept or read again what stands behind those
+    staleness   weights before those that the trainer has now chose it
+    prefix      they chose a token before it in its rollout, and not this one: the engine has kept what stands before
+                it, or read it again by newer weights, and where routing is replayed the trainer's way through the
+                experts may be another one
     cut-off     what it could be was cut off (`rollout.top_p`, `top_k`, `min_p`): both sides are over the words that
                 the engine kept, so what is left are kernels, which a small set of words makes larger or smaller. With
                 one word left it is 0
@@ -42,7 +44,7 @@ from megarl.observe.rollout_table import Record
 from megarl.types import Rollout
 
 RESTS = (
-    *("staleness", "cut-off sampling", "kernels, nothing cached", "cache, and kernels"),
+    *("staleness", "carried prefix", "cut-off sampling", "kernels, nothing cached", "cache, and kernels"),
     *("kernels and cache, first turn", "kernels and cache, later turns"),
 )
 """Causes of the part that is not routing, by their numbers in `Gaps.rest_of`."""
@@ -109,9 +111,8 @@ def _of(number: int, record: Record, version: int) -> tuple[np.ndarray, ...] | N
     turn = np.repeat(which, lengths)[written]
     support = rollout.support
     choices = np.zeros(len(engine), np.int32) if support is None else support.counts.numpy()
-    stale = lag > 0 if says.unreplayed is None else np.maximum.accumulate(lag) > 0
-    cached = _cached(rollout)
-    rest_of = np.select([stale, choices > 0, cached == 0, cached > 0, turn <= 1], [0, 1, 2, 3, 4], 5)
+    carried, cached = np.maximum.accumulate(lag) > 0, _cached(rollout)
+    rest_of = np.select([lag > 0, carried, choices > 0, cached == 0, cached > 0, turn <= 1], [0, 1, 2, 3, 4, 5], 6)
     free = np.full(len(engine), np.nan) if says.unreplayed is None else says.unreplayed[written].astype(np.float64)
     place = np.flatnonzero(written)
     says_so = says.logprobs[written].astype(np.float64)

@@ -14,7 +14,7 @@ from megarl.types import Prompt, Rollout, Support, Turn
 
 pytestmark = pytest.mark.alone
 
-STALE, CUT, FRESH, CACHED, FIRST, LATER = RESTS
+STALE, CARRIED, CUT, FRESH, CACHED, FIRST, LATER = RESTS
 PROMPT = Prompt("p", ())
 
 
@@ -52,15 +52,15 @@ def test_routing_is_what_two_passes_differ_by_and_comes_on_top() -> None:
     assert [one["cause"] for one in worst_of(gaps, 3)] == [ROUTING, ROUTING, FIRST]
 
 
-def test_older_weights_and_where_routing_is_replayed_what_stands_behind_their_tokens() -> None:
+def test_older_weights_and_what_stands_behind_their_tokens() -> None:
     said = [0, 0, -1.5, -2, 0, -0.5]
     fresh = gaps_of([record(two_turns(2, 3), said)], 3)
-    assert [RESTS[i] for i in fresh.rest_of] == [STALE, STALE, LATER] and fresh.lag.tolist() == [1, 1, 0]
+    assert [RESTS[i] for i in fresh.rest_of] == [STALE, STALE, CARRIED] and fresh.lag.tolist() == [1, 1, 0]
     replayed = gaps_of([record(two_turns(2, 3), said, said)], 3)
-    assert [RESTS[i] for i in replayed.rest_of] == [STALE] * 3
+    assert [RESTS[i] for i in replayed.rest_of] == [STALE, STALE, CARRIED]
     mixed = Turn((7, 8), (-1.0, -2.0), is_action=True, weight_version=3, versions=((1, 1), (3, 1)))
     gaps = gaps_of([record((Turn((1,)), mixed), [0, -1.5, -2])], 3)
-    assert [RESTS[i] for i in gaps.rest_of] == [STALE, FIRST] and gaps.lag.tolist() == [2, 0]
+    assert [RESTS[i] for i in gaps.rest_of] == [STALE, CARRIED] and gaps.lag.tolist() == [2, 0]
     assert worst_of(gaps, 1) == [
         {
             "record": 0,
