@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.command_line import Parser, ends_in_a_line
+from megarl.command_line import Parser, ends_in_a_line, path_text
 from megarl.config import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def row(text: str) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser(__doc__, prog="python -m megarl.chat")
-    parser.add_argument("target", metavar="TARGET", help="an HF folder or name, a checkpoint or a run folder")
+    parser.add_argument(
+        "target", type=path_text, metavar="TARGET", help="an HF folder or name, a checkpoint or a run folder"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--tools", action="append", metavar="module:name", help="a tool; may be said again")

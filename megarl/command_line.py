@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl import __version__
+from megarl.config.paths import expand
 from megarl.strict import ConfigError
 
 WRONG = 2
@@ -29,9 +30,23 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "-V", "--version", action="version", version=f"MegaRL {__version__}", help="print the version"
         )
+        self.register("type", Path, path)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists what there is")
+
+
+def path(text: str) -> Path:
+    """The type of an argument that is a path, also where it says `type=Path`: `--out=~/x` is not expanded by shells."""
+    return Path(path_text(text))
+
+
+def path_text(text: str) -> str:
+    """The type of an argument that is a path or a name: text, with `~` and `$NAME` expanded."""
+    try:
+        return expand(text, "path")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("path: ")) from None
 
 
 def count(least: int = 1, most: int = 10**12) -> Callable[[str], int]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import train
-from megarl.command_line import Parser, amount, count, ends_in_a_line, folder_to_write
+from megarl.command_line import Parser, amount, count, ends_in_a_line, folder_to_write, path_text
 from megarl.config import Config, ConfigError
 from megarl.launching import ending
 
@@ -39,7 +39,9 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 def parse(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser(__doc__, prog="python -m megarl.eval")
-    parser.add_argument("target", metavar="TARGET", help="an HF folder or name, a checkpoint or a run folder")
+    parser.add_argument(
+        "target", type=path_text, metavar="TARGET", help="an HF folder or name, a checkpoint or a run folder"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--data", type=Path, action="append", required=True, help="prompts, .parquet or .jsonl")
     parser.add_argument("--k", type=whole_numbers, default=(1,), help="of pass@k, such as 1,8 (default 1)")

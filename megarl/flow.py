@@ -19,6 +19,7 @@ from megarl.checking.dry_run import validate
 from megarl.checking.named_models import vocabulary_hash
 from megarl.checkpoint import room
 from megarl.config import Config, ConfigError, load_config
+from megarl.config.paths import with_expanded_paths
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import declare, make_controller
 from megarl.data.prompts import PromptLoader
@@ -127,6 +128,7 @@ class HybridFlow(Items, Evaluating, Keeping):
         it was asked to stop and has saved, and Ended where a signal ends it; `ending.one_line` tells them apart.
         """
         ending.catch_signals()
+        self.config = with_expanded_paths(self.config)  # of one that was made in Python
         run = self.config.run
         run = dataclasses.replace(
             run,

@@ -60,6 +60,14 @@ NotNegative = Annotated[float, Range(0, 1e12)]
 Seconds = Annotated[float, Range(above=0, most=2_000_000)]
 """Of a wait: poll() knows no longer ones, 23 days."""
 
+
+@dataclass(frozen=True)
+class IsPath:
+    """Marks text that is a path, in which `~` and `$NAME` are expanded (`config/paths.py`)."""
+
+
+PathStr = Annotated[str, IsPath()]
+
 _LONGEST_TEXT, _LONGEST_NAME = 4000, 255  # of a path and of each part of it, which all texts here might be
 _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SHOWN = reprlib.Repr()
@@ -90,7 +98,7 @@ def keys_of(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
 def kinds_of(cls: type, prefix: str = "") -> dict[str, Any]:
     """The type of every key, with its range; keys as of `keys_of`."""
     kinds: dict[str, Any] = {}
-    for name, kind in _hints(cls).items():
+    for name, kind in types_of(cls).items():
         section = dataclasses.is_dataclass(kind)
         kinds |= kinds_of(typing.cast(type, kind), f"{prefix}{name}.") if section else {prefix + name: kind}
     return kinds
@@ -106,12 +114,19 @@ def meanings_of(cls: type, prefix: str = "") -> dict[str, str]:
             text = " ".join(str(ast.literal_eval(behind.value)).split())
             said[line.target.id] = re.split(r"(?<=[a-z`)\]])\. (?=[A-Z`])", text)[0].rstrip(".")
     found: dict[str, str] = {}
-    for name, kind in _hints(cls).items():
+    for name, kind in types_of(cls).items():
         if dataclasses.is_dataclass(kind):
             found |= meanings_of(typing.cast(type, kind), f"{prefix}{name}.")
         elif name in said:
             found[prefix + name] = said[name]
     return found
+
+
+def is_path(kind: Any) -> bool:
+    """Whether a field holds a path, or a list of them."""
+    if get_origin(kind) is Annotated:
+        return any(isinstance(note, IsPath) for note in get_args(kind)[1:])
+    return get_origin(kind) in (tuple, list) and is_path(get_args(kind)[0])
 
 
 def describe(kind: Any) -> str:
@@ -122,7 +137,7 @@ def describe(kind: Any) -> str:
     if origin is Literal:
         text = f"one of {', '.join(map(str, args))}"
     elif origin is tuple or origin is list:
-        text = "a list of text" if args and args[0] is str else "a list"
+        text = "a list of text" if args and _parts(args[0])[0] is str else "a list"
     else:
         text = words[origin or base]
     return text + (f", {within}" if str(within) else "") + (", or null" if optional else "")
@@ -169,7 +184,7 @@ def require(value: Any, kind: Any, name: str) -> None:
 def check(config: Any, where: str = "") -> None:
     """Raise ConfigError for the first value of a dataclass that does not fit its field, as `build` would: for those
     that were made in Python."""
-    for name, kind in _hints(type(config)).items():
+    for name, kind in types_of(type(config)).items():
         value = getattr(config, name)
         if not dataclasses.is_dataclass(kind):
             require(value, kind, where + name)
@@ -187,7 +202,7 @@ def build(cls: Any, tree: Any, where: str, root: type, default: Any = None) -> A
     if not isinstance(tree, dict):
         raise ConfigError(f"{where.rstrip('.')} must be a section of keys, not {shown(tree)}")
     known = {item.name: item for item in dataclasses.fields(cls)}
-    hints = _hints(cls)
+    hints = types_of(cls)
     default = cls() if default is None else default
     values = {}
     for key, value in tree.items():
@@ -292,7 +307,8 @@ def _is_text(value: str, whole: bool = True) -> bool:
     return not any(unicodedata.category(c) == "Cs" or c == "\0" or (whole and c < " ") for c in value)
 
 
-def _hints(cls: type) -> dict[str, Any]:
+def types_of(cls: type) -> dict[str, Any]:
+    """The type of each field of a dataclass, with its notes."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -303,7 +319,7 @@ def _parts(kind: Any) -> tuple[Any, Range, bool]:
         kind = next(arg for arg in get_args(kind) if arg is not type(None))
     if get_origin(kind) is Annotated:
         base, *notes = get_args(kind)
-        return base, next(note for note in notes if isinstance(note, Range)), optional
+        return base, next((note for note in notes if isinstance(note, Range)), ANY), optional
     return kind, ANY, optional
 
 

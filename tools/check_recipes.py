@@ -21,7 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, ends_in_a_line
+from megarl.command_line import Parser, ends_in_a_line, path_text
 from megarl.config import Config, ConfigError, load_config
 from megarl.expected import expectations, reached
 
@@ -67,18 +67,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/checked"))
     options = parser.parse_intermixed_args(arguments)
     overrides = [one for one in options.configs if "=" in one]
-    paths = [Path(one) for one in options.configs if "=" not in one] or small()
+    files = [Path(path_text(one)) for one in options.configs if "=" not in one] or small()
     table, missed = Table("recipe", "figure", "expected", "found", "", box=box.SIMPLE_HEAD), 0
-    for path in paths:
-        config = load_config(path, overrides)
+    for file in files:
+        config = load_config(file, overrides)
         expected = expectations(config)
         if not expected:
-            raise ConfigError(f"{path} expects nothing: give it a section `expect`")
+            raise ConfigError(f"{file} expects nothing: give it a section `expect`")
         own = of_task(config, options.quickstart.resolve())
-        metrics = trials.run(str(path.resolve()), [*own, *overrides], options.out.resolve() / path.stem)
+        metrics = trials.run(str(file.resolve()), [*own, *overrides], options.out.resolve() / file.stem)
         for name, (figure, good) in reached(expected, metrics).items():
             said = "not told" if figure is None else f"{figure:.4g}"
-            table.add_row(path.stem, name, str(expected[name]), said, "" if good else "MISSED")
+            table.add_row(file.stem, name, str(expected[name]), said, "" if good else "MISSED")
             missed += not good
     Console(width=120).print(table)
     return 1 if missed else 0

@@ -180,7 +180,7 @@ def conversations_in(files: list[Path]) -> str:
 def rollouts_in(files: list[Path]) -> int:
     import pyarrow.parquet as pq
 
-    return sum(pq.ParquetFile(file).metadata.num_rows for file in files)
+    return sum(pq.ParquetFile(file.absolute()).metadata.num_rows for file in files)
 
 
 # --- the model out of one -----------------------------------------------------------------------------------------

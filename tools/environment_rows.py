@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.command_line import Parser, ends_in_a_line
 from megarl.config import ConfigError
+from megarl.config.paths import expand_spec
 from megarl.environments import harbor, verifiers
 
 
@@ -55,6 +56,7 @@ def make() -> int:
     parser.add_argument("target", metavar="FILE", type=Path, help="a .jsonl file")
     parser.add_argument("--evaluation", action="store_true", help="the rows that it has for evaluation")
     options = parser.parse_args()
+    options.spec = expand_spec(options.spec, "SPEC")
     if options.target.suffix != ".jsonl":
         raise ConfigError(f"{options.target} must end in .jsonl")
     rows = rows_of(options.spec, options.evaluation)

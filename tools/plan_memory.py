@@ -27,7 +27,7 @@ from rich.table import Table
 
 from megarl.checking.dry_run import memory_table, verdict
 from megarl.checking.suggest import RULE, WAYS, Judged, Search, best, check
-from megarl.command_line import Parser, amount, count, ends_in_a_line
+from megarl.command_line import Parser, amount, count, ends_in_a_line, path_text
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict
 from megarl.controllers.registry import declare
 from megarl.models.family import HFConfig
@@ -287,7 +287,9 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder")
+    parser.add_argument(
+        "--model", type=path_text, required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder"
+    )
     parser.add_argument(
         "--layout", nargs="+", default=[], metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,cp=,etp=,vpp=], several"
     )

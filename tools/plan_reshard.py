@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.checking.suggest import check, deal_out
-from megarl.command_line import Parser, amount, count, ends_in_a_line, file_to_write
+from megarl.command_line import Parser, amount, count, ends_in_a_line, file_to_write, path_text
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.registry import declare
 from megarl.models.family import HFConfig
@@ -221,7 +221,9 @@ def advice_line(advice: Advice) -> str:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder")
+    parser.add_argument(
+        "--model", type=path_text, required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder"
+    )
     parser.add_argument("--train", required=True, metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,vpp=,etp=,cp=]")
     parser.add_argument("--engine", required=True, metavar="SIZES", help="tp=32,ep=32[,dp=,mlp_tp=,head_tp=...]")
     parser.add_argument("--train-ranks", default="", metavar="0-255", help="where the trainer is (default: from 0 on)")

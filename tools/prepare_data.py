@@ -212,7 +212,7 @@ def prepare(name: str, source: Path, target: Path) -> dict[str, int]:
     unfinished = {split: target / f".{split}.parquet.{os.getpid()}" for split in tables}
     try:
         for split, file in unfinished.items():
-            pyarrow.parquet.write_table(tables[split], file)
+            pyarrow.parquet.write_table(tables[split], file.absolute())
         for split, file in unfinished.items():
             file.replace(target / f"{split}.parquet")
     finally:

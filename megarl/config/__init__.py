@@ -3,6 +3,8 @@
 What Megatron or SGLang already names is not named again: `model.megatron` and `rollout.sglang` pass through, checked
 against the fields of `TransformerConfig` and `ServerArgs` when the run starts.
 
+Keys that are paths are of the type `PathStr`: `~` and `$NAME` in them are expanded (`paths.py`).
+
 `job.py` has the run, its models, ranks and optimizers; `generation.py` data and sampling; `learning.py` rewards,
 advantages and losses; `sandbox.py` where code runs. What the name of an algorithm sets of them, where the user does
 not, is in `recipes.py`.
@@ -32,6 +34,7 @@ from megarl.config.job import (
     Weight,
 )
 from megarl.config.learning import AdvantageConfig, CorrectionConfig, GuardsConfig, KLConfig, LossConfig, RewardConfig
+from megarl.config.paths import expand, with_expanded_paths
 from megarl.config.sandbox import SandboxConfig
 from megarl.recipes import with_recipe
 from megarl.strict import ConfigError, Range, to_dict
@@ -112,10 +115,11 @@ class Config:
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides, whose values are YAML too.
 
-    Models that are named as on the Hub are the copies in this machine's cache. Raises ConfigError, naming the key and
+    Paths in it, and the file's own, are expanded (`paths.py`). Models that are named as on the Hub are the copies in
+    this machine's cache. Raises ConfigError, naming the key and
     the nearest known one, for anything unknown, of the wrong type, out of range or given twice.
     """
-    file = Path(path)
+    file = Path(expand(str(path), "the configuration file"))
     try:
         there = file.is_file()
     except OSError:  # a name that is too long
@@ -149,7 +153,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
     if isinstance(name, str):  # else it is complained of below
         tree = with_recipe(tree, name)
     config: Config = strict.build(Config, tree, "", root=Config)
-    return config
+    return with_expanded_paths(config)
 
 
 def describe_keys() -> list[tuple[str, Any]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from megarl.config.job import Ranks
-from megarl.strict import Count, Range, Seconds, Share
+from megarl.strict import Count, PathStr, Range, Seconds, Share
 
 Batch = Annotated[int, Range(1, 1_000_000)]
 OnPush = Literal["retract", "in_place", "wait"]
@@ -99,7 +99,7 @@ class RolloutConfig:
     verify_every: Count = 20
     """The engines' weights are verified bit by bit in the first push and every so many; in the others, one part in so
     many of them."""
-    replay: str = ""
+    replay: PathStr = ""
     """A run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
     exact repeats. `RUN@7`: the first step is given those of its step 7."""
     sglang: dict[str, Any] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: tuple[str, ...] = ()
+    train: tuple[PathStr, ...] = ()
     """Prompts to train on, a file or several: .parquet with verl's columns, or .jsonl. Conversations for SFT, pairs for
     a reward model; `data/README.md` has the columns. What is longer than the model, or `rollout.max_context`, is left
     out and counted."""
@@ -123,7 +123,7 @@ class DataConfig:
     order: str = ""
     """Column of numbers by whose order the first epoch goes, from the least: a curriculum. Later ones are shuffled;
     without `data.shuffle` all go by it. Ties, and rows without a number, are where the shuffling puts them."""
-    eval: tuple[str, ...] = ()
+    eval: tuple[PathStr, ...] = ()
     """Held-out prompts, conversations or pairs, a file or several, same formats; empty for none."""
     prompts_per_step: Batch = 64
     """Prompts in one rollout batch; conversations or pairs in a step of SFT or of a reward model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from megarl.strict import Count, CountOrNone, NotNegative, Positive, Range, Seconds, Share
+from megarl.strict import Count, CountOrNone, NotNegative, PathStr, Positive, Range, Seconds, Share
 
 # What a key's number may be is part of its type. Bounds that no run comes near keep a slip from taking hours.
 Ranks = Annotated[int, Range(1, 65_536)]
@@ -15,8 +15,9 @@ Weight = Annotated[float, Range(0, 1000)]
 
 @dataclass(frozen=True)
 class RunConfig:
-    dir: str = "runs/default"
-    """Run folder: configuration, log, metrics, rollouts, checkpoints, export."""
+    dir: PathStr = "runs/default"
+    """Run folder: configuration, log, metrics, rollouts, checkpoints, export. In this and every other path `~`,
+    `~user`, `$NAME` and `${NAME}` are expanded."""
     seed: CountOrNone = 1
     """Seeds everything: initial heads, data order, sampling."""
     num_rollout: Count = 100
@@ -67,9 +68,9 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = ""
+    path: PathStr = ""
     """HF folder of the policy: config.json, safetensors, tokenizer."""
-    hf_config: str = ""
+    hf_config: PathStr = ""
     """config.json to use in a `--dry-run` where the folder `model.path` is not at hand."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations. Master weights and optimizer states are always fp32."""
@@ -121,7 +122,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    path: str = ""
+    path: PathStr = ""
     """HF folder that the critic starts from; empty for `model.path`. Without a head in it, its head starts at zero."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """As `actor_optimizer`; of a reward model in training, too."""

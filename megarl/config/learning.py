@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from megarl.config.job import Weight
-from megarl.strict import Count, CountOrNone, Positive, Range, Seconds, Share
+from megarl.strict import Count, CountOrNone, PathStr, Positive, Range, Seconds, Share
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class RewardConfig:
     weights: dict[str, Any] = field(default_factory=dict)
     """What each part of the reward counts for in that sum: functions by name, `model`, `service`; others count as they
     are. Changes while the run goes on where `control.yaml` in the run folder says so, see `rewards/README.md`."""
-    model: str = ""
+    model: PathStr = ""
     """HF folder of a reward model, as `algorithm: reward_model` exports it, with the policy's tokenizer: its score of
     the whole conversation is added to the reward. It is computed in fp32 on the job's ranks, laid out as the policy, or
     by `roles.reward.parallel`; with `roles.reward.backend=transformers` it may be any sequence classifier."""

@@ -134,7 +134,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def open_parquet(file: Path) -> pyarrow.parquet.ParquetFile:
-    table = pyarrow.parquet.ParquetFile(file)
+    table = pyarrow.parquet.ParquetFile(file.absolute())  # of ~x it would make a user's home
     names = table.schema_arrow.names
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"{file} has two columns {min(twice)!r}; rename one")

@@ -47,7 +47,7 @@ class Task:
 
 def read_tasks(folder: str) -> tuple[Task, ...]:
     """Those in a folder, by name. Raises ConfigError where there is none, and for the first that cannot be run."""
-    root = Path(folder).expanduser()
+    root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"there is no folder {folder}")
     found = [root] if (root / "task.toml").exists() else sorted(_below(root, _DEPTH))

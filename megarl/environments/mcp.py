@@ -66,7 +66,7 @@ def environment(file: str) -> type[McpTools]:
 
 def read(file: str) -> tuple[Server, ...]:
     """The servers that a file names. `${NAME}` is not yet looked up."""
-    path = Path(file).expanduser()
+    path = Path(file)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

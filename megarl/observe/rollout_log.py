@@ -157,7 +157,7 @@ def write_part(
     partial = file.with_name(f".{file.name}")  # readers of whole folders leave out what begins with a dot
     try:
         with pq.ParquetWriter(
-            partial, schema, compression="zstd", use_dictionary=REPEATED, write_page_checksum=True
+            partial.absolute(), schema, compression="zstd", use_dictionary=REPEATED, write_page_checksum=True
         ) as writer:
             for first, end in _shares(rollouts):
                 part = slice(first, end)
@@ -245,7 +245,7 @@ def _opened(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]
     parts = []
     for file in sorted(file for file in step_folder(run_dir, step).glob("rank_*") if _NAME.fullmatch(file.name)):
         with _readable(file):
-            part = pq.ParquetFile(file, page_checksum_verification=True)
+            part = pq.ParquetFile(file.absolute(), page_checksum_verification=True)
         names = _columns(file, part)
         if wrong := [name for name in names if name not in part.schema_arrow.names]:
             raise ConfigError(f"{file} is not a file of recorded rollouts: it has no column {wrong[0]!r}")

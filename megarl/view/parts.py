@@ -63,7 +63,7 @@ def open_parts(run_dir: Path, step: int, notes: Notes) -> list[Part]:
     parts: list[Part] = []
     for path in sorted(step_folder(run_dir, step).glob("rank_*.parquet")):
         try:
-            part = Part(path, pq.ParquetFile(path, page_checksum_verification=True))
+            part = Part(path, pq.ParquetFile(path.absolute(), page_checksum_verification=True))
             missing = [name for name in ESSENTIAL if name not in part.names]
             wrong = [name for name in part.names & set(SCHEMA.names) if not _fits(part, name)]
         except BROKEN as error:

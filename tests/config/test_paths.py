@@ -1,0 +1,180 @@
+"""Paths with `~` and variables in them: expanded once, for every consumer alike; a variable that is unset is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from megarl.command_line import Parser, path_text
+from megarl.config import Config, ConfigError, RunConfig, from_dict, load_config, to_dict
+from megarl.config.paths import expand, expand_spec, with_expanded_paths
+from megarl.data.rows import open_parquet
+from megarl.strict import is_path, keys_of, kinds_of
+
+# Keys that hold text which is no path. A new key of text belongs here, or is a PathStr.
+NO_PATHS = {
+    "algorithm",
+    "data.label_key",
+    "data.order",
+    "data.prompt_key",
+    "loss.policy",
+    "lora.targets",
+    "reward.functions",
+    "rollout.environments",
+    "rollout.pass_env",
+    "rollout.tool_call_parser",
+    "rollout.tools",
+    "sandbox.backend",
+    "track.webhook",
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def test_every_key_of_text_is_a_path_or_known_to_be_none() -> None:
+    text = {key for key, kind in kinds_of(Config).items() if "str" in str(kind) and "Literal" not in str(kind)}
+    mappings = {key for key, value in keys_of(Config()) if isinstance(value, dict)}
+    paths = {key for key, kind in kinds_of(Config).items() if is_path(kind)}
+    assert text - mappings - paths == NO_PATHS
+    assert not paths & NO_PATHS
+
+
+def test_every_key_that_is_a_path_is_expanded(home: Path) -> None:
+    for key, kind in kinds_of(Config).items():
+        if is_path(kind):
+            section, _, name = key.partition(".")
+            if "." in name:
+                continue
+            config = from_dict({section: {name: "~/x"}})
+            value = getattr(getattr(config, section), name)
+            assert value in (f"{home}/x", (f"{home}/x",)), key
+
+
+def test_in_the_file_on_the_command_line_and_in_lists(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {path: ~/models/m}\ndata: {train: [$SCRATCH/a.jsonl, '${SCRATCH}/b.jsonl', c.jsonl]}\n")
+    config = load_config(file, ["run.dir=~/runs/x", "critic.path=$SCRATCH", "rollout.replay=~/runs/y@7"])
+    assert config.run.dir == f"{home}/runs/x" and config.model.path == f"{home}/models/m"
+    assert config.data.train == ("/scratch/me/a.jsonl", "/scratch/me/b.jsonl", "c.jsonl")
+    assert config.critic.path == "/scratch/me" and config.rollout.replay == f"{home}/runs/y@7"
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(yaml.safe_dump(to_dict(config)))
+    assert load_config(saved) == config
+
+
+def test_the_file_itself_may_be_named_so(home: Path) -> None:
+    (home / "config.yaml").write_text("run: {dir: a}")
+    assert load_config("~/config.yaml").run.dir == "a"
+
+
+def test_mappings_that_pass_through(home: Path) -> None:
+    config = from_dict(
+        {
+            "roles": {"teacher": {"model": "~/big", "options": {"word_file": "$SCRATCH/w", "pattern": "^~a$HOME"}}},
+            "rollout": {"sglang": {"download_dir": "~/hub", "chat_template": "$content"}},
+            "model": {"megatron": {"config_logger_dir": "${SCRATCH}/log"}},
+        }
+    )
+    assert config.roles["teacher"]["model"] == f"{home}/big"
+    assert config.roles["teacher"]["options"] == {"word_file": "/scratch/me/w", "pattern": "^~a$HOME"}
+    assert config.rollout.sglang == {"download_dir": f"{home}/hub", "chat_template": "$content"}
+    assert config.model.megatron == {"config_logger_dir": "/scratch/me/log"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "expanded"),
+    [
+        ("lab.tools:search", "lab.tools:search"),
+        ("mcp:~/servers.json", "mcp:{home}/servers.json"),
+        ("harbor:$SCRATCH/tasks", "harbor:/scratch/me/tasks"),
+        ("verifiers:gsm8k", "verifiers:gsm8k"),
+        ("program:node  ~/agent.js --out $SCRATCH/o", "program:node  {home}/agent.js --out /scratch/me/o"),
+        ("program:bash -c 'echo $NOWHERE ~'", "program:bash -c 'echo $NOWHERE ~'"),
+        ('program:sh --x="a $NOWHERE b" a\\$b ~/y', 'program:sh --x="a $NOWHERE b" a\\$b {home}/y'),
+        ("program:sh 'half of a $NOWHERE", "program:sh 'half of a $NOWHERE"),
+    ],
+)
+def test_specs(spec: str, expanded: str, home: Path) -> None:
+    assert expand_spec(spec, "rollout.environments[0]") == expanded.format(home=home)
+    if "half" not in spec:
+        assert from_dict({"rollout": {"environments": [spec]}}).rollout.environments == (expanded.format(home=home),)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("run.dir", "$NOWHERE/x", "run.dir: the environment variable NOWHERE is not set; set it"),
+        ("run.dir", "${NOWHERE}", "run.dir: the environment variable NOWHERE is not set"),
+        ("run.dir", "$EMPTY/x", r"run.dir: the environment variable EMPTY is not set \(it is empty\)"),
+        ("run.dir", "$NESTED/x", "run.dir: the environment variable NESTED holds a variable itself"),
+        ("run.dir", "a/${SCRATCH:-b}", r"run.dir: '\$\{SCRATCH:-b\}' is no variable; write \$NAME"),
+        ("run.dir", "a/${SCRATCH", r"run.dir: '\$\{SCRATCH' is no variable"),
+        ("run.dir", "~nobody-of-that-name/x", "run.dir: '~nobody-of-that-name/x' begins with ~, but that is no user's"),
+        ("run.dir", "./~/x", "run.dir: './~/x' begins with ~"),
+        ("data.train", "[a, $NOWHERE/b]", r"data.train\[1\]: the environment variable NOWHERE is not set"),
+        ("roles.teacher.model", "$NOWHERE", "roles.teacher.model: the environment variable NOWHERE is not set"),
+        ("rollout.tools", "['mcp:$NOWHERE']", r"rollout.tools\[0\]: the environment variable NOWHERE is not set"),
+        ("run.dir", "$BROKEN", "run.dir must be text without control characters"),
+    ],
+)
+def test_what_cannot_be_expanded_is_said(
+    key: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.setenv("NESTED", "/a/$SCRATCH")
+    monkeypatch.setenv("BROKEN", "a\nb")
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "empty.yaml", [f"{key}={text}"])
+
+
+def test_dollars_and_tildes_that_are_none_stay(tmp_path: Path) -> None:
+    for text in ("a$", "cost$.jsonl", "a~b", "runs/~x", "a$1", "s3://bucket/$"):
+        if text != "a$1":
+            assert expand(text, "run.dir") == text
+    with pytest.raises(ConfigError, match=r"'\$1' is no variable"):
+        expand("a$1", "run.dir")
+    config = from_dict({"data": {"prompt_key": "$x"}, "loss": {"policy": "~a"}})
+    assert config.data.prompt_key == "$x" and config.loss.policy == "~a"
+
+
+def test_a_variable_may_begin_with_a_tilde(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "~/scratch")
+    assert expand("$SCRATCH/x", "run.dir") == f"{home}/scratch/x"
+
+
+def test_a_configuration_made_in_python(home: Path) -> None:
+    made = dataclasses.replace(Config(), run=RunConfig(dir="~/x"), rollout=Config().rollout)
+    once = with_expanded_paths(made)
+    assert once.run.dir == f"{home}/x" and with_expanded_paths(once) == once
+
+
+def test_arguments(home: Path) -> None:
+    parser = Parser("x")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", type=path_text)
+    options = parser.parse_args(["--out=~/x", "--model=$SCRATCH/m"])
+    assert options.out == home / "x" and options.model == "/scratch/me/m"
+    with pytest.raises(ConfigError, match="argument --out: the environment variable NOWHERE is not set"):
+        parser.parse_args(["--out=$NOWHERE/x"])
+
+
+def test_pyarrow_reads_the_file_that_is_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, value in ((tmp_path / "~", 1), (home, 2)):
+        folder.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"a": [value]}), folder / "t.parquet")
+    with open_parquet(Path("~/t.parquet")) as table:
+        assert table.read().to_pylist() == [{"a": 1}]
