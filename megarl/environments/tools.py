@@ -6,9 +6,11 @@ the user chose, which may hang, crash or print, and so runs in another process.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +101,70 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "object": (dict,),
     "array": (list,),
+    "null": (type(None),),
 }
+_LITERALS: dict[str, Any] = {"true": True, "false": False, "null": None, "none": None}
+
+
+def declared_types(schema: dict[str, Any]) -> set[str]:
+    """Names of the JSON types that a schema of an argument allows, through `anyOf`, `oneOf`, `enum` and `nullable`;
+    empty where it says nothing, or what is not known here."""
+    wanted = schema.get("type")
+    found = {wanted} if isinstance(wanted, str) else set(wanted) if isinstance(wanted, list) else set()
+    for key in ("anyOf", "oneOf"):
+        for one in schema.get(key) or ():
+            inner = declared_types(one) if isinstance(one, dict) else set()
+            if not inner:
+                return set()
+            found |= inner
+    if not found and isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        found = {name for value in values for name in _TYPES if _is_of(value, name)}
+    if found and schema.get("nullable"):
+        found.add("null")
+    return found if found <= set(_TYPES) else set()
+
+
+def coerced(text: str, schema: dict[str, Any]) -> Any:
+    """An argument that the policy wrote as bare text, as its schema declares it.
+
+    A string is the text as it is: 1e5, true, null, 007. Where other types are allowed besides, the first of null,
+    boolean, integer, number, array and object that it can be read as. A text that is none of what is declared stays a
+    text, of which `argument_error` says what is wrong. Without a declared type, what JSON makes of it.
+    """
+    types = declared_types(schema)
+    if types == {"string"}:
+        return text
+    value = _read_value(text.strip())
+    if not types:
+        return text if value is _NOTHING else value
+    if isinstance(value, float) and value.is_integer() and "number" not in types:
+        value = int(value)
+    return value if value is not _NOTHING and any(_is_of(value, name) for name in types - {"string"}) else text
+
+
+_NOTHING = object()
+
+
+def _read_value(text: str) -> Any:
+    """By JSON, else as a literal of Python's; `_NOTHING` where it is neither, or no finite number."""
+    if text.lower() in _LITERALS:
+        return _LITERALS[text.lower()]
+    for read in (json.loads, _literal):
+        try:
+            return json.loads(json.dumps(read(text), allow_nan=False))
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            pass
+    return _NOTHING
+
+
+def _literal(text: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that Python does not know
+        return ast.literal_eval(text)
+
+
+def _is_of(value: Any, name: str) -> bool:
+    return isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
 
 
 def argument_error(schema: dict[str, Any], arguments: Any) -> str:
@@ -114,12 +179,11 @@ def argument_error(schema: dict[str, Any], arguments: Any) -> str:
     for name, value in arguments.items():
         if name not in properties:
             return f"there is no argument {name}"
-        wanted = properties[name].get("type")
-        if value is None and properties[name].get("nullable"):
+        types = declared_types(properties[name])
+        if types and not any(_is_of(value, one) for one in types):
+            return f"argument {name} must be of type {' or '.join(sorted(types - {'null'} or types))}"
+        if value is None and "null" in types:
             continue
-        types = _TYPES.get(wanted) if isinstance(wanted, str) else None
-        if types and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
-            return f"argument {name} must be of type {wanted}"
         if isinstance(allowed := properties[name].get("enum"), list) and value not in allowed:
             return f"argument {name} must be one of {', '.join(map(str, allowed))}"
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from megarl.config import ConfigError
 from megarl.data.text import encodable
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of
+from megarl.rollout.call_formats import Guarded, guard
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
 from megarl.rollout.server_args import parsers
@@ -45,32 +46,44 @@ def parser(client: Client, name: str, marker: str) -> Parse:
     async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
         if not schemas or (marker and marker not in text):
             return Reply(text)
-        return judge(text, marker, await client.parse_tool_calls(text, schemas, name))
+        return await _ask(client, name, text, schemas, marker)
 
     return parse
 
 
-def judge(text: str, marker: str, answer: tuple[str, Sequence[dict[str, Any]]] | None) -> Reply:
-    """The Reply to SGLang's answer, None where its parser choked.
+async def _ask(client: Client, parser: str, text: str, schemas: Sequence[dict[str, Any]], marker: str) -> Reply:
+    guarded = guard(text, schemas, parser, marker)
+    return judge(text, schemas, guarded, await client.parse_tool_calls(guarded.text, guarded.schemas, parser))
 
-    SGLang leaves out a call whose JSON is broken without a word, so what is marked as a call and not among those
+
+def judge(
+    text: str,
+    schemas: Sequence[dict[str, Any]],
+    guarded: Guarded,
+    answer: tuple[str, Sequence[dict[str, Any]]] | None,
+) -> Reply:
+    """The Reply to what SGLang says of the guarded text, None where its parser choked.
+
+    SGLang leaves out a call that it cannot read without a word, so what begins like a call and is not among those
     parsed is an error.
     """
-    malformed = Reply(text, error="the tool call is malformed: it must be valid JSON in the format of the instructions")
+    malformed = Reply(text, error="the tool call is malformed: it must be in the format of the instructions")
     if answer is None:
         return malformed
     rest, found = answer
+    known = {schema["function"]["name"]: schema for schema in schemas}
     try:
-        calls = tuple(_call(call["name"], call["parameters"]) for call in found)
+        calls = tuple(_call(call["name"], call["parameters"], guarded, known) for call in found)
     except (ValueError, RecursionError):  # broken, or nested too deeply
         return malformed
-    if marker and text.count(marker) > len(calls):
+    if guarded.calls > len(calls):
         return Reply(malformed.text, calls, malformed.error)
-    return Reply(rest if calls else text, calls)
+    return Reply(guarded.rest(rest) if calls else text, calls)
 
 
-def _call(name: Any, parameters: str) -> Call:
-    return Call(encodable(str(name)), encodable(json.loads(parameters or "{}")))
+def _call(name: Any, parameters: str, guarded: Guarded, known: Mapping[str, dict[str, Any]]) -> Call:
+    called = encodable(str(name))
+    return Call(called, encodable(guarded.arguments(json.loads(parameters or "{}"), known.get(called))))
 
 
 def parser_name(setting: str, hf: HFConfig) -> str:
@@ -95,7 +108,7 @@ def rehearse(
     async def reads(client: Client, parser: str, tool: str) -> bool:
         for text, arguments in chat.calls(tool):
             schemas = [chat.tools[tool].schema]
-            found = judge(text, "", await client.parse_tool_calls(text, schemas, parser))
+            found = await _ask(client, parser, text, schemas, "")
             marked = parser != name or not marker or marker in text
             if found.calls == (Call(tool, arguments),) and marked:
                 return True

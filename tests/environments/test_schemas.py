@@ -8,7 +8,7 @@ import odd_worlds
 import pytest
 
 from megarl.environments.schemas import of_hint, parsed, schema_of
-from megarl.environments.tools import argument_error
+from megarl.environments.tools import argument_error, coerced, declared_types
 from megarl.strict import ConfigError
 
 PICK = {
@@ -123,3 +123,67 @@ def test_docstrings_of_other_kinds_are_descriptions() -> None:
 )
 def test_what_the_policy_may_give(arguments: dict[str, Any], complaint: str) -> None:
     assert argument_error(PICK, arguments) == complaint
+
+
+MAYBE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({}, set()),
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"type": "integer", "nullable": True}, {"integer", "null"}),
+        (MAYBE, {"integer", "null"}),
+        ({"oneOf": [{"type": "string"}, {}]}, set()),
+        ({"enum": ["1", 2]}, {"string", "integer", "number"}),
+        ({"const": None}, {"null"}),
+        ({"type": "date"}, set()),
+    ],
+)
+def test_what_types_a_schema_declares(schema: dict[str, Any], types: set[str]) -> None:
+    assert declared_types(schema) == types
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        *((text, {"type": "string"}, text) for text in ("1e5", "true", "null", "007", " x ", '"x"', "[1]", "")),
+        ("5", {"type": "integer"}, 5),
+        (" -5\n", {"type": "integer"}, -5),
+        ("5.0", {"type": "integer"}, 5),
+        ("1e3", {"type": "integer"}, 1000),
+        ("5.5", {"type": "integer"}, "5.5"),
+        ("five", {"type": "integer"}, "five"),
+        ("true", {"type": "integer"}, "true"),
+        ("1e5", {"type": "number"}, 1e5),
+        ("3", {"type": "number"}, 3),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("True", {"type": "boolean"}, True),
+        ("false", {"type": "boolean"}, False),
+        ("1", {"type": "boolean"}, "1"),
+        ('["007", 1]', {"type": "array"}, ["007", 1]),
+        ("('a', -1)", {"type": "array"}, ["a", -1]),
+        ("{'a': None}", {"type": "object"}, {"a": None}),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("null", MAYBE, None),
+        ("7", MAYBE, 7),
+        ("x", MAYBE, "x"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("1e5", {"type": ["string", "null"]}, "1e5"),
+        ("1", {"enum": ["1", "2"]}, "1"),
+        ("1", {}, 1),
+        ("1 apple", {}, "1 apple"),
+    ],
+)
+def test_texts_become_what_is_declared(text: str, schema: dict[str, Any], value: Any) -> None:
+    found = coerced(text, schema)
+    assert found == value and type(found) is type(value)
+
+
+def test_arguments_of_several_types() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": MAYBE}}}}
+    assert argument_error(tool, {"x": None}) == argument_error(tool, {"x": 3}) == ""
+    assert argument_error(tool, {"x": "3"}) == "argument x must be of type integer"

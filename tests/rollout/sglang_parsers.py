@@ -1,7 +1,7 @@
 """SGLang's parsers of tool calls without an engine: a program, since a test should not import SGLang.
 
-stdin: JSON list of [parser, text, schemas]; the last line of stdout: as many answers, as `Client.parse_tool_calls`
-returns them, and the marker of each parser that was asked for.
+stdin: JSON list of [parser, text, schemas]; the last line of stdout: as many answers to the guarded texts, as
+`Client.parse_tool_calls` returns them, and the marker of each parser that was asked for.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from typing import Any
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
+from megarl.rollout.call_formats import guard
 from megarl.rollout.engine_server import tool_call_marker
 
 
 def answer(parser: str, text: str, schemas: list[dict[str, Any]]) -> Any:
+    guarded = guard(text, schemas, parser, markers[parser])
     try:
-        found = FunctionCallParser([Tool(**schema) for schema in schemas], parser).parse_non_stream(text)
+        found = FunctionCallParser([Tool(**schema) for schema in guarded.schemas], parser).parse_non_stream(
+            guarded.text
+        )
     except Exception:  # the engine answers with status 500 then
         return None
     return found[0], [call.model_dump() for call in found[1]]

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import templates
+from call_writers import NOT_WRITTEN, TYPED, UNTYPED
 from reasoning_templates import NO_RESULTS, OTHERS, REASONING, reasoning_tokenizer
 from templates import Published
 
 from megarl.config import ConfigError
 from megarl.models.registry import FAMILIES
+from megarl.rollout.call_formats import guard
 from megarl.rollout.chat import Chat
 from megarl.rollout.messages import FORMS, call_id
+from megarl.rollout.server_args import parsers
 from megarl.rollout.tool_calls import Call, Reply, judge
 from megarl.rollout.tools import Tool, calculator
 
@@ -161,20 +164,25 @@ def parsed() -> dict[str, dict[str, tuple[Reply, Calls | None]]]:
     }
     told |= {f"half {parser}": {"": ("".join(texts), None)} for parser, texts in HALF.items()}
     parsers = {name: FORMATS[name].parser if name in FORMATS else name.split()[1] for name in told}
-    orders = [[parsers[name], text, SCHEMAS] for name, group in told.items() for text, _ in group.values()]
+    orders = [(parsers[name], text) for name, group in told.items() for text, _ in group.values()]
+    replies = iter(read(orders, SCHEMAS))
+    return {
+        name: {case: (next(replies), expected) for case, (_, expected) in group.items()} for name, group in told.items()
+    }
+
+
+def read(texts: list[tuple[str, str]], schemas: list[dict[str, Any]]) -> list[Reply]:
+    """Of each (parser, text), what a conversation is told. One process for all."""
     root = Path(__file__).parents[2]
     program = [sys.executable, str(Path(__file__).with_name("sglang_parsers.py"))]
-    done = subprocess.run(program, input=json.dumps(orders), capture_output=True, text=True, cwd=root, check=False)
+    orders = json.dumps([[parser, text, schemas] for parser, text in texts])
+    done = subprocess.run(program, input=orders, capture_output=True, text=True, cwd=root, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
-    answers = iter(result["answers"])
-    return {
-        name: {
-            case: (judge(text, result["markers"][parsers[name]], next(answers)), expected)
-            for case, (text, expected) in group.items()
-        }
-        for name, group in told.items()
-    }
+    return [
+        judge(text, schemas, guard(text, schemas, parser, result["markers"][parser]), answer)
+        for (parser, text), answer in zip(texts, result["answers"], strict=True)
+    ]
 
 
 def test_the_formats_are_of_all_families() -> None:
@@ -208,3 +216,113 @@ def test_a_template_that_wants_more_than_a_result_is_one_line() -> None:
     with pytest.raises(ConfigError, match="no place for calls of tools .*a result without a call before it") as error:
         chat.check_tools()
     assert "\n" not in str(error.value)
+
+
+NOTE = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "description": "Takes a note.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "count": {"type": "integer"},
+                "share": {"type": "number"},
+                "flag": {"type": "boolean"},
+                "items": {"type": "array"},
+                "options": {"type": "object"},
+                "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "either": {"type": ["string", "null"]},
+                "choice": {"enum": ["1", "2"]},
+            },
+            "required": [],
+        },
+    },
+}
+STRINGS = [
+    "1e5",
+    "true",
+    "null",
+    "007",
+    "-5",
+    "None",
+    "1,080",
+    "[1, 2]",
+    '{"a": 1}',
+    '"quoted"',
+    " padded ",
+    "two\nlines",
+]
+STRINGS += ["<b>x</b>", "it's", "x[1] = [TOOL_CALLS] [", "a <tool_call> b", "a <tool_call>{} b </tool_call> c"]
+ARGUMENTS: list[dict[str, Any]] = [
+    *({"text": text} for text in STRINGS),
+    {"count": -5},
+    {"count": 12},
+    {"share": -0.5},
+    {"share": 1e-7},
+    {"flag": True},
+    {"flag": False},
+    {"items": [-1, "a", [True]]},
+    {"items": ["007"]},
+    {"options": {"k": -2, "n": None, "s": "a"}},
+    {"maybe": None},
+    {"maybe": -7},
+    {"either": None},
+    {"either": "x"},
+    {"choice": "1"},
+    {"text": "null", "count": 0, "flag": True},
+]
+WRITERS = UNTYPED | TYPED
+KNOWN_LOSSES = {"minimax-m3": [" padded ", "items", "options", "maybe"]}
+"""Its lists and objects are tags within tags, which are not guarded."""
+DROPPED: dict[str, str] = {
+    "pythonic": "[note(count=1 + 2)]",
+    "pythonic, one of two": '[note(count=one), note(text="a")]',
+    "lfm2, one of two": '<|tool_call_start|>[note(count=one), note(text="a")]<|tool_call_end|>',
+    "llama3": '{"name": "note", "parameters": {"text": }}',
+    "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>note\n```json\n{}\n```"
+    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>note<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "qwen3_coder, one of two": "<tool_call>\n<function=note>\n</function>\n<function=note\n</function>\n</tool_call>",
+    "minimax-m2, one of two": '<minimax:tool_call>\n<invoke name="note">\n</invoke>\n<invoke name=note>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "step3, one of two": "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke "
+    'name="note"> </steptml:invoke><｜tool_call_end｜>\n'
+    "<｜tool_call_begin｜>note<｜tool_call_end｜>\n<｜tool_calls_end｜>",
+}
+
+
+@pytest.fixture(scope="module")
+def noted() -> dict[str, list[Reply]]:
+    texts = {
+        parser: [f"I see.\n{write('note', arguments)}" for arguments in ARGUMENTS] for parser, write in WRITERS.items()
+    }
+    orders = [(parser, text) for parser, own in texts.items() for text in own]
+    orders += [(name.partition(",")[0], text) for name, text in DROPPED.items()]
+    replies = iter(read(orders, [NOTE]))
+    return {parser: [next(replies) for _ in own] for parser, own in texts.items()} | {
+        f"dropped {name}": [next(replies)] for name in DROPPED
+    }
+
+
+@pytest.mark.parametrize("parser", WRITERS)
+def test_arguments_are_what_the_schema_declares(parser: str, noted: Any) -> None:
+    """A declared string is the text as it was written; every other type is converted."""
+    for arguments, reply in zip(ARGUMENTS, noted[parser], strict=True):
+        if any(loss in (*arguments, *arguments.values()) for loss in KNOWN_LOSSES.get(parser, ())):
+            continue
+        assert reply.calls == (Call("note", arguments),) and not reply.error, (arguments, reply)
+        kinds = [type(value) for value in reply.calls[0].arguments.values()]
+        assert kinds == [type(value) for value in arguments.values()], (arguments, reply)  # True is 1 for Python
+        assert "I see." in reply.text and "ARGUMENT" not in reply.text, reply
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_call_that_the_parser_drops_is_an_error(name: str, noted: Any) -> None:
+    (reply,) = noted[f"dropped {name}"]
+    assert "malformed" in reply.error, reply
+    assert len(reply.calls) == ("one of two" in name), reply
+
+
+def test_all_parsers_of_sglang_are_looked_at() -> None:
+    assert set(parsers()) - set(WRITERS) == NOT_WRITTEN

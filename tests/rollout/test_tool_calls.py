@@ -5,10 +5,16 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.models.registry import FAMILIES
+from megarl.rollout.call_formats import guard
 from megarl.rollout.server_args import parsers
-from megarl.rollout.tool_calls import Call, judge, parser_name
+from megarl.rollout.tool_calls import Call, Reply, parser_name
+from megarl.rollout.tool_calls import judge as judge_guarded
 
 MARKER = "<tool_call>"
+
+
+def judge(text: str, marker: str, answer: Any) -> Reply:
+    return judge_guarded(text, [], guard(text, [], "hermes", marker), answer)
 
 
 def found(*calls: tuple[str, Any]) -> list[dict[str, Any]]:
