@@ -84,7 +84,7 @@ def evaluate(options: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as place:
         file = Path(place, "eval.yaml")
         config = targets.configured(target, own, options.overrides, file, taken)
-        if samples > 1 and config.rollout.temperature == 0:
+        if samples > 1 and config.rollout.held_out.temperature == 0:
             raise ConfigError(
                 f"rollout.temperature=0 gives a prompt the same answer {samples} times; set it above 0, or --k and "
                 "--samples to 1"
@@ -149,7 +149,8 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
         "k": list(options.k),
         "samples": samples,
         "right": options.right,
-        "temperature": config.rollout.temperature,
+        "temperature": config.rollout.held_out.temperature,
+        "top_p": config.rollout.held_out.top_p,
         "seed": config.run.seed,
         "reward": list(config.reward.functions),
         "prompts": problems,

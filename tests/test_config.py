@@ -53,6 +53,35 @@ def test_configs_load(path):
     assert isinstance(load_config(path), Config)
 
 
+RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.name.startswith("quickstart")]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_where_it_differs_from_its_source(path):
+    header = path.read_text().partition("\nalgorithm:")[0]
+    assert ("What differs:" in header) != ("The values are ours" in header)
+    if "What differs:" in header:
+        assert len([line for line in header.splitlines() if line.startswith("# - ")]) >= 3
+
+
+def test_recipes_have_the_values_of_their_sources():
+    """verl's and torch's AdamW, warm-ups, evaluation, and rewards, where defaults here are others."""
+    gsm8k, dapo, r1, tulu = (
+        load_config(ROOT / f"configs/{name}.yaml")
+        for name in ("ppo_gsm8k", "qwen2.5_32b_dapo", "deepseek_r1", "llama3_70b")
+    )
+    for optimizer in (gsm8k.actor_optimizer, gsm8k.critic.optimizer):
+        assert (optimizer.warmup_fraction, optimizer.beta2, optimizer.weight_decay) == (0.0, 0.999, 0.01)
+    for optimizer in (tulu.actor_optimizer, tulu.critic.optimizer):
+        assert (optimizer.warmup_fraction, optimizer.beta2, optimizer.weight_decay) == (0.1, 0.999, 0.01)
+    assert tulu.reward.weights == {"math_verify": 10.0} and tulu.kl.coef == 0.07
+    held_out = dapo.rollout.held_out
+    assert (held_out.temperature, held_out.top_p, dapo.rollout.top_p) == (1.0, 0.7, 1.0)
+    assert (dapo.actor_optimizer.beta2, dapo.actor_optimizer.weight_decay) == (0.999, 0.1)
+    assert r1.actor_optimizer.warmup_fraction == 0.0
+    assert [name.partition(":")[2] for name in r1.reward.functions] == ["by_source", "format_reward"]
+
+
 def test_round_trip():
     rollout = {"tools": ["a:b"], "sglang": {"mem_fraction_static": 0.5}}
     config = from_dict({"algorithm": "grpo", "rollout": rollout, "kl": {"target": None}})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from megarl.config.job import Ranks
@@ -27,7 +27,8 @@ class RolloutConfig:
     max_context: Count = 4096
     """Tokens of a whole conversation. Longer prompts are dropped and counted."""
     temperature: Annotated[float, Range(0, 100)] = 1.0
-    """Sampling temperature in training; 0 is greedy. Evaluation runs both greedy and at this temperature."""
+    """Sampling temperature in training; 0 is greedy. Evaluation runs both greedy and at this temperature, or at
+    `rollout.eval_temperature`."""
     top_p: Annotated[float, Range(above=0, most=1)] = 1.0
     """Nucleus sampling: only the likeliest tokens that have this probability together are drawn from. Then, and with
     `top_k` or `min_p`, log-probs, entropy and KL are of the distribution that was drawn from, not of all tokens. Needs
@@ -37,6 +38,11 @@ class RolloutConfig:
     min_p: Annotated[float, Range(0, below=1)] = 0.0
     """Only tokens are drawn that have this share of the likeliest one's probability; 0 for all. Needs `rollout.top_k`,
     too."""
+    eval_temperature: Annotated[float, Range(above=0, most=100)] | None = None
+    """`rollout.temperature` of the sampled answers of an evaluation; null is that of training."""
+    eval_top_p: Annotated[float, Range(above=0, most=1)] | None = None
+    """`rollout.top_p` of the sampled answers of an evaluation, which needs no `rollout.top_k`; null is that of
+    training."""
     tools: tuple[str, ...] = ()
     """Tools as `module:name`; a prompt may call those that it lists, or all where it lists none."""
     environments: tuple[str, ...] = ()
@@ -104,6 +110,12 @@ class RolloutConfig:
     exact repeats. `RUN@7`: the first step is given those of its step 7."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by its own names."""
+
+    @property
+    def held_out(self) -> RolloutConfig:
+        """The same with the sampling of an evaluation."""
+        temperature = self.temperature if self.eval_temperature is None else self.eval_temperature
+        return replace(self, temperature=temperature, top_p=self.top_p if self.eval_top_p is None else self.eval_top_p)
 
     @property
     def cut_off(self) -> bool:

@@ -52,7 +52,7 @@ class GenerateController(PolicyController):
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
         items = self._all if self.options.whole else items
-        rollouts = flow.rollout.generate(items, self.config.rollout.samples_per_prompt)
+        rollouts = flow.rollout.generate(items, self.config.rollout.samples_per_prompt, held_out=self.options.whole)
         if self.options.scored:
             rollouts = flow.reward.score(rollouts)
         return StepResult({}, rollouts)

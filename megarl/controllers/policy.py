@@ -40,13 +40,15 @@ class PolicyController(Controller):
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Prompt]) -> dict[str, float]:
         """Reward on the held-out prompts: of one greedy answer each, and of `run.eval_samples` that are sampled as in
-        training; of each source, too. `eval/weight_version`: of the weights that answered, where it is known."""
+        training, or as `rollout.eval_temperature` and `rollout.eval_top_p` say; of each source, too.
+        `eval/weight_version`: of the weights that answered, where it is known."""
+        generate = flow.rollout.generate
         ways = ways_to_ask(self.config)
-        return evaluated(flow, ((way, flow.rollout.generate(items, way.samples, way.greedy)) for way in ways))
+        return evaluated(flow, ((way, generate(items, way.samples, way.greedy, held_out=True)) for way in ways))
 
     def begin_evaluation(self, flow: HybridFlow, items: Sequence[Prompt]) -> Evaluation | None:
         ways = ways_to_ask(self.config)
-        return Beside(flow, [(way, flow.rollout.begin(items, way.samples, way.greedy)) for way in ways])
+        return Beside(flow, [(way, flow.rollout.begin(items, way.samples, way.greedy, held_out=True)) for way in ways])
 
 
 def trained(rollouts: Rollouts, config: Config) -> Rollouts:

@@ -56,6 +56,8 @@ class Client:
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._routing = routing
         self.version = version
+        self.has_masks = True
+        """Whether it asks what could have been sampled, where sampling is cut off: training needs it."""
         self.asking, self.heard = 0, time.monotonic()
         """Answers that it waits for, and when the last one came."""
         self._session: aiohttp.ClientSession | None = None
@@ -84,7 +86,7 @@ class Client:
         self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, heard: Heard | None = None
     ) -> Generation:
         """`generate`, and `heard` is told the tokens as they come."""
-        cut_off = cuts(params)
+        cut_off = self.has_masks and cuts(params)
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": not cut_off}
         if cut_off:  # the others are of the whole vocabulary
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}

@@ -96,28 +96,31 @@ class Conversations:
         needed: int | None = None,
         carried: Sequence[Group] = (),
         look: Callable[[], None] = lambda: None,
+        held_out: bool = False,
     ) -> Future[Gathered]:
         """Rollouts of those prompts whose tickets this engine gets, ordered by group, then by sample, and what is to be
         gone on with; the engine must be ready. See `gather_rollouts`.
 
         tickets: that the engines share to which the same prompts are given; all are this engine's by default. samples:
         per prompt, `config.samples_per_prompt` by default. seed: of the step; each sample's own is recorded in it.
-        look: called every second, in a thread; what it raises ends this.
+        look: called every second, in a thread; what it raises ends this. held_out: sampled as in an evaluation.
 
         Done within `config.step_timeout`; what fails or is late by itself is an aborted rollout, of which the engine
         has then let go, too. Where the engine is lost, this ends at once, see `Gathered.lost`. Where it gets other
         weights meanwhile, by `pause` and `resume`, this goes on by them.
         """
-        engine, config = self._engine, self._config
+        engine, config = self._engine, self._config.held_out if held_out else self._config
 
         async def run() -> Gathered:
             deadline = asyncio.get_running_loop().time() + config.step_timeout
             async with self._new_client() as client:
+                if config != self._config:  # then nothing is trained on it
+                    client.has_masks = False
                 talks = gather_rollouts(
                     prompts,
                     tickets or Tickets(len(prompts)),
                     client,
-                    self._around(client),
+                    self._around(client, config),
                     samples=config.samples_per_prompt if samples is None else samples,
                     greedy=greedy,
                     seed=seed,
@@ -153,7 +156,7 @@ class Conversations:
 
         async def start() -> None:
             client = await self._stream_client()
-            around, seconds = self._around(client), self._config.step_timeout
+            around, seconds = self._around(client, self._config), self._config.step_timeout
             self._stream = Stream(
                 tickets,
                 client,
@@ -254,7 +257,7 @@ class Conversations:
         if self._goes_on is not None:
             await asyncio.wait([self._goes_on])
         client = await self._stream_client()
-        await stream.renew(client, self._around(client))
+        await stream.renew(client, self._around(client, self._config))
         self._goes_on = self._run(stream, client)
 
     @property
@@ -281,8 +284,8 @@ class Conversations:
         check_runs = partial(engine.check_runs, engine.starts)
         return Client(engine.url, engine.api_key, limit, self._routing, engine.version, check_runs)
 
-    def _around(self, client: Client) -> Surroundings:
-        engine, chat, config = self._engine, self._chat, self._config
+    def _around(self, client: Client, config: RolloutConfig) -> Surroundings:
+        engine, chat = self._engine, self._chat
         if self._sessions is None:
             log = engine.log.with_name(f"tools_{engine.index}.log")
             limits = Limits(config.pass_env, config.tool_memory_mb)

@@ -115,11 +115,14 @@ class RolloutWorker(Worker):
             if text:
                 raise ConfigError(text)
 
-    def generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> Rollouts:
+    def generate(
+        self, prompts: Sequence[Prompt], samples: int, greedy: bool = False, held_out: bool = False
+    ) -> Rollouts:
         """`samples` conversations of each prompt, next to each other, in the order of the prompts.
 
         A step may call this several times. The groups of its sampling calls are numbered on, and seeds follow from
-        them; greedy answers, which need no seed, have the numbers of their prompts, from 0 on.
+        them; greedy answers, which need no seed, have the numbers of their prompts, from 0 on. held_out: sampled as in
+        an evaluation (`rollout.eval_temperature`, `rollout.eval_top_p`), and not trained on.
 
         With `rollout.asynchronous` the groups of a step's first training call have been begun before it, and those of
         later steps are under way when it returns.
@@ -148,14 +151,16 @@ class RolloutWorker(Worker):
                 if is_first and config.rollout.asynchronous and source is not None and source.ends_with(prompts):
                     rollouts = self._go_on(prompts, samples)
                 else:
-                    rollouts = self._generate(prompts, samples, greedy)
+                    rollouts = self._generate(prompts, samples, greedy, held_out)
             self._agents.note()
             if not greedy:
                 self.made.append(rollouts)
             check_aborted(rollouts, config)
             return rollouts
 
-    def begin(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> Generation:
+    def begin(
+        self, prompts: Sequence[Prompt], samples: int, greedy: bool = False, held_out: bool = False
+    ) -> Generation:
         """As `generate`, but nobody waits: with `rollout.asynchronous` it goes on while steps are taken. Where engines
         get other weights meanwhile, it goes on by those, as `rollout.on_push` says; each token has its version."""
         self.engines.recovery.exchange(look=True)
@@ -167,7 +172,13 @@ class RolloutWorker(Worker):
         first = 0 if greedy else self._groups(len(prompts)).start
         if self._talks is not None and self.engines.recovery.is_there(self.engines.index):
             mine = self._talks.begin(
-                prompts, tickets=tickets, samples=samples, greedy=greedy, seed=self._seed(self.step), first_group=first
+                prompts,
+                tickets=tickets,
+                samples=samples,
+                greedy=greedy,
+                seed=self._seed(self.step),
+                first_group=first,
+                held_out=held_out,
             )
         return Generation(
             *(mine, tickets, everyone.AllRanks()), begun=self.version, now=lambda: self.version, waiting=self._waiting
@@ -179,7 +190,7 @@ class RolloutWorker(Worker):
         with self.clock.phase("generate", WAIT), self.engines.patient(config.step_timeout + config.start_timeout):
             yield
 
-    def _generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool) -> Rollouts:
+    def _generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool, held_out: bool) -> Rollouts:
         self._generations += 1
         name = f"megarl/generation/{self._generations}"
         plan = self._surplus.plan(prompts, self.step, greedy)
@@ -206,6 +217,7 @@ class RolloutWorker(Worker):
                         needed=plan.needed,
                         carried=carried,  # noqa: B023  it is called at once
                         look=lambda: self._look(alarm),  # noqa: B023
+                        held_out=held_out,
                     )
 
             found, lost = self._gather(work, alarm)

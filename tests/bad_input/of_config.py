@@ -29,6 +29,8 @@ RANGES: dict[str, tuple[str, ...]] = {
     "rollout.top_p": ("0", "1.5", ".nan"),
     "rollout.top_k": ("-2", "4097", "2.5", ".nan"),
     "rollout.min_p": ("-0.1", "1", ".inf"),
+    "rollout.eval_temperature": ("0", ".nan"),
+    "rollout.eval_top_p": ("0", "1.5"),
     "rollout.tool_timeout": ("-1", ".inf"),
     "rollout.request_timeout": ("0",),
     "rollout.step_timeout": (".nan",),

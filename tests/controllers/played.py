@@ -25,7 +25,7 @@ class Played(TableFlow):
     def further(self, count: int) -> list[Prompt]:
         return [Prompt(f"further {i}", ()) for i in range(count)]
 
-    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+    def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         self.asked.append(len(items))
         groups = (self.greedy if greedy else self.sampled).pop(0)
         assert len(groups) == len(items)

@@ -47,7 +47,7 @@ class AgedFlow(TableFlow):
         forward = self.policy.forward
         self.policy.forward = lambda batch: (setattr(self, "forwards", self.forwards + 1), forward(batch))[1]  # type: ignore
 
-    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+    def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         self.calls.append("generate")
         now = len(self.tables) - 1
         versions = [max(0, now - self.behind - 1), max(0, now - self.behind)]

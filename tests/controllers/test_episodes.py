@@ -92,7 +92,7 @@ class Told:
         self.step = 0
         self.learned: list[dict[str, Any]] = []
 
-    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+    def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         """A rank has every `world`-th group."""
         given = episodes(100 + self.step if greedy else self.step, samples=samples)
         mine = [one for one in given if one[0].group % self.world == self.everyone.rank]
@@ -226,7 +226,7 @@ class Given(Played):
         update = self.policy.update
         self.policy.update = lambda batch, loss: (self.saw.append(batch), update(batch, loss))[1]  # type: ignore
 
-    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+    def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         return Rollouts.of(self.rollouts)
 
 

@@ -14,7 +14,7 @@ from megarl.types import Prompt, Rollouts
 
 
 def flow(calls: list[Any]) -> Any:
-    def generate(items: Any, samples: int) -> Rollouts:
+    def generate(items: Any, samples: int, held_out: bool = False) -> Rollouts:
         calls.append((items, samples))
         return Rollouts.of([])
 

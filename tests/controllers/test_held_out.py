@@ -27,7 +27,7 @@ PROMPTS = [Prompt(str(i), ()) for i in range(2)]
 class Later(Played):
     """Answers of which the second half of each generation is by newer weights, when they are asked for."""
 
-    def begin(self, items: Any, samples: int, greedy: bool = False) -> Any:
+    def begin(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Any:
         self.asked.append(samples)
         groups = (self.greedy if greedy else self.sampled).pop(0)
         here = [one(i, reward, version=5 + i) for i, group in enumerate(groups) for reward in group]

@@ -80,7 +80,7 @@ class TableFlow:
         self.calls.append("further")
         return [Prompt(id=f"further {i}", messages=()) for i in range(count)]
 
-    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+    def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         self.calls.append("greedy" if greedy else "generate")
         logprobs = self.policy.table.detach().log_softmax(-1)
         first, here = 0 if greedy else self.groups, []

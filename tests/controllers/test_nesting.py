@@ -80,7 +80,7 @@ class ReMax(GRPOController):
 class Flow(TableFlow):
     """With greedy answers, and demonstrations."""
 
-    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+    def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         if not greedy:
             return super().generate(items, samples)
         best = tuple(int(row.argmax()) for row in self.policy.table.detach())

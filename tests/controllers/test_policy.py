@@ -55,7 +55,7 @@ class Given(TableFlow):
         update = self.policy.update
         self.policy.update = lambda batch, loss: (self.actor_saw.append(batch), update(batch, loss))[1]  # type: ignore
 
-    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+    def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         return Rollouts.of(self.rollouts)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
@@ -213,7 +213,7 @@ def test_an_evaluation_is_stamped_with_the_weights_that_answered() -> None:
     config = from_dict({"algorithm": "grpo", "run": {"eval_samples": 2}})
 
     class Answers(Given):
-        def generate(self, prompts: Any, samples: int, greedy: bool = False) -> Rollouts:
+        def generate(self, prompts: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
             assert samples == (1 if greedy else 2)
             return Rollouts.of([rollout(0, 1.0, "stop"), rollout(0, 0.0, "stop")][:samples], version=7)
 

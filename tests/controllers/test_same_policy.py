@@ -40,7 +40,7 @@ class Engines(TableFlow):
 
         self.policy.forward = counted  # type: ignore[method-assign]
 
-    def generate(self, items: Any, samples: int, greedy: bool = False) -> Rollouts:
+    def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         found = super().generate(items, samples, greedy)
         here = [
             Rollout(

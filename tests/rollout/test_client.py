@@ -69,6 +69,7 @@ def ask(
     version: int | None = 3,
     params: dict[str, Any] | None = None,
     bodies: list[dict[str, Any]] | None = None,
+    has_masks: bool = True,
 ) -> Generation:
     """What a client whose engine holds this version makes of this answer; `said` None for none at all. bodies: what was
     asked is added to these."""
@@ -103,6 +104,7 @@ def ask(
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         try:
             async with Client(f"http://127.0.0.1:{port}", "key", timeout, version=version) as client:
+                client.has_masks = has_masks
                 return await client.generate([5, 6], params or {})
         finally:
             await runner.cleanup()
@@ -197,6 +199,8 @@ def test_an_engine_whose_sampling_is_cut_off_is_asked_what_it_could_have_sampled
     assert bodies[0]["return_sampling_mask"] is True and bodies[0]["return_logprob"] is False
     assert ask(answer(), params={"temperature": 0.7}, bodies=bodies).support is None
     assert "return_sampling_mask" not in bodies[1] and bodies[1]["return_logprob"] is True
+    assert ask(answer(), params=CUT, bodies=bodies, has_masks=False).support is None  # of an evaluation
+    assert "return_sampling_mask" not in bodies[2] and bodies[2]["return_logprob"] is True
 
 
 @pytest.mark.parametrize(

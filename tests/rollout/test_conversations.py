@@ -19,7 +19,7 @@ from megarl.rollout.chat import Chat
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.gathering import Gathered
-from megarl.rollout.multi_turn import Surroundings
+from megarl.rollout.multi_turn import Surroundings, sampling_params
 from megarl.rollout.policy import RequestFailed
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tools import load_tools
@@ -92,6 +92,26 @@ def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
     talks.close()
     talks.close()
     assert not Path(f"/proc/{first[0].answer}").exists()
+
+
+def test_an_evaluation_is_sampled_by_keys_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And the engine is not asked what could have been drawn, which it says of a bounded number of tokens alone."""
+    asked: list[tuple[dict[str, Any], bool]] = []
+
+    async def only_look(prompts: Any, tickets: Any, policy: Any, around: Surroundings, **_: Any) -> Gathered:
+        asked.append((sampling_params(around.config, around.chat, False, 3), policy.has_masks))
+        return Gathered([], [])
+
+    monkeypatch.setattr(conversations, "gather_rollouts", only_look)
+    for own in ({}, {"eval_top_p": 0.7}, {"eval_temperature": 0.6, "eval_top_p": 1.0}):
+        talks = Conversations(some_engine(tmp_path), CHAT, replace(CONFIG, top_k=20, top_p=0.9, **own))
+        for held_out in (False, True):
+            talks.generate([], held_out=held_out)
+        talks.close()
+    found = [(params["temperature"], params["top_p"], params["top_k"], masks) for params, masks in asked]
+    as_in_training = (1.0, 0.9, 20, True)
+    assert found[:2] == [as_in_training] * 2
+    assert found[2:] == [as_in_training, (1.0, 0.7, 20, False), as_in_training, (0.6, 1.0, 20, False)]
 
 
 class Asked:

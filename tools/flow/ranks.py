@@ -117,7 +117,7 @@ class PlayedRollout:
         self.mine, self.parts, self.how = mine, parts, how
         self.share = 1.0
 
-    def generate(self, items: Sequence[Any], samples: int) -> Any:
+    def generate(self, items: Sequence[Any], samples: int, held_out: bool = False) -> Any:
         with self.parts.of("figures"):
             count = int(len(self.mine) * self.share) // samples * samples
             return self.how.gathered(self.mine[:count])
