@@ -76,3 +76,17 @@ def test_generation_beside_training_on_ranks_of_its_own(folder: Path, tmp_path: 
     place = ["placement={actor: 0, critic: 0, rollout: 1}", "rollout.asynchronous=true"]
     train(folder, tmp_path / "run", "run.export=false", "rollout.max_turns=2", *CUT, *ranks, *place, host=host)
     assert_of_what_was_drawn_from(tmp_path / "run", [1, 2, 3])
+
+
+def test_an_evaluation_is_sampled_by_its_own_keys(folder: Path, tmp_path: Path, host: str) -> None:
+    """From next to no words that is greedy, while training draws from all of them, and needs no `rollout.top_k`."""
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text("".join((folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8]))
+    evaluated = [f"data.eval={held_out}", "run.eval_every=1", "rollout.eval_top_p=0.0001", "parallel.ep=1"]
+    train(folder, tmp_path / "run", *PLAIN, *evaluated, "run.num_rollout=1", "run.save_every=0", host=host)
+    rows = [row for row in metrics_of(tmp_path / "run") if "eval/reward_greedy" in row]
+    assert [row["step"] for row in rows] == [0, 1]
+    for name in ("reward", "response_length_mean", "turns_mean"):
+        assert rows[0][f"eval/{name}_sampled"] == rows[0][f"eval/{name}_greedy"]
+    (step,) = [row for row in metrics_of(tmp_path / "run") if "rollout/reward_mean" in row]
+    assert step["rollout/logprob_diff_mean"] <= 1e-5 and "rollout/support_mean" not in step
