@@ -354,3 +354,15 @@ def test_grpo_has_the_kl_in_the_loss() -> None:
     """arXiv:2402.03300, eq. 3."""
     config = from_dict({"algorithm": "grpo"})
     assert (config.kl.place, config.advantage.kind, config.advantage.group_std) == ("loss", "group", True)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "remax", "reinforce_pp"])
+def test_without_a_reference_there_is_no_kl_to_it(algorithm: str) -> None:
+    """Not a 0: also with a lag, and with log-probs from before the update or without."""
+    aged = dataclasses.replace(rollout(0, 1.0, "stop"), turns=(Turn((9,)), Turn((1, 4), (-1.8, -1.8), True, -1)))
+    for updates in (1, 2):
+        config = from_dict({"algorithm": algorithm, "kl": {"place": "none"}, "run": {"num_update": updates}})
+        flow: Any = Given(config, [aged, rollout(0, 0.0, "stop")])
+        metrics = make_controller(config).step(flow, [Prompt("0", ())]).metrics
+        assert "actor/grad_norm" in metrics or "actor/ppo_kl" in metrics
+        assert not {"actor/kl_to_reference", "actor/kl_coef", "actor/kl_loss"} & metrics.keys()
