@@ -201,7 +201,7 @@ def test_grpo_with_a_reward_model_on_a_rank_of_its_own(folder: Path, host: str, 
     model = tmp_path / "reward_model"
     make_reward_model(folder / "model", model)
     given = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
-    given += ["run.num_update=1", "run.epochs=1"]
+    given += ["kl.place=reward", "run.num_update=1", "run.epochs=1"]
     split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.replay_routing=true"]
     train(folder, tmp_path / "split", *split, *given, host=host)
     rows = steps_of(tmp_path / "split")
