@@ -1,7 +1,8 @@
 """Group relative policy optimisation (arXiv:2402.03300): the group's mean is the baseline, there is no critic.
 
 The paper's loss is a mean over sequences of each one's mean over its tokens (eq. 3): that is `loss.mean: sequence`. The
-default is a mean over all tokens of the update, as in DAPO (arXiv:2503.14476, section 3.3).
+default is a mean over all tokens of the update, as in DAPO (arXiv:2503.14476, section 3.3). The recipe has its KL in
+the loss, as the paper; one in the reward is subtracted before rewards are compared, in groups whose rewards differ.
 """
 
 from __future__ import annotations
