@@ -135,6 +135,7 @@ class TaskBox:
         )
         self.lost = result.reason not in ("", "exit", "signal")
         said = (result.stdout + result.stderr).decode(errors="replace")
+        said += "".join(f"\n{name} {why}" for name, why in result.refused.items())
         return {Path(name).name: data for name, data in result.files.items()}, said
 
     async def close(self) -> None:

@@ -256,4 +256,4 @@ class Sandbox:
 def _result(said: dict[str, Any], blobs: Sequence[bytes]) -> Result:
     files = dict(zip(said["files"], blobs[3:], strict=True))
     good = said["status"] == 0 and not said["reason"]
-    return Result(good, said["status"], blobs[0], blobs[1], said["seconds"], said["reason"], files)
+    return Result(good, said["status"], blobs[0], blobs[1], said["seconds"], said["reason"], files, said["refused"])

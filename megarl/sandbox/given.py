@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Sequence
@@ -44,20 +43,31 @@ def put(folder: str, name: str, content: bytes) -> None:
         opened.write(content)
 
 
-def take(folder: str, names: Sequence[str], most: int) -> dict[str, bytes]:
-    """Those of the files that there are, when nothing runs there any more: regular ones without other names, reached
-    without a link; together at most so many bytes."""
-    found: dict[str, bytes] = {}
+class Refused(Exception):
+    """A file that is not fetched; why."""
+
+
+def take(folder: str, names: Sequence[str], most: int) -> tuple[dict[str, bytes], dict[str, str]]:
+    """The contents of the files that there are, when nothing runs there any more, and why others are not fetched.
+
+    They must be regular files without other names and without holes, reached without a link, and have at most `most`
+    bytes together. A file with holes would be larger outside than the box was charged for."""
+    contents: dict[str, bytes] = {}
+    refused: dict[str, str] = {}
     for name in names:
-        with contextlib.suppress(OSError):
-            content = _read(folder, name, most)
-            if content is not None:
-                most -= len(content)
-                found[name] = content
-    return found
+        try:
+            contents[name] = _read(folder, name, most)
+            most -= len(contents[name])
+        except Refused as error:
+            refused[name] = str(error)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            refused[name] = f"cannot be opened without following a link: {error.strerror}"
+    return contents, refused
 
 
-def _read(folder: str, name: str, most: int) -> bytes | None:
+def _read(folder: str, name: str, most: int) -> bytes:
     *above, last = checked(name).split("/")
     at = os.open(folder, _FOLDER)
     try:
@@ -68,8 +78,15 @@ def _read(folder: str, name: str, most: int) -> bytes | None:
         file = os.open(last, _FILE, dir_fd=at)
         with open(file, "rb") as opened:
             about = os.fstat(file)
-            if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1 or about.st_size > most:
-                return None
+            if not stat.S_ISREG(about.st_mode):
+                raise Refused("is not a regular file")
+            if about.st_nlink != 1:
+                raise Refused("has another name (a hard link)")
+            if about.st_size > most:
+                raise Refused(f"has {about.st_size} bytes, and {most} may still be fetched (16 x output_bytes in all)")
+            if about.st_size and os.lseek(file, 0, os.SEEK_HOLE) < about.st_size:
+                raise Refused(f"is sparse: its {about.st_size} bytes have holes; write them out")
+            os.lseek(file, 0, os.SEEK_SET)
             return opened.read(most)
     finally:
         os.close(at)

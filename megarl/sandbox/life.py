@@ -132,15 +132,16 @@ class Box:
             return
         self.dead = True
         nest = self._nest
-        failure, files = self._fault, {}
+        failure, files, refused = self._fault, dict[str, bytes](), dict[str, str]()
         if nest is not None:
             for number in tuple(nest.ends):
                 self._read(number)
             if nest.full():
                 self._reason = "memory"
             failure = failure or self._judged(nest)
-            files = take(f"{nest.folder}/tmp", self._order["fetch"], 16 * self._most)
-        self._answer({"kind": "ended", "files": list(files), "failure": failure}, list(files.values()))
+            files, refused = take(f"{nest.folder}/tmp", self._order["fetch"], 16 * self._most)
+        said = {"kind": "ended", "files": list(files), "refused": refused, "failure": failure}
+        self._answer(said, list(files.values()))
         if nest is not None:
             nest.remove()
         self._home.ended(self)

@@ -34,7 +34,7 @@ send(0, {
     "it sees users of this machine": os.path.exists("/etc/passwd"),
     "it can write outside of its own folders": not all(
         fails(lambda: open(path + "/probe", "w")) for path in ("/", "/usr", "/dev", "/etc", "/proc/sys/kernel")
-    ),
+    ) or not fails(lambda: open("/proc/self/comm", "w")),
     "it has a network": any(not line.split(":")[0].strip() == "lo" for line in open("/proc/net/dev").readlines()[2:]),
     "it can make network sockets": not fails(lambda: socket.socket(socket.AF_INET)),
     "its address space is not limited": resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY,

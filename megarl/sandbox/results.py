@@ -49,7 +49,9 @@ class Result:
     seconds: float
     reason: Reason = ""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Of those that were asked for, the regular files that there are: no links, none that has other names."""
+    """Of those that were asked for, the regular files that there are: no links, none that has other names or holes."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Of those that were asked for, those that are there and were not fetched: why, as words that follow the name."""
 
 
 @dataclass(frozen=True)

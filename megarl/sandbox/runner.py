@@ -146,7 +146,7 @@ class Runner:
         elif (known := self._boxes.get(number)) is None:
             if kind == "call":
                 lost = {"number": number, "kind": "ended", "status": None, "reason": "exit", "seconds": 0.0}
-                self.answer({**lost, "files": [], "failure": ""}, [b"", b"", b""])
+                self.answer({**lost, "files": [], "refused": {}, "failure": ""}, [b"", b"", b""])
         elif kind == "call":
             self._waiting.append((known, lambda: known.call(order["seconds"], blobs[0])))
         else:

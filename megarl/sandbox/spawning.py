@@ -72,6 +72,7 @@ def view(place: str, python: str, version: tuple[int, ...]) -> list[str]:
         given += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     for name in FOLDERS:
         given += ["--symlink", f"/tmp/{name}", f"/{name}"]
+    given += ["--remount-ro", "/proc"]  # a program could set how soon the kernel ends it when memory is short
     return [*given, "--symlink", "/proc/self/fd", "/dev/fd"]
 
 

@@ -12,6 +12,15 @@ def climbs_to_the_namespace_above():
     return found
 def is_spared_when_memory_ends():
     return writable("/proc/self/oom_score_adj", "-1000") or writable("/proc/1/oom_score_adj", "-1000")
+def opens_what_the_kernel_says_of_processes_for_writing():
+    found = []
+    for who in ("self", 1):
+        for name in os.listdir(f"/proc/{who}"):
+            try: os.close(os.open(f"/proc/{who}/{name}", os.O_WRONLY | os.O_NONBLOCK))
+            except OSError: continue
+            found.append((who, name))
+    return found
+def spares_itself_again(): return writable("/proc/self/oom_score_adj", "0") or writable("/proc/1/oom_score_adj", "1000")
 def claims_to_be_root():
     a, b = socket.socketpair()
     found = []

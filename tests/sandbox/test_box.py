@@ -99,6 +99,27 @@ def test_files_that_come_back_are_regular_and_inside(box):
         limits=Limits(output_bytes=1 << 17),
     )
     assert result.ok and result.files == {"b": b"b"}
+    others = {"link", "root/etc/passwd", "fifo", "a", "hard", "folder", "to_b", "here/b", "big"}
+    assert result.refused.keys() == others
+    assert result.refused["hard"] == "has another name (a hard link)"
+    assert result.refused["big"].startswith("has 3145728 bytes, and 2097151 may still be fetched")
+
+
+def test_a_file_with_holes_is_not_fetched_at_the_size_that_it_claims(box):
+    result = python(
+        box,
+        "import os\nwith open('sparse', 'wb') as file: file.truncate(8 << 20)\n"
+        "with open('tail', 'wb') as file: file.seek(4 << 20); file.write(b'x')\n"
+        "open('whole', 'wb').write(bytes(1 << 20)); open('empty', 'wb')\n"
+        "print(sum(os.stat(name).st_blocks for name in ('sparse', 'tail')) * 512)",
+        fetch=["sparse", "tail", "whole", "empty", "none"],
+    )
+    assert result.ok and int(result.stdout) < 1 << 16
+    assert result.files == {"whole": bytes(1 << 20), "empty": b""}
+    assert result.refused == {
+        name: f"is sparse: its {size} bytes have holes; write them out"
+        for name, size in (("sparse", 8 << 20), ("tail", (4 << 20) + 1))
+    }
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", ".", "a//b", "a/", "x\0y", "a" * 5000])
