@@ -168,14 +168,10 @@ class Recording:
 
     # --- for its client
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What comes of the work, which ends with the session, and with whoever waits for it. Raises Refused."""
-        try:
-            self._check_open()
-        except Refused:
-            work.close()
-            raise
-        task = asyncio.ensure_future(work)
+        self._check_open()
+        task = asyncio.ensure_future(work())
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         try:

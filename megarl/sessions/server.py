@@ -150,7 +150,7 @@ class SessionServer:
             raise Refused(recording.failure, status=503) from error
         if asked.stream:
             return await _stream(request, recording, asked, place)
-        return _json(answers.completion(await recording.run(recording.answer(asked, place))))
+        return _json(answers.completion(await recording.run(lambda: recording.answer(asked, place))))
 
 
 async def _stream(request: web.Request, recording: Recording, asked: Asked, place: Place) -> web.StreamResponse:
@@ -167,7 +167,7 @@ async def _stream(request: web.Request, recording: Recording, asked: Asked, plac
         return recording.telling(asked, place, say)
 
     told = [telling(index) for index in range(asked.choices)]
-    working = asyncio.ensure_future(recording.run(recording.answer(asked, place, own, told)))
+    working = asyncio.ensure_future(recording.run(lambda: recording.answer(asked, place, own, told)))
     working.add_done_callback(lambda _: news.set())
     try:
         await response.prepare(request)
@@ -192,6 +192,10 @@ async def _stream(request: web.Request, recording: Recording, asked: Asked, plac
         for event in events:
             await response.write(event)
         await response.write_eof()
+        return response
+    except ConnectionResetError:
+        if request.transport is not None and not request.transport.is_closing():
+            raise  # it is not the client's connection
         return response
     finally:
         working.cancel()

@@ -210,10 +210,10 @@ def test_closing_ends_what_has_not_begun_either() -> None:
         lines: Any = (None,)
         async with serving(Fails(*lines)) as served:
             asked = Asked(tuple(ASK))
-            work = served.recording.answer(asked, served.recording.place(asked))
+            place = served.recording.place(asked)
             await served.server.close(served.recording)
             with pytest.raises(Refused, match="the session is closed"):
-                await served.recording.run(work)
+                await served.recording.run(lambda: served.recording.answer(asked, place))
 
     asyncio.run(asyncio.wait_for(begun_late(), 240))
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -92,6 +96,36 @@ def test_a_client_that_hangs_up_in_the_middle_ends_what_it_asked_for() -> None:
         assert [one.status for one in served.recording.branches()] == ["stop"]
 
     run(test, policy)
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.02, 0.2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_prints_nothing(
+    stream: bool, wait: float, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    """However early, and although its connection is reset, as that of a process that is killed may be."""
+    policy = Spoken("It is 3", "It is 4")
+
+    async def test(served: Served) -> None:
+        url = urlsplit(served.recording.base_url)
+        body = json.dumps({"model": "policy", "messages": ASK, "stream": stream}).encode()
+        lines = [f"POST {url.path}/chat/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+        head = "\r\n".join([*lines, f"Authorization: Bearer {served.recording.key}", "", ""]).encode()
+        for _ in range(3):
+            _, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write(head + body)
+            await writer.drain()
+            await asyncio.sleep(wait)
+            lingers = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, lingers)
+            writer.transport.abort()
+            await asyncio.sleep(0.1)
+        released(policy, 100)
+        assert (await served.create(ASK)).choices[0].finish_reason == "stop"
+
+    run(test, policy)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+    assert [str(one.message) for one in recwarn if "never awaited" in str(one.message)] == []
 
 
 def test_what_turns_out_otherwise_is_an_error_and_not_recorded() -> None:
