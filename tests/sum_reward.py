@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from megarl.types import Rollout
 
 
@@ -17,3 +19,9 @@ def same(rollout: Rollout) -> float:
 def broken(rollout: Rollout) -> float:
     """A reward with a mistake in it."""
     return 1.0 / len(rollout.prompt.id[:0])
+
+
+def hanging(rollout: Rollout) -> float:
+    """A reward that never comes."""
+    time.sleep(600.0)
+    return 1.0

@@ -372,6 +372,19 @@ def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path,
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 
+def test_rewards_that_are_all_too_slow_end_the_run_once_too_many_have_failed(
+    ppo_run: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Calls of four seconds each, one after the other: after two of 16 the limit of 1.6 cannot be kept any more."""
+    slow = ["reward.functions=[sum_reward:hanging]", "reward.timeout=4", "reward.processes=2"]
+    done = start(folder, tmp_path / "run", *slow, f"rollout.replay={ppo_run}")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    said = r"error: (\d+) of 16 rollouts have no reward \(the other (\d+) were not judged any more\), more than "
+    match = re.match(said + r"reward.max_failed=0.1 allows: \1 x hanging: it took longer than reward.timeout=4 s", line)
+    assert match and int(match[1]) in (2, 3, 4) and int(match[1]) + int(match[2]) == 16, line
+
+
 def test_weights_of_the_control_file_hold_from_the_next_step_on_and_in_a_resume(
     ppo_run: Path, folder: Path, tmp_path: Path
 ) -> None:

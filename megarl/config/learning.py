@@ -156,7 +156,7 @@ class RewardConfig:
     """Processes of a machine in which reward functions run; 0 is half of its cores, at most 64."""
     max_failed: Share = 0.1
     """Of a step's rollouts, the share that may be without a reward, because a part of it failed: they are not trained
-    on and count in no mean. Where there are more the run stops and says why."""
+    on and count in no mean. As soon as there are more the run stops, without waiting for the others, and says why."""
 
 
 @dataclass(frozen=True)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from megarl.types import Rollout, Turn
 
-Said = TypeVar("Said")
+
+class _Begun(Protocol):
+    def done(self) -> bool: ...
 
 
-class Ahead(Generic[Said]):
+Begun = TypeVar("Begun", bound=_Begun)
+
+
+class Ahead(Generic[Begun]):
     """begin: what is to be begun, from the thread in which conversations end.
 
     A conversation is known again by its last turn, which nobody else has: later it may be of another group, or step.
     """
 
-    def __init__(self, begin: Callable[[Rollout], Future[Said]]) -> None:
+    def __init__(self, begin: Callable[[Rollout], Begun]) -> None:
         self._begin = begin
-        self._begun: dict[int, tuple[weakref.ref[Turn], Future[Said]]] = {}
+        self._begun: dict[int, tuple[weakref.ref[Turn], Begun]] = {}
 
     def ended(self, rollout: Rollout) -> None:
         """Is told of a conversation that has ended."""
@@ -29,7 +33,7 @@ class Ahead(Generic[Said]):
         # Nobody asks for one that is dropped.
         begun[number] = weakref.ref(turn, lambda _: begun.pop(number, None)), self._begin(rollout)
 
-    def take(self, rollout: Rollout) -> tuple[Future[Said], bool]:
+    def take(self, rollout: Rollout) -> tuple[Begun, bool]:
         """What is said of a rollout, begun now where it was not; and whether it was there already."""
         turn = rollout.turns[-1]
         known = self._begun.pop(id(turn), None)

@@ -14,7 +14,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 from urllib.parse import parse_qsl, urlsplit
@@ -25,6 +25,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from megarl import forks, strict
 from megarl.config import Config, ConfigError, Range
 from megarl.parallel.addresses import is_public, plainly_private
+from megarl.rewards.unscored import NOT_JUDGED
 from megarl.strict import Count, Seconds
 from megarl.types.verdicts import Failed
 
@@ -103,9 +104,16 @@ class Asker:
         """Raise ConfigError unless somebody answers at each URL, whatever it is."""
         asyncio.run(self._look(path))
 
-    def ask(self, bodies: Sequence[bytes], path: str = "") -> list[Answer | Failed]:
-        """What comes back for each, in their order: the body of an answer with status 200."""
-        return asyncio.run(self._all(bodies, path))
+    def ask(
+        self,
+        bodies: Sequence[bytes],
+        path: str = "",
+        goes_on: Callable[[int, Answer | Failed], bool] = lambda number, answer: True,
+    ) -> list[Answer | Failed]:
+        """What comes back for each, in their order: the body of an answer with status 200. goes_on: is told of each
+        answer when it comes; where it says no, no request is made any more, those under way are broken off, and what
+        has no answer is `NOT_JUDGED`."""
+        return asyncio.run(self._all(bodies, path, goes_on))
 
     def longest(self, requests: int) -> float:
         """Seconds that so many may take at most."""
@@ -123,17 +131,33 @@ class Asker:
                 if isinstance(found, Failed):
                     raise ConfigError(found.why)
 
-    async def _all(self, bodies: Sequence[bytes], path: str) -> list[Answer | Failed]:
+    async def _all(
+        self, bodies: Sequence[bytes], path: str, goes_on: Callable[[int, Answer | Failed], bool]
+    ) -> list[Answer | Failed]:
         at_once = asyncio.Semaphore(self.options.concurrency)
         urls = self.options.url
+        answers: list[Answer | Failed] = [NOT_JUDGED] * len(bodies)
+        over = asyncio.Event()
 
-        async def one(number: int, body: bytes) -> Answer | Failed:
+        async def one(number: int, body: bytes) -> None:
             async with at_once:
                 first = number % len(urls)
-                return await self._answer(session, urls[first:] + urls[:first], path, body)
+                answers[number] = await self._answer(session, urls[first:] + urls[:first], path, body)
+            if not goes_on(number, answers[number]):
+                over.set()
 
         async with self._session() as session:
-            return list(await asyncio.gather(*(one(number, body) for number, body in enumerate(bodies))))
+            tasks = [asyncio.create_task(one(number, body)) for number, body in enumerate(bodies)]
+            stopping = asyncio.create_task(_cancel_when(over, tasks))
+            try:
+                await asyncio.gather(*tasks)
+            except asyncio.CancelledError:
+                if not over.is_set():
+                    raise
+                await asyncio.wait(tasks)
+            finally:
+                stopping.cancel()
+        return answers
 
     def _session(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, happy_eyeballs_delay=None, socket_factory=self._socket)
@@ -222,6 +246,12 @@ class Asker:
             return text
         _, _, secret = self._secret().partition(" ")
         return text.replace(secret, "***")
+
+
+async def _cancel_when(over: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
+    await over.wait()
+    for task in tasks:
+        task.cancel()
 
 
 def shown(data: bytes | bytearray | str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from megarl.forks import is_async
 from megarl.rewards.calls import actions_of, call_async, late, raised
 from megarl.rewards.deadline import Deadline, TookTooLong
 from megarl.rewards.functions import RewardFunction, reward_of
+from megarl.rewards.unscored import given_up
 from megarl.types import Rollout
 from megarl.types.verdicts import Failed, Verdict
 
@@ -25,34 +26,63 @@ _OURS = Path(__file__).parents[1]
 
 
 def score(
-    rollouts: Sequence[Rollout], functions: Mapping[str, RewardFunction], timeout: float = math.inf
+    rollouts: Sequence[Rollout],
+    functions: Mapping[str, RewardFunction],
+    timeout: float = math.inf,
+    most_failed: float = math.inf,
 ) -> list[dict[str, Verdict]]:
-    """What each function says of each rollout, by name. timeout: seconds of one call.
+    """What each function says of each rollout, by name. timeout: seconds of one call. most_failed: when more rollouts
+    than these have no reward, no function is called any more, and the others are `NOT_JUDGED`.
 
     A coroutine function is awaited for all of them, many at once; another is called for one after the other, in the
     main thread, so that it may use signals.
     """
-    found: list[dict[str, Verdict]] = [{} for _ in rollouts]
+    verdicts: list[dict[str, Verdict]] = [{} for _ in rollouts]
+    failed: set[int] = set()
+
+    def note(number: int, name: str, verdict: Verdict) -> bool:
+        """Whether to go on."""
+        if len(failed) <= most_failed:
+            verdicts[number][name] = verdict
+            failed.update([number] if isinstance(verdict, Failed) else [])
+        return len(failed) <= most_failed
+
     deadline = Deadline(timeout) if functions and math.isfinite(timeout) else None
     with deadline or nullcontext():
         for name, function in functions.items():
             if is_async(function):
-                verdicts = asyncio.run(_all(function, rollouts, timeout))
-            else:
-                verdicts = [_call(name, function, rollout, deadline) for rollout in rollouts]
-            for of_rollout, verdict in zip(found, verdicts, strict=True):
-                of_rollout[name] = verdict
-    return found
+                asyncio.run(_all(name, function, rollouts, timeout, note))
+                continue
+            for number, rollout in enumerate(rollouts):
+                if len(failed) > most_failed or not note(number, name, _call(name, function, rollout, deadline)):
+                    break
+    return [given_up(known, list(functions)) for known in verdicts] if len(failed) > most_failed else verdicts
 
 
-async def _all(function: RewardFunction, rollouts: Sequence[Rollout], timeout: float) -> list[Verdict]:
+async def _all(
+    name: str,
+    function: RewardFunction,
+    rollouts: Sequence[Rollout],
+    timeout: float,
+    note: Callable[[int, str, Verdict], bool],
+) -> None:
     at_once = asyncio.Semaphore(AT_ONCE)
+    goes_on = True
 
-    async def one(rollout: Rollout) -> Verdict:
+    async def one(number: int, rollout: Rollout) -> None:
+        nonlocal goes_on
         async with at_once:
-            return await call_async(function, _unharmed(rollout), timeout)
+            if goes_on and not note(number, name, await call_async(function, _unharmed(rollout), timeout)):
+                goes_on = False
+                for task in tasks:
+                    task.cancel()
 
-    return await asyncio.gather(*map(one, rollouts))
+    tasks = [asyncio.ensure_future(one(number, rollout)) for number, rollout in enumerate(rollouts)]
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
 
 
 def _call(name: str, function: RewardFunction, rollout: Rollout, deadline: Deadline | None) -> Verdict:

@@ -12,6 +12,7 @@ enclose. That keeps the answer's end apart from the template; it does not keep a
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -24,6 +25,7 @@ from megarl import forks, strict
 from megarl.config import ConfigError
 from megarl.rewards.asking import WHERE, Answer, Asker, AskingOptions, shown
 from megarl.rewards.functions import LARGEST, Parts
+from megarl.rewards.unscored import NOT_JUDGED
 from megarl.types import Message, Rollout
 from megarl.types.verdicts import Failed
 
@@ -111,12 +113,23 @@ class Judge:
         """Raise ConfigError unless somebody answers at each URL, whatever it is."""
         self.asker.look("/models")
 
-    def scores(self, rollouts: Sequence[Rollout]) -> list[Parts | Failed]:
-        """The judge's score of each of them, or why there is none."""
+    def scores(self, rollouts: Sequence[Rollout], most_failed: float = math.inf) -> list[Parts | Failed]:
+        """The judge's score of each of them, or why there is none. most_failed: when there is none for more than these,
+        the others are not asked about any more."""
         bodies = [self._body(rollout) for rollout in rollouts]
         asked = [body for body in bodies if isinstance(body, bytes)]
-        answers = iter(self.asker.ask(asked, "/chat/completions"))
-        return [body if isinstance(body, Failed) else self._read(next(answers)) for body in bodies]
+        scores: dict[int, Parts | Failed] = {}
+        failed = len(bodies) - len(asked)
+
+        def note(number: int, answer: Answer | Failed) -> bool:
+            nonlocal failed
+            scores[number] = self._read(answer)
+            failed += isinstance(scores[number], Failed)
+            return failed <= most_failed
+
+        self.asker.ask(asked, "/chat/completions", note)
+        numbers = iter(range(len(asked)))
+        return [body if isinstance(body, Failed) else scores.get(next(numbers), NOT_JUDGED) for body in bodies]
 
     def longest(self, count: int) -> float:
         """Seconds that so many rollouts of a rank may take at most."""

@@ -34,6 +34,25 @@ Verdicts = Mapping[str, Verdict]
 
 
 @dataclass(frozen=True)
+class Judging:
+    """What the functions say of one rollout. known: what they have said so far, by name."""
+
+    future: Future[Verdicts]
+    known: dict[str, Verdict]
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def result(self, seconds: float | None = None) -> Verdicts:
+        return self.future.result(seconds)
+
+    def give_up(self) -> Verdicts:
+        """What there is of it, where nobody waits for more; functions that have not been called for it are not."""
+        self.future.cancel()
+        return dict(self.known)
+
+
+@dataclass(frozen=True)
 class _Call:
     function: int
     rollout: Rollout
@@ -106,7 +125,7 @@ class Pool:
             except Gone as error:
                 raise ConfigError(f"reward.functions={list(self._names)}: {error}; see {self._log}") from None
 
-    def begin(self, rollout: Rollout) -> Future[Verdicts]:
+    def begin(self, rollout: Rollout) -> Judging:
         """What each function says of a rollout; from any thread. The functions are shown a copy, without the engine's
         records, group, episode and reward."""
         shown = replace(
@@ -114,9 +133,10 @@ class Pool:
         )
         if self._closed:
             (never := Future[Verdicts]()).cancel()
-            return never
+            return Judging(never, {})
         self.start()
-        return asyncio.run_coroutine_threadsafe(self._ask(shown), self._loop)
+        known: dict[str, Verdict] = {}
+        return Judging(asyncio.run_coroutine_threadsafe(self._ask(shown, known), self._loop), known)
 
     def close(self) -> None:
         """End all processes; calls that are under way are cancelled. Safe to call twice."""
@@ -142,12 +162,17 @@ class Pool:
             work.append((_Place(self._nursery, "async"), "alone"))
         self._tasks = [asyncio.create_task(self._work(place, queue)) for place, queue in work]
 
-    async def _ask(self, rollout: Rollout) -> Verdicts:
+    async def _ask(self, rollout: Rollout, known: dict[str, Verdict]) -> Verdicts:
         loop = asyncio.get_running_loop()
-        calls = [_Call(number, rollout, loop.create_future()) for number in range(len(self._names))]
-        for call in calls:
-            self._waiting[self._kinds[call.function]].put_nowait(call)
-        return dict(zip(self._names, await asyncio.gather(*(call.answer for call in calls)), strict=True))
+
+        async def answer(number: int, name: str) -> Verdict:
+            call = _Call(number, rollout, loop.create_future())
+            self._waiting[self._kinds[number]].put_nowait(call)
+            known[name] = await call.answer
+            return known[name]
+
+        said = await asyncio.gather(*(answer(number, name) for number, name in enumerate(self._names)))
+        return dict(zip(self._names, said, strict=True))
 
     async def _work(self, place: _Place, queue: str) -> None:
         """Make the calls of a queue, one after the other."""

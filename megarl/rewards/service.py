@@ -16,6 +16,7 @@ An entry that is neither fails its rollout, an answer that is no such list those
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import orjson
 from megarl import strict
 from megarl.rewards.asking import Answer, Asker, AskingOptions, shown
 from megarl.rewards.functions import Parts, RewardError, number_of
+from megarl.rewards.unscored import NOT_JUDGED
 from megarl.strict import Count
 from megarl.types import Rollout
 from megarl.types.verdicts import Failed
@@ -51,9 +53,10 @@ class Service:
         """Raise ConfigError unless somebody answers at each URL, whatever it is."""
         self.asker.look()
 
-    def scores(self, rollouts: Sequence[Rollout]) -> list[Parts | Failed]:
-        """What the service says of each of them, or why there is nothing that could be taken."""
-        found: list[Parts | Failed] = [_NOT_ASKED] * len(rollouts)
+    def scores(self, rollouts: Sequence[Rollout], most_failed: float = math.inf) -> list[Parts | Failed]:
+        """What the service says of each of them, or why there is nothing that could be taken. most_failed: when there
+        is nothing for more than these, the others are not asked about any more."""
+        found: list[Parts | Failed] = [NOT_JUDGED] * len(rollouts)
         sent: list[tuple[int, bytes]] = []
         for number, rollout in enumerate(rollouts):
             text = _sent(rollout)
@@ -64,11 +67,16 @@ class Service:
         size = self.options.batch
         batches = [sent[i : i + size] for i in range(0, len(sent), size)]
         bodies = [b'{"conversations": [' + b", ".join(text for _, text in batch) + b"]}" for batch in batches]
-        for batch, answer in zip(batches, self.asker.ask(bodies), strict=True):
-            numbers = [number for number, _ in batch]
-            judged = self._read(answer, len(batch))
-            for number, parts in zip(numbers, judged, strict=True):
+        failed = sum(isinstance(one, Failed) and one is not NOT_JUDGED for one in found)
+
+        def note(index: int, answer: Answer | Failed) -> bool:
+            nonlocal failed
+            for (number, _), parts in zip(batches[index], self._read(answer, len(batches[index])), strict=True):
                 found[number] = parts
+                failed += isinstance(parts, Failed)
+            return failed <= most_failed
+
+        self.asker.ask(bodies, goes_on=note)
         return found
 
     def longest(self, count: int) -> float:
@@ -100,9 +108,6 @@ class Service:
             return reward, {name: number_of(part, f"it, as the part {name},") for name, part in parts.items()}
         except RewardError as error:
             return self.asker.complaint(url, str(error))
-
-
-_NOT_ASKED = Failed("nobody was asked")
 
 
 def _checked(parts: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import wait
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -27,12 +27,14 @@ from megarl.rewards.deadline import GRACE_S
 from megarl.rewards.functions import checked, load_functions
 from megarl.rewards.fusion import checked_weights, fused_episodes
 from megarl.rewards.in_process import score
-from megarl.rewards.pool import AT_ONCE, Pool, Verdicts
-from megarl.rewards.unscored import check_unscored
+from megarl.rewards.pool import AT_ONCE, Judging, Pool, Verdicts
+from megarl.rewards.unscored import check_unscored, given_up, has_failed, too_many
 from megarl.types import Reward, Rollout, Rollouts, Verdict
 from megarl.workers.context import Context, Worker
 
 _A_DAY_S = 86400.0
+_LOOK_S = 1.0
+"""How often the ranks see together how many rewards have failed, while some are waited for."""
 _MOST = 64
 """Processes of a machine, where `reward.processes` does not say how many."""
 
@@ -106,7 +108,7 @@ class RewardWorker(Worker):
         Of an episode its last branch is shown, and the verdict is of all. Aborted ones are shown to nobody and stay
         without. What they had before, as those that another run recorded, is not counted. Where a part of it fails, a
         rollout has no reward: it is `unscored`. Raises ConfigError on all ranks where these are more than
-        `reward.max_failed`.
+        `reward.max_failed`, as soon as they are: the others are not waited for then.
         """
         whole = rollouts.select(rollouts.episodes.is_last & ~rollouts.are("aborted"))
         with self.clock.phase("reward", "reward"), patient(self._longest(whole)):
@@ -121,8 +123,11 @@ class RewardWorker(Worker):
                     verdicts[by_environment.PART] = by_environment.NOBODY
             if self.judges and len(whole):
                 together(lambda: None)  # who judges has a patience of its own, which begins when all are there
-                for verdicts, verdict in zip(found, self.judged(whole), strict=True):
-                    verdicts[self.judges] = verdict
+                if self.functions and self._too_many(sum(map(has_failed, found)), whole):
+                    found = [given_up(verdicts, [*verdicts, self.judges]) for verdicts in found]
+                else:
+                    for verdicts, verdict in zip(found, self.judged(whole), strict=True):
+                        verdicts[self.judges] = verdict
             scored = rollouts.with_(fused_episodes(rollouts, found, self.weights))
         self.scored.append((rollouts, scored))
         check_unscored(scored, self.config.reward)
@@ -173,11 +178,22 @@ class RewardWorker(Worker):
         return self.config.reward.processes or min(_MOST, max(1, len(os.sched_getaffinity(0)) // 2))
 
     def _by_pool(self, whole: Rollouts) -> list[Verdicts]:
-        begun: list[tuple[Future[Verdicts], bool]] = [self._ahead.take(rollout) for rollout in whole.here]
+        begun: list[tuple[Judging, bool]] = [self._ahead.take(rollout) for rollout in whole.here]
         done = torch.tensor([sum(there for _, there in begun), len(begun)])
         in_time, count = whole.everyone.total(done).tolist()
         self._in_time = in_time / max(1, count)
+        goes_on = True
+        while goes_on:
+            waiting = wait([one.future for one, _ in begun], _LOOK_S).not_done
+            goes_on = bool(whole.everyone.total(torch.tensor([len(waiting)])).item())
+            if goes_on and self._too_many(sum(has_failed(one.known) for one, _ in begun), whole):
+                return [given_up(one.give_up(), list(self.functions)) for one, _ in begun]
         return [one.result() for one, _ in begun]
+
+    def _too_many(self, failed: int, whole: Rollouts) -> bool:
+        """Whether `reward.max_failed` cannot be kept any more. failed: rollouts that are here and have no reward.
+        Collective."""
+        return too_many(int(whole.everyone.total(torch.tensor([failed])).item()), len(whole), self.config.reward)
 
     # --- in this process
 
@@ -202,7 +218,8 @@ class RewardWorker(Worker):
             ]
         answers: dict[int, list[tuple[int, dict[str, Verdict]]]] = {}
         for rank, parcel in self._post.exchange_objects(parcels).items():
-            found = score([rollout for _, rollout in parcel], self.functions, self.config.reward.timeout)
+            most_failed = self.config.reward.max_failed * len(whole)
+            found = score([rollout for _, rollout in parcel], self.functions, self.config.reward.timeout, most_failed)
             answers[rank] = [(index, verdicts) for (index, _), verdicts in zip(parcel, found, strict=True)]
         back = self._post.exchange_objects(answers)
         by_index = dict(one for some in back.values() for one in some)

@@ -37,7 +37,7 @@ class ServiceRewardWorker(RewardWorker):
         found: list[Verdict] = []
 
         def ask() -> None:
-            for said in self.service.scores(whole.here):
+            for said in self.service.scores(whole.here, self.config.reward.max_failed * len(whole)):
                 found.append(said if isinstance(said, Failed) else Reward(*said))
 
         with patient(max(self.config.run.timeout_s, self.service.longest(fullest))):

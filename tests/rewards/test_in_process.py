@@ -13,6 +13,7 @@ import torch
 
 from megarl.rewards import deadline
 from megarl.rewards.in_process import score
+from megarl.rewards.unscored import NOT_JUDGED
 from megarl.types import Prompt, Rollout, Turn
 from megarl.types.verdicts import Failed, Reward
 
@@ -218,3 +219,26 @@ def test_a_function_that_cannot_be_interrupted_ends_the_process_with_a_line(monk
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     about = "reward function stubborn on the sample 'sample-0' took longer than reward.timeout=0.2 s"
     assert line == f"error: {about}, and does not stop\n"
+
+
+def test_nothing_is_called_any_more_once_too_many_have_failed():
+    called = []
+
+    def fails(rollout):
+        called.append(rollout.prompt.id)
+        raise ValueError("no")
+
+    async def hangs(rollout):
+        called.append(rollout.prompt.id)
+        await asyncio.sleep(0.05 if len(called) < 4 else 600.0)
+        raise ValueError("no")
+
+    for function in (fails, hangs):
+        called.clear()
+        began = time.monotonic()
+        found = score(ROLLOUTS * 20, {"good": length, "f": function}, 700.0, most_failed=2)
+        assert time.monotonic() - began < 30.0
+        assert [verdicts["good"] for verdicts in found] == [Reward(float(i)) for i in range(3)] * 20
+        said = [verdicts["f"] for verdicts in found]
+        assert sum(one is NOT_JUDGED for one in said) == 57 and all(isinstance(one, Failed) for one in said)
+        assert len(called) == (3 if function is fails else 60)

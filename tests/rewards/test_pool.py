@@ -151,7 +151,7 @@ def test_all_is_waited_for_or_nothing_is_left(made: Made, tmp_path: Path) -> Non
     assert eventually(lambda: mark.exists() and len(left(mark)) == 2)
     pool.close()
     assert gone(left(mark))
-    assert pool.begin(rollout("fine")).cancelled()
+    assert pool.begin(rollout("fine")).future.cancelled()
     pool.close()
 
 

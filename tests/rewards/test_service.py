@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.rewards.service import Service, ServiceOptions
+from megarl.rewards.unscored import NOT_JUDGED
 from megarl.types import Prompt, Rollout, Turn
 from megarl.types.verdicts import Failed
 
@@ -183,3 +185,13 @@ def test_options_that_are_none(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ServiceOptions.read(options)
     assert complaint in str(caught.value)
+
+
+def test_nobody_is_asked_any_more_once_too_many_have_failed(server: Judging) -> None:
+    """Two requests at once, of which the first three are refused and the others would take minutes."""
+    server.answers = [(400, b"no")] * 3 + [600.0] * 4
+    began = time.monotonic()
+    found = service(server, batch=1, concurrency=2, timeout=700.0).scores(ROLLOUTS, most_failed=2.0)
+    assert time.monotonic() - began < 30.0
+    assert [one is NOT_JUDGED for one in found] == [False] * 3 + [True] * 4
+    assert len(server.batches()) <= 5

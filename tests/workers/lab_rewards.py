@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from megarl.types import Rollout
@@ -20,4 +21,9 @@ def dies(rollout: Rollout) -> float:
     """With its process, on one sample."""
     if rollout.prompt.id == "p3":
         os._exit(9)
+    return 1.0
+
+
+def sleeps(rollout: Rollout) -> float:
+    time.sleep(600.0)
     return 1.0

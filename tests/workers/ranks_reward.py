@@ -100,6 +100,7 @@ def main() -> None:
         "branches here": tried(RewardConfig(timeout=30.0), lambda rollout: rollout.num_tokens, given=branched()),
         "dies": tried(RewardConfig(dies)),
         "one dies": tried(RewardConfig(dies, **half)),
+        "all too slow": all_too_slow(),
         "no such part": tried_weights({"lenght": 1.0}),
         "environment": of_environment(
             RewardConfig(weights={"environment": 2.0}), [Reward(0.5, {"tries": 3.0}, (0.25,))] * 4
@@ -113,6 +114,16 @@ def main() -> None:
     print("RESULT", json.dumps(found), flush=True)
     everyone.close_post()
     ranks.shutdown()
+
+
+def all_too_slow() -> tuple[Any, bool]:
+    """What is said of 20 rollouts on each rank, one call after the other, and whether that was soon."""
+    many = [replace(ROLLOUTS[0], turns=tuple(map(replace, ROLLOUTS[0].turns)), group=number) for number in range(40)]
+    own = list(range(JOB.rank, 40, 2))
+    given = Rollouts.of([many[number] for number in own], own, everyone.AllRanks())
+    began = time.monotonic()
+    slow = RewardConfig(("lab_rewards:sleeps", "lab_rewards:length"), timeout=1.5, processes=2)
+    return tried(slow, given=given), time.monotonic() - began < 20
 
 
 def of_environment(reward: RewardConfig, verdicts: Any, spec: str = "odd_worlds:Guess") -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,20 @@ def test_one_that_fails_is_no_zero_and_too_many_end_the_run(
     goes_on = found[f"one {job}"]
     assert goes_on["unscored"] == [0, 0, 0, 1] and goes_on["reward"] == [1.0, 1.0, 0.0, 0.0]
     assert goes_on["why"] == [[part, why, "p3"]]
+
+
+def test_rewards_that_are_all_too_slow_end_the_run_when_the_limit_is_passed(found: dict[str, Any]) -> None:
+    """Of 40 rollouts on two ranks, whose calls would take half a minute on each, the fifth that fails is one too many;
+    one more may have failed on the other rank."""
+    said, is_soon = found["all too slow"]
+    match = re.fullmatch(
+        r"(\d+) of 40 rollouts have no reward \(the other (\d+) were not judged any more\), more than "
+        rf"reward.max_failed=0.1 allows: \1 x sleeps: {re.escape(LATE.replace('0.3', '1.5'))} \(on the sample 'p0'\)",
+        said,
+    )
+    assert match, said
+    failed, dropped = map(int, match.groups())
+    assert failed in (5, 6, 7, 8) and failed + dropped == 40 and is_soon
 
 
 def test_a_function_that_leaves(found: dict[str, dict[str, Any]]) -> None:
