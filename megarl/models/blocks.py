@@ -24,7 +24,7 @@ from megarl.models.cuts import (
     Vocab,
     pieces,
 )
-from megarl.models.options import need, rope, tied
+from megarl.models.options import need, read, rope, tied
 
 
 def checked(params: list[Param], tp: int, etp: int) -> list[Param]:
@@ -48,7 +48,7 @@ def common_config(hf: HFConfig) -> dict[str, Any]:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        init_method_std=0.02 if (std := hf.get("initializer_range")) is None else std,
+        init_method_std=need(hf, "initializer_range"),
     )
 
 
@@ -64,7 +64,7 @@ def require_heads(hf: HFConfig) -> None:
     heads, hidden = need(hf, "num_attention_heads"), need(hf, "hidden_size")
     if heads % groups(hf):
         raise ConfigError(f"config.json: num_key_value_heads={groups(hf)} does not divide num_attention_heads={heads}")
-    if not hf.get("head_dim") and hidden % heads:
+    if not read(hf, "head_dim") and hidden % heads:
         raise ConfigError(
             f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim"
         )
@@ -86,11 +86,11 @@ def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
 
 def groups(hf: HFConfig) -> int:
     """Key-value heads."""
-    return int(hf.get("num_key_value_heads") or need(hf, "num_attention_heads"))
+    return int(read(hf, "num_key_value_heads") or need(hf, "num_attention_heads"))
 
 
 def head_dim(hf: HFConfig) -> int:
-    return int(hf.get("head_dim") or need(hf, "hidden_size") // need(hf, "num_attention_heads"))
+    return int(read(hf, "head_dim") or need(hf, "hidden_size") // need(hf, "num_attention_heads"))
 
 
 def one(

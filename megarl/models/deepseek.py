@@ -22,9 +22,12 @@ from megarl.models.options import (
     Few,
     Size,
     need,
+    read,
     require,
     require_common,
     require_experts,
+    require_given,
+    require_same,
     require_types,
     rope,
 )
@@ -43,10 +46,13 @@ FIELDS: dict[str, Any] = {
     "norm_topk_prob": bool,
     "num_nextn_predict_layers": Few,
     "num_mtp_layers": Few,
+    "scoring_func": str,
+    "topk_method": str,
+    "moe_layer_freq": int,
 }
 """Of routing and experts; GLM-4.5 has the same."""
 LATENT: dict[str, Any] = {
-    "q_lora_rank": Size,
+    "q_lora_rank": Size | None,
     "kv_lora_rank": Size,
     "qk_nope_head_dim": Size,
     "qk_rope_head_dim": Size,
@@ -79,16 +85,25 @@ def _extras_v2(hf: HFConfig) -> Extras:
 
 
 def _groups(hf: HFConfig) -> dict[str, Any]:
-    limited = _limited(hf)
+    groups, chosen = _groups_of(hf)
+    limited = chosen < groups
     return dict(
-        moe_router_num_groups=hf["n_group"] if limited else None,
-        moe_router_group_topk=(hf.get("topk_group") or 1) if limited else None,
+        moe_router_num_groups=groups if limited else None,
+        moe_router_group_topk=chosen if limited else None,
     )
 
 
 def _limited(hf: HFConfig) -> bool:
     """Whether experts are chosen out of some groups only; choosing all groups is choosing none."""
-    return bool((hf.get("topk_group") or 1) < (hf.get("n_group") or 1))
+    groups, chosen = _groups_of(hf)
+    return chosen < groups
+
+
+def _groups_of(hf: HFConfig) -> tuple[int, int]:
+    """Groups of experts, and how many of them are chosen from. DeepSeek-V2 without groups has null for both."""
+    if read(hf, "n_group") is None:
+        return 1, 1
+    return need(hf, "n_group"), need(hf, "topk_group")
 
 
 def _config(hf: HFConfig) -> dict[str, Any]:
@@ -97,7 +112,7 @@ def _config(hf: HFConfig) -> dict[str, Any]:
         | experts_config(hf)
         | dict(
             multi_latent_attention=True,
-            q_lora_rank=hf.get("q_lora_rank"),
+            q_lora_rank=read(hf, "q_lora_rank"),
             kv_lora_rank=need(hf, "kv_lora_rank"),
             qk_head_dim=need(hf, "qk_nope_head_dim"),
             qk_pos_emb_head_dim=need(hf, "qk_rope_head_dim"),
@@ -113,14 +128,14 @@ def _config(hf: HFConfig) -> dict[str, Any]:
 def experts_config(hf: HFConfig) -> dict[str, Any]:
     """Megatron's fields for layers of experts after dense ones, with shared experts."""
     dense = _dense_layers(hf)
-    shared = int(hf.get("n_shared_experts") or 0) * need(hf, "moe_intermediate_size")
+    shared = need(hf, "n_shared_experts") * need(hf, "moe_intermediate_size")
     return dict(
         num_moe_experts=need(hf, "n_routed_experts"),
         moe_layer_freq=[0] * dense + [1] * (need(hf, "num_hidden_layers") - dense),
         moe_ffn_hidden_size=need(hf, "moe_intermediate_size"),
         moe_shared_expert_intermediate_size=shared or None,
         moe_router_topk=need(hf, "num_experts_per_tok"),
-        moe_router_topk_scaling_factor=float(hf.get("routed_scaling_factor") or 1.0),
+        moe_router_topk_scaling_factor=float(need(hf, "routed_scaling_factor")),
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
@@ -150,7 +165,7 @@ def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool)
 def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
     """The MLP of one of the first, dense layers; else router, its bias if there is one, experts and shared experts."""
     hidden, moe_ffn = need(hf, "hidden_size"), need(hf, "moe_intermediate_size")
-    shared = int(hf.get("n_shared_experts") or 0)
+    shared = need(hf, "n_shared_experts")
     ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
     if layer < _dense_layers(hf):
         ffn = need(hf, "intermediate_size")
@@ -219,7 +234,7 @@ def _attention(hf: HFConfig, layer: int) -> list[Param]:
     query = heads * (nope + turned)
     rows = []
     fused = ""
-    if rank := hf.get("q_lora_rank"):
+    if rank := read(hf, "q_lora_rank"):
         fused = f"{theirs}.fused_qkv_a_proj_with_mqa.weight"
         q_a = (rank, hidden)
         rows += [
@@ -280,26 +295,39 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     )
 
 
-def _check(hf: HFConfig) -> None:
-    require_types(hf, FIELDS | LATENT)
+def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
+    require_types(hf, fields)
     require_common(hf)
     if need(hf, "qk_rope_head_dim") % 2:
         raise ConfigError(f"config.json: rotary embeddings turn pairs, not qk_rope_head_dim={hf['qk_rope_head_dim']}")
     require(hf, "attention_bias", False)
+    require_given(hf, "moe_layer_freq", 1)
     require(hf, "moe_layer_freq", 1)
-    require(hf, "num_key_value_heads", need(hf, HEADS))
+    read(hf, "num_key_value_heads")
+    require(hf, "num_key_value_heads", need(hf, HEADS), (None,))
+    # transformers writes two more sizes of heads, and reads them.
+    turned = need(hf, "qk_rope_head_dim")
+    for key, size in {"head_dim": turned, "qk_head_dim": need(hf, "qk_nope_head_dim") + turned}.items():
+        if key in hf:
+            require(hf, key, size)
+    require(hf, "rms_norm_eps", 1e-6)  # SGLang has it in the norms of the latents, where transformers has 1e-6
     _rope(hf)
 
 
 def _check_v2(hf: HFConfig) -> None:
-    _check(hf)
+    _check(hf, FIELDS | LATENT | {"n_group": Experts | None, "topk_group": Experts | None})
     require(hf, "mlp_bias", False)
+    require(hf, "rope_interleave", True)
+    require_same(hf, "n_routed_experts", "num_experts")
+    require_given(hf, "scoring_func", "softmax")
     require(hf, "scoring_func", "softmax")
     require(hf, "topk_method", "greedy", ("group_limited_greedy",))
+    if need(hf, "topk_method") != "greedy":
+        need(hf, "n_group")
     require(hf, "norm_topk_prob", False)
     if _limited(hf):
-        groups, group_topk = hf["n_group"], need(hf, "topk_group")
-        if hf.get("topk_method", "greedy") == "greedy":
+        groups, group_topk = _groups_of(hf)
+        if need(hf, "topk_method") == "greedy":
             raise ConfigError(
                 f"config.json: topk_method='greedy' with topk_group={group_topk} of n_group={groups} is not "
                 "implemented: SGLang would limit the choice to these groups; HF does with "
@@ -309,8 +337,10 @@ def _check_v2(hf: HFConfig) -> None:
 
 
 def _check_v3(hf: HFConfig) -> None:
-    _check(hf)
+    _check(hf, FIELDS | LATENT)
     require(hf, "rope_interleave", True)
+    require_given(hf, "scoring_func", "sigmoid")
+    require_given(hf, "topk_method", "noaux_tc")
     require(hf, "topk_method", "noaux_tc")
     check_sigmoid_routing(hf)
 
@@ -318,7 +348,7 @@ def _check_v3(hf: HFConfig) -> None:
 def require_groups(hf: HFConfig) -> None:
     """Refuse experts that cannot be chosen as told."""
     require_experts(hf, experts := num_experts(hf))
-    groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    groups, chosen = _groups_of(hf)
     if chosen > groups:
         raise ConfigError(f"config.json: topk_group={chosen} of n_group={groups} groups")
     if experts % groups:
@@ -333,10 +363,12 @@ def require_groups(hf: HFConfig) -> None:
 def check_sigmoid_routing(hf: HFConfig) -> None:
     """Refuse what `sigmoid_routing` would not do."""
     require(hf, "scoring_func", "sigmoid")
-    topk, group_topk = need(hf, "num_experts_per_tok"), hf.get("topk_group") or 1
-    if bool(hf.get("norm_topk_prob", True)) != (topk > 1):
+    require_same(hf, "n_routed_experts", "num_local_experts")
+    require_same(hf, "num_nextn_predict_layers", "num_mtp_layers")
+    topk, (_, group_topk) = need(hf, "num_experts_per_tok"), _groups_of(hf)
+    if need(hf, "norm_topk_prob") != (topk > 1):
         raise ConfigError(
-            f"config.json: norm_topk_prob={hf.get('norm_topk_prob', True)} with num_experts_per_tok={topk} is not "
+            f"config.json: norm_topk_prob={need(hf, 'norm_topk_prob')} with num_experts_per_tok={topk} is not "
             "implemented: Megatron normalises the weights of sigmoid routing exactly when there is more than one"
         )
     if _limited(hf) and topk // group_topk != 2:
@@ -348,11 +380,12 @@ def check_sigmoid_routing(hf: HFConfig) -> None:
 
 
 def _dense_layers(hf: HFConfig) -> int:
-    return min(int(hf.get("first_k_dense_replace") or 0), need(hf, "num_hidden_layers"))
+    return min(need(hf, "first_k_dense_replace"), need(hf, "num_hidden_layers"))
 
 
 def mtp_layers(hf: HFConfig) -> int:
-    return int(hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0)
+    """transformers has both names for their number, and 1 where config.json has neither."""
+    return int(need(hf, "num_nextn_predict_layers" if "num_nextn_predict_layers" in hf else "num_mtp_layers"))
 
 
 V2 = Family(

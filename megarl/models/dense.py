@@ -14,7 +14,7 @@ from megarl.config import ConfigError
 from megarl.models import blocks
 from megarl.models.cuts import HFConfig, Param
 from megarl.models.family import Family
-from megarl.models.options import need, require, require_common, require_default_rope, require_types, rope
+from megarl.models.options import Size, need, require, require_common, require_default_rope, require_types, rope
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of rope_type llama3: Megatron has these built in."""
@@ -39,8 +39,8 @@ def _layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool, qk_norm
     return blocks.grouped_attention(hf, layer, bias, qk_norm) + mlp
 
 
-def _check(hf: HFConfig) -> None:
-    require_types(hf)
+def _check(hf: HFConfig, own: dict[str, Any] | None = None) -> None:
+    require_types(hf, own)
     require_common(hf)
     blocks.require_heads(hf)
 
@@ -51,7 +51,7 @@ def _check_qwen2(hf: HFConfig) -> None:
 
 
 def _check_qwen3(hf: HFConfig) -> None:
-    _check(hf)
+    _check(hf, {"head_dim": Size})
     require(hf, "attention_bias", False)
     require_default_rope(hf)
 

@@ -15,7 +15,16 @@ from torch.nn.functional import gelu
 from megarl.models import blocks
 from megarl.models.cuts import HFConfig, Param
 from megarl.models.family import Extras, Family
-from megarl.models.options import Size, need, require, require_common, require_default_rope, require_types
+from megarl.models.options import (
+    Heads,
+    Size,
+    need,
+    require,
+    require_common,
+    require_default_rope,
+    require_given,
+    require_types,
+)
 from megarl.strict import Count, Positive
 
 GELU_TANH = partial(gelu, approximate="tanh")
@@ -60,6 +69,7 @@ def _layer_types(hf: HFConfig) -> list[str]:
 
 FIELDS: dict[str, Any] = {
     "head_dim": Size,
+    "num_key_value_heads": Heads,
     "sliding_window": Count,
     "query_pre_attn_scalar": Positive,
     "attn_logit_softcapping": Positive,
@@ -73,11 +83,10 @@ def _check(hf: HFConfig) -> None:
     require_common(hf, activation="gelu_pytorch_tanh", layer_types=_layer_types(hf))
     require(hf, "hidden_activation", "gelu_pytorch_tanh")
     require(hf, "attention_bias", False)
-    require(hf, "use_bidirectional_attention", False)
+    require(hf, "use_bidirectional_attention", None, (False,))
     require(hf, "tie_word_embeddings", True)
     require_default_rope(hf)
-    for key in ("head_dim", "sliding_window", "query_pre_attn_scalar"):  # HF's defaults are not those of other families
-        need(hf, key)
+    require_given(hf, "hidden_act", "gelu_pytorch_tanh")
     _extras(hf)  # a model without caps has them as null, which SGLang cannot read
 
 

@@ -12,7 +12,7 @@ import torch
 from megarl.models import blocks, deepseek
 from megarl.models.cuts import HFConfig, Param
 from megarl.models.family import Family
-from megarl.models.options import need, require_common, require_default_rope, require_types, rope
+from megarl.models.options import Heads, need, require_common, require_default_rope, require_types, rope
 
 
 def _config(hf: HFConfig) -> dict[str, Any]:
@@ -37,11 +37,11 @@ def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Par
 
 def _options(hf: HFConfig) -> tuple[bool, bool]:
     """Whether q, k and v have biases, and q and k norms."""
-    return bool(hf.get("attention_bias", False)), bool(hf.get("use_qk_norm", False))
+    return need(hf, "attention_bias"), need(hf, "use_qk_norm")
 
 
 def _check(hf: HFConfig) -> None:
-    require_types(hf, {**deepseek.FIELDS, "use_qk_norm": bool})
+    require_types(hf, {**deepseek.FIELDS, "num_key_value_heads": Heads, "use_qk_norm": bool})
     require_common(hf, partial_rotary=True)
     blocks.require_heads(hf)
     require_default_rope(hf)

@@ -11,12 +11,14 @@ from megarl.models.cuts import HFConfig, Param
 from megarl.models.family import Family
 from megarl.models.options import (
     Experts,
+    Heads,
     Size,
     need,
     require,
     require_common,
     require_default_rope,
     require_experts,
+    require_same,
     require_types,
 )
 
@@ -28,7 +30,7 @@ def megatron_config(hf: HFConfig) -> dict[str, Any]:
         moe_ffn_hidden_size=need(hf, "moe_intermediate_size"),
         moe_router_topk=need(hf, "num_experts_per_tok"),
         # Megatron renormalises the chosen weights by taking the softmax after the top-k: the same number.
-        moe_router_pre_softmax=not hf.get("norm_topk_prob", False),
+        moe_router_pre_softmax=not need(hf, "norm_topk_prob"),
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
@@ -46,26 +48,30 @@ FIELDS: dict[str, Any] = {
     "num_local_experts": Experts,
     "num_experts_per_tok": Experts,
     "moe_intermediate_size": Size,
+    "num_key_value_heads": Heads,
     "norm_topk_prob": bool,
 }
 
 
 def _check(hf: HFConfig) -> None:
     require_types(hf, FIELDS)
+    require_same(hf, "num_experts", "num_local_experts")
     require_common(hf)
     blocks.require_heads(hf)
     require_experts(hf, _num_experts(hf))
     require(hf, "attention_bias", False)
     require(hf, "decoder_sparse_step", 1)
-    require(hf, "mlp_only_layers", [])
+    require(hf, "mlp_only_layers", [], (None,))
     require_default_rope(hf)
-    if need(hf, "num_experts_per_tok") == 1 and hf.get("norm_topk_prob", False):
+    if need(hf, "num_experts_per_tok") == 1 and need(hf, "norm_topk_prob"):
         # the weight of the one expert would always be 1 and the router would learn nothing; Megatron refuses it too
         raise ConfigError("config.json: norm_topk_prob=True with num_experts_per_tok=1 is not implemented")
 
 
 def _num_experts(hf: HFConfig) -> int:
-    return int(hf.get("num_experts") or need(hf, "num_local_experts"))  # transformers 5 has both names
+    return int(
+        need(hf, "num_local_experts" if "num_local_experts" in hf else "num_experts")
+    )  # transformers 5 has both names
 
 
 FAMILY = Family(

@@ -35,8 +35,14 @@ def family_of(hf: HFConfig) -> Family:
     name = (hf.get("architectures") or [None])[0]
     if name is None:
         name = next((f.architecture for f in FAMILIES.values() if f.model_type == hf.get("model_type")), None)
-    policy = str(name).replace(CLASSIFIER, POLICY)
+    policy, kind = str(name).replace(CLASSIFIER, POLICY), hf.get("model_type")
     if policy in FAMILIES:
+        other = next((f.architecture for f in FAMILIES.values() if f.model_type == kind), policy)
+        if other != policy:
+            raise ConfigError(
+                f"config.json: architectures has {name}, but model_type={kind} is {other}, by which transformers and "
+                "SGLang read the other keys; set the right model_type"
+            )
         return FAMILIES[policy]
     declared = forks.entries(GROUP)
     if policy in declared:

@@ -17,6 +17,7 @@ from megarl.config import ConfigError
 from megarl.models import blocks
 from megarl.models.cuts import HFConfig, Param, layer_of
 from megarl.models.fp8 import BLOCK, is_quantised
+from megarl.models.options import need
 from megarl.models.registry import family_of
 from megarl.reshard.layout import EngineLayout, Held, TrainLayout
 
@@ -83,8 +84,8 @@ def kinds_of(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire,
     extra = family.mtp_layers(hf) if engine.draft else 0
     if extra > 1:
         raise ConfigError(f"{extra} layers of multi-token prediction: an engine's draft model has one")
-    if engine.fuse_shared and int(hf.get("n_shared_experts") or 0) > 1:
-        raise ConfigError(f"an engine that fuses the shared expert has one, the model {hf['n_shared_experts']}")
+    if engine.fuse_shared and (shared := need(hf, "n_shared_experts")) > 1:
+        raise ConfigError(f"an engine that fuses the shared expert has one, the model {shared}")
     if experts % train.ep:
         raise ConfigError(f"parallel.ep={train.ep} does not divide the model's {experts} experts")
     for layer in range(num_layers + extra):

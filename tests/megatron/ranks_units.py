@@ -501,6 +501,47 @@ def folder() -> dict[str, Any]:
     return result
 
 
+def absent() -> dict[str, float]:
+    """Largest gaps to transformers of models whose config.json has none of the keys that have a default."""
+    import transformers
+
+    from megarl.megatron.model import MegatronModel
+    from megarl.models.options import DEFAULTS
+
+    larger = {"deepseek_v3": {"num_hidden_layers": 4, "n_routed_experts": 32, "num_experts_per_tok": 8}}
+    families = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+    cases = {family: (family, tuple(DEFAULTS[family.replace("_", "")]), larger.get(family, {})) for family in families}
+    cases["deepseek_v2"] = ("deepseek_v2", cases["deepseek_v2"][1], {"num_experts_per_tok": 3})
+    for key in ("n_group", "topk_group", "routed_scaling_factor"):
+        groups = {"n_group": 8, "topk_group": 4} | larger["deepseek_v3"]
+        cases[f"deepseek_v3 {key}"] = ("deepseek_v3", (key,), groups)
+    llama3 = dict(tiny.HF["llama"]["rope_parameters"])
+    told = {"rope_scaling": llama3, "original_max_position_embeddings": 8192}
+    cases["llama 3, told twice"] = ("llama", ("rope_parameters",), told)
+    cases["both blocks"] = ("llama", (), {"rope_scaling": llama3})
+    batch, result = tiny.batch(), {}
+    for case, (family, keys, changes) in cases.items():
+        values = {key: value for key, value in (tiny.HF[family] | changes).items() if key not in keys}
+        if "hidden_act" in tiny.HF[family]:  # which has no default in SGLang
+            values["hidden_act"] = tiny.HF[family]["hidden_act"]
+        name = values["architectures"][0]
+        config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**json.loads(json.dumps(values)))
+        config._attn_implementation = "eager"
+        torch.manual_seed(0)
+        hf = getattr(transformers, name)(config).float().eval()
+        with torch.no_grad():
+            for parameter in hf.parameters():
+                parameter.mul_(5)  # of a default initializer_range
+        with tempfile.TemporaryDirectory() as place:
+            hf.save_pretrained(place)
+            model = MegatronModel(values, tiny.config(), RANKS, "actor")
+            model.load_hf(place)
+        with torch.no_grad():
+            truth, _ = reference.policy(hf, batch)
+            result[case] = float((model.forward(batch)["logprobs"] - truth).abs().max())
+    return result
+
+
 def half() -> dict[str, float]:
     """bf16: close to fp32; and updates far below bf16's resolution are kept by the fp32 masters."""
     batch = tiny.batch()
@@ -748,7 +789,7 @@ def repeating() -> list[str]:
 
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
-    refusals, folder, half, schedule, critic, aux_losses, training, waking, numbers, comparing, nothing, spared,
+    refusals, folder, absent, half, schedule, critic, aux_losses, training, waking, numbers, comparing, nothing, spared,
     placing, unnamed_columns, unread, repeating, cutoff.cut_logprobs, cutoff.cut_micro_batch,
 ]  # fmt: skip
 

@@ -77,6 +77,10 @@ def test_loads_folders_that_transformers_wrote(units: dict[str, Any]) -> None:
     assert "layers.1.self_attn.q_proj.weight or " in folder["not finite"] and "k_proj" in folder["not finite"]
 
 
+def test_keys_that_config_json_lacks_mean_what_they_mean_in_transformers(units: dict[str, Any]) -> None:
+    assert len(units["absent"]) == 13 and max(units["absent"].values()) < 2e-5, units["absent"]
+
+
 def test_bf16_is_close_and_has_fp32_masters(units: dict[str, Any]) -> None:
     half = units["half"]
     assert half["difference"] < 0.03

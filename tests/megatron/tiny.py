@@ -35,7 +35,13 @@ EXPERTS: dict[str, Any] = dict(
     rope_theta=10000.0,
 )
 LATENT: dict[str, Any] = dict(
-    EXPERTS, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=12
+    EXPERTS,
+    num_key_value_heads=4,
+    moe_layer_freq=1,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
 )
 
 HF: dict[str, dict[str, Any]] = {
@@ -53,8 +59,17 @@ HF: dict[str, dict[str, Any]] = {
         rope_theta=10000.0,
     ),
     "deepseek_v3": dict(LATENT, architectures=["DeepseekV3ForCausalLM"], q_lora_rank=24, n_shared_experts=1)
-    | dict(num_hidden_layers=3, n_group=1, topk_group=1, norm_topk_prob=True, num_nextn_predict_layers=0),
+    | dict(
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        num_hidden_layers=3,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        num_nextn_predict_layers=0,
+    ),
     "deepseek_v2": dict(LATENT, architectures=["DeepseekV2ForCausalLM"], q_lora_rank=None, n_shared_experts=2)
+    | dict(scoring_func="softmax")
     # Megatron would rank the two groups by the sum of their two best experts.
     | dict(topk_method="group_limited_greedy", n_routed_experts=8, n_group=2, topk_group=1, norm_topk_prob=False),
     "glm4_moe": dict(EXPERTS, architectures=["Glm4MoeForCausalLM"], head_dim=16, n_shared_experts=1)
@@ -81,6 +96,7 @@ HF: dict[str, dict[str, Any]] = {
         COMMON,
         architectures=["Gemma2ForCausalLM"],
         head_dim=16,
+        hidden_act="gelu_pytorch_tanh",
         hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=12,
         sliding_window=6,

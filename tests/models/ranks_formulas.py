@@ -23,7 +23,12 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 163840,
     "rms_norm_eps": 1e-6,
 }
+ROUTED = {"moe_layer_freq": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
 MLA = SIZES | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    **ROUTED,
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
     "n_group": 4,
@@ -147,10 +152,16 @@ def main() -> None:
         ("group_limited_greedy", 8, 3),
     ):
         hf = MLA | {"topk_method": method, "n_group": groups, "topk_group": group_topk, "num_experts_per_tok": 6}
+        hf |= {"architectures": ["DeepseekV2ForCausalLM"], "scoring_func": "softmax"}
         router = DeepseekV2TopkRouter(DeepseekV2Config(**hf))
         routings[f"deepseek v2 {group_topk}/{groups}"] = routing("DeepseekV2ForCausalLM", router, hf)
     for norm in (True, False):
-        hf = SIZES | {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": norm}
+        hf = SIZES | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": norm,
+        }
         router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**hf))
         routings[f"qwen3 norm_topk_prob={norm}"] = routing("Qwen3MoeForCausalLM", router, hf)
     print("RESULT", json.dumps({"rotaries": rotaries, "routings": routings}), flush=True)

@@ -38,6 +38,10 @@ MLA = MOE | {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
     "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
 }
 YARN = {
     "rope_type": "yarn",
@@ -65,12 +69,13 @@ GLM = MOE | {
     "partial_rotary_factor": 0.5,
     "num_nextn_predict_layers": 0,
 }
-V2 = MLA | {"topk_method": "greedy", "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+V2 = MLA | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 GEMMA2 = (
     SMALL
     | {"head_dim": 8, "query_pre_attn_scalar": 6, "sliding_window": 5, "tie_word_embeddings": True}
     | {
+        "hidden_act": "gelu_pytorch_tanh",
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }
@@ -260,6 +265,11 @@ DEEPSEEK_V3 = {
     "num_hidden_layers": 61,
     "first_k_dense_replace": 3,
     "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "rms_norm_eps": 1e-06,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "n_routed_experts": 256,
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
@@ -283,6 +293,9 @@ DEEPSEEK_V2_LITE = {
     "n_routed_experts": 64,
     "n_shared_experts": 2,
     "num_experts_per_tok": 6,
+    "rms_norm_eps": 1e-06,
+    "moe_layer_freq": 1,
+    "scoring_func": "softmax",
     "topk_method": "greedy",
     "norm_topk_prob": False,
     "q_lora_rank": None,
@@ -449,7 +462,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("deepseek_v3", {"rope_parameters": YARN | {"rope_type": "longrope"}}, "rope_type='longrope'"),
         ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor=2.0"),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "mscale_all_dim without mscale"),
-        ("deepseek_v3", {"rope_parameters": YARN | {"factor": None}}, "has no factor"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"factor": None}}, "has no rope_parameters.factor"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size=None"),
         ("deepseek_v3", {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, "scale_fmt='ue8m0'"),
         (
