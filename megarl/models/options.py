@@ -97,8 +97,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
 }
-"""What an absent key means, by model: the defaults of its configuration class in transformers. None: null, or that
-there is none. Sizes of weights that most models name have no default: a model of another size is not meant."""
+"""What an absent key means, by model: the defaults of its configuration class in transformers. None is null, or
+computed from other keys. Sizes that every published config.json names have no default and are required."""
 
 ENGINE_ONLY = frozenset(
     # of attention
@@ -126,23 +126,25 @@ def require_types(hf: Mapping[str, Any], own: Mapping[str, Any] | None = None) -
         options = hf.get(block) or {}
         if any(isinstance(value, dict) for value in options.values()):
             raise ConfigError(f"config.json of {name}: {block} per layer type are not implemented")
-        for key in options.keys() - ROPE.keys():
+        for key in sorted(options.keys() - ROPE.keys()):
             raise ConfigError(f"config.json of {name}: {block}.{key} is not implemented; known: {', '.join(ROPE)}")
         _require_kinds(hf, options, ROPE, f"{block}.")
     rope(hf)  # refuses blocks that contradict each other
     for key in sorted(ENGINE_ONLY - fields.keys()):
         if hf.get(key) not in (None, False):
-            raise ConfigError(f"config.json of {name}: {key}={strict.shown(hf[key])} is not implemented; leave it out")
+            raise ConfigError(
+                f"config.json of {name}: {key}={strict.shown(hf[key])} is not implemented in training; leave it out"
+            )
 
 
 def _require_kinds(
     hf: Mapping[str, Any], values: Mapping[str, Any], kinds: Mapping[str, Any], within: str = ""
 ) -> None:
     """values: config.json itself, or a block of it. within: that block's name and a point."""
-    for key in kinds.keys() & values.keys():
-        if values[key] is not None:
-            strict.require(values[key], kinds[key], f"config.json of {_name(hf)}: {within}{key}")
-        elif type(None) not in get_args(kinds[key]):
+    for key, kind in kinds.items():
+        if values.get(key) is not None:
+            strict.require(values[key], kind, f"config.json of {_name(hf)}: {within}{key}")
+        elif key in values and type(None) not in get_args(kind):
             raise ConfigError(f"config.json of {_name(hf)} has no {within}{key}: it is null")
 
 
@@ -189,8 +191,8 @@ def need(hf: Mapping[str, Any], key: str) -> Any:
 
 
 def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, ...] = ()) -> None:
-    """Refuse an option unless it is `default` or one of `allowed`, or absent and neither has transformers another
-    default."""
+    """Refuse an option unless it is `default` or one of `allowed`. An absent one has its default in transformers, or
+    `default` where there it has none."""
     value = hf[key] if key in hf else _defaults(hf).get(key, default)
     if value != default and value not in allowed:
         known = ", ".join(str(item) for item in (default, *allowed))

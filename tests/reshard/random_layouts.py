@@ -180,6 +180,11 @@ def deepseek(rng: random.Random, heads: int, block: int) -> dict[str, Any]:
         "num_nextn_predict_layers": rng.randint(0, 1),  # the engine's draft model has one
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
     }
 
 

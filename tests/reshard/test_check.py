@@ -120,6 +120,7 @@ def test_dense_and_shared_mlps_are_divided_each_by_its_own_switch() -> None:
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "head_dim": 2,
+        "partial_rotary_factor": 1.0,
     }
     params = family_of(hf).params(hf, 1)
     dense, shared = "model.layers.0.mlp.gate_up_proj.weight", "model.layers.1.mlp.shared_experts.gate_up_proj.weight"

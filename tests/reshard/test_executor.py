@@ -116,7 +116,7 @@ def test_what_is_handed_over_is_written_while_the_next_round_is_on_the_wire(monk
     """And a buffer that was handed over is written before anything comes into it again."""
     hf = {"architectures": ["Gemma2ForCausalLM"], "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24}
     hf |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    hf |= {"query_pre_attn_scalar": 8, "sliding_window": 16, "rms_norm_eps": 1e-6}
+    hf |= {"query_pre_attn_scalar": 8, "sliding_window": 16, "rms_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
     hf |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     case = SimpleNamespace(hf=hf, train=TrainLayout(1, 1, 1, ((0, 1),)), engine=EngineLayout(1), wire="fp32")
     params = ranks_executor.table(case)

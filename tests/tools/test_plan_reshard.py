@@ -143,7 +143,7 @@ def test_gemma_2_on_two_ranks_by_hand(
     norms; besides, one lacks half of the embedding, which is the head, too, and the other the last norm."""
     hf = {"architectures": ["Gemma2ForCausalLM"], "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24}
     hf |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    hf |= {"query_pre_attn_scalar": 8, "sliding_window": 16, "rms_norm_eps": 1e-6}
+    hf |= {"query_pre_attn_scalar": 8, "sliding_window": 16, "rms_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
     hf |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     (tmp_path / "config.json").write_text(json.dumps(hf))
     layouts = ("--train", "world=2,pp=2", "--engine", "tp=2", "--gpus-per-node", "2")
