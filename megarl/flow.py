@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megarl.checking.dry_run import validate
+from megarl.checking.items import check_offered, read_chat
 from megarl.checking.named_models import vocabulary_hash
 from megarl.checkpoint import room
 from megarl.config import Config, ConfigError, load_config
@@ -23,7 +24,6 @@ from megarl.config.paths import with_expanded_paths
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import declare, make_controller
 from megarl.data.prompts import PromptLoader
-from megarl.environments.describing import Known, known_of
 from megarl.evaluating import Evaluating
 from megarl.items import Items
 from megarl.keeping import Keeping
@@ -44,7 +44,6 @@ from megarl.parallel.layouts import lay_out
 from megarl.parallel.placement import placement_of
 from megarl.parallel.roles import with_role
 from megarl.rollout.beforehand import check_enough_prompts
-from megarl.rollout.chat import Chat
 from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
@@ -276,10 +275,7 @@ class HybridFlow(Items, Evaluating, Keeping):
         """Tokenizer, template and tools, before anything is started."""
         config = self.config
         self.hf_config = load_hf_config(config.model.path)
-        known = known_of(config.rollout) if self.declared.generates else Known()
-        self.chat = Chat.load(config.model.path, known.tools, known.environments)
-        self.chat.check_vocabulary(self.hf_config["vocab_size"])
-        self.chat.check_tools()
+        self.chat = read_chat(self.hf_config, config, self.declared)
 
     def _read_data(self) -> None:
         """Before a model is loaded and a run folder made: a broken line must not cost either."""
@@ -289,6 +285,8 @@ class HybridFlow(Items, Evaluating, Keeping):
         check_enough_prompts(len(items), config)
         self.loader = PromptLoader.of(items, config)
         self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
+        if self.declared.item == "prompts" and not config.rollout.replay:
+            check_offered((one for items in (items, self.eval_items) for one in items), self.chat.known)
 
     def _start(self) -> None:
         config = self.config
@@ -324,6 +322,7 @@ class HybridFlow(Items, Evaluating, Keeping):
             updates={role: self.controller.updates(role) for role in self.declared.roles},
             source=self.loader,
             say=self.log.say,
+            alarm=self.log.alarm,
         )
         for role, make in self.makers.items():
             given = {"actor": self.actor} if role == "reference" else {}

@@ -14,7 +14,7 @@ from megarl.data.mixture import Joined, Stream, names_of
 from megarl.data.order import check_known, key_of
 from megarl.data.preferences import Pair, Preferences, read_preferences
 from megarl.data.prompts import read_prompts, render_prompts
-from megarl.data.sft import Demonstrations, sft_rollouts
+from megarl.data.sft import Demonstrations, all_conversations_too_long, sft_rollouts
 from megarl.data.table import Table
 from megarl.models.registry import family_of
 from megarl.parallel import everyone, ranks
@@ -64,13 +64,13 @@ class Items:
             lengths = ranks.shared_out(len(talks), lambda index: talks[index].num_tokens)
             kept = [index for index, length in enumerate(lengths) if length <= longest]
             dropped = len(talks) - len(kept)
-            left_out = (
-                f"{path}: {dropped} of {len(talks)} conversations are longer than the model's {longest} positions"
-            )
             if not kept:
-                raise ConfigError(f"{left_out}, so none is left; the shortest has {min(lengths)} tokens")
+                raise all_conversations_too_long(path, len(talks), longest, min(lengths))
             if dropped:
-                self._notes.append(f"{left_out}: left out")
+                self._notes.append(
+                    f"{path}: {dropped} of {len(talks)} conversations are longer than the model's {longest} "
+                    "positions: left out"
+                )
             self._note_slow(talks.rows)
             talks = talks.only(kept)
             return talks, talks.keys

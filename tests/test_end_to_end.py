@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -313,7 +314,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Path, tmp_path: Path, host: str) -> None:
     """SFT on a single conversation, for seconds; then the engine writes the call from memory, SGLang's parser reads it,
-    the tool's process answers, and the engine reads that: in training, and in the evaluations before and after."""
+    the tool's process answers, and the engine reads that: in training, and in the evaluations before and after. The
+    tool is the one that README.md shows. Where it raises on each call, the run ends and says so."""
     from transformers import AutoTokenizer
 
     question = {"role": "user", "content": "What is 61+17?"}
@@ -336,7 +338,23 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
     overrides = ["algorithm=grpo", f"model.path={tmp_path}/sft/export", f"data.train={held_out}", "run.num_rollout=1"]
     overrides += [f"data.eval={held_out}", "run.eval_every=1", "run.export=false", "rollout.temperature=0.05"]
     overrides += ["kl.place=none", "data.prompts_per_step=2", "rollout.samples_per_prompt=2"]
-    train(folder, tmp_path / "run", *alone, *overrides, host=host)
+    (text,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        if "def calculator" in block
+    ]
+    (tmp_path / "my_tools.py").write_text(text)
+    (tmp_path / "broken_tools.py").write_text(text.replace("return", "raise OSError('no licence')\n    return"))
+
+    def run(name: str, *given: str) -> subprocess.CompletedProcess[str]:
+        environment = with_host(host)
+        environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"}
+        command = command_of(folder, tmp_path / name, *alone, *overrides, *given)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
+
+    done = run("run", "rollout.tools=[my_tools:calculator]")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert (tmp_path / "run" / "logs" / "tools_0.log").read_text().count("called with 61+17") >= 4
     rollouts = read_rollouts(tmp_path / "run", 1)
     assert len(rollouts) == 4
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "sft" / "export")
@@ -359,6 +377,15 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
     counts = {name: value for name, value in step.items() if name.startswith("rollout/count/")}
     assert counts in ({}, {"rollout/count/a": 2.0, "rollout/count/b": 2.0})  # both prompts may be of a
     assert "held out, after step 1: " in (tmp_path / "run" / "log.txt").read_text()
+    assert step["rollout/tool_failed_frac"] == step["tool/calculator_failed_frac"] == 0.0
+
+    done = run("broken", "rollout.tools=[broken_tools:calculator]", "rollout.samples_per_prompt=16", "run.eval_every=0")
+    said = (
+        r"error: (\d+) of \1 calls of the tool calculator failed, more than rollout.max_failed_tools=0.99 allows: no "
+    )
+    assert done.returncode == 2 and re.match(said + r"licence \(OSError at ", done.stderr), done.stderr
+    log = (tmp_path / "broken" / "log.txt").read_text()
+    assert re.search(r"ALARM: step 1: (\d+) of \1 calls of the tool calculator failed: no licence \(OSError at ", log)
 
 
 def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from megarl.config import Config, ConfigError
 from megarl.environments.describing import known_of
 from megarl.rewards.functions import load_functions
-from megarl.sandbox.box import probe, variables
+from megarl.sandbox.box import check_backend, probe, variables
 from megarl.types.declared import Declared
 
 
 def check_sandbox(config: Config, declared: Declared, warnings: list[str]) -> None:
     """Have the settings where `Sandbox.from_environment` finds them. Raise ConfigError where something is named that
     runs in a sandbox (it has an attribute `sandboxed`), and there can be none."""
+    check_backend(config.sandbox)
     os.environ.update(variables(config.sandbox))
     if not declared.generates:
         return

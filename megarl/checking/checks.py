@@ -15,10 +15,12 @@ from typing import Any
 from megarl.checkpoint import room
 from megarl.checkpoint.hf import check_target, open_hf
 from megarl.config import Config, ConfigError, LoraConfig
+from megarl.config.hub import is_name
 from megarl.controllers.losses import chosen_loss
 from megarl.data.first_rows import check_first_rows
 from megarl.data.mixture import check_files
-from megarl.environments.describing import known_of
+from megarl.data.order import check_no_nan
+from megarl.environments.describing import COLUMN, known_of
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
 from megarl.models.family import HFConfig
@@ -365,6 +367,43 @@ def check_batch(config: Config, declared: Declared, warnings: list[str]) -> None
         )
 
 
+def check_name_of_file(key: str, path: str) -> None:
+    """Raise ConfigError for what is not here, and could not be the name of a data file on any machine."""
+    missing, suffixes = f"{key}={path[:200]}: there is no such file", (".jsonl", ".parquet")
+    if "://" in path:
+        raise ConfigError(
+            f"{missing}: it is an address, and only files are read; copy it to this machine, and name that"
+        )
+    if Path(path).is_symlink():
+        raise ConfigError(f"{missing}: it is a link to {os.readlink(path)[:200]}, which is not there; correct the link")
+    if set(path) & set(",*"):
+        raise ConfigError(f"{missing}; several are a list, {key}=[one.jsonl,two.jsonl]")
+    if Path(path).suffix.lower() not in suffixes:
+        hub = (
+            "; if it is the name of a data set on the Hub, fetch that first by hf download --repo-type dataset"
+            if is_name(path)
+            else ""
+        )
+        raise ConfigError(f"{missing}, and data files end in {' or '.join(suffixes)}{hub}")
+
+
+def held_out_twice(config: Config, train: Mapping[str, str], held_out: Mapping[str, str]) -> list[str]:
+    """A warning where training data are evaluated on: the same files, or among the first rows the same. train,
+    held_out: what those ask, and where it stands."""
+    trained = {os.path.realpath(path): path for path in config.data.train}
+    for path in config.data.eval if held_out else ():
+        if (other := trained.get(os.path.realpath(path))) is not None:
+            return [
+                f"data.eval={path} is data.train={other}: an evaluation on training data does not say what is learned"
+            ]
+    if same := [text for text in held_out if text in train]:
+        return [
+            f"data.eval: {len(same)} of the first {len(held_out)} rows are in data.train, too, such as "
+            f"{held_out[same[0]]} as {train[same[0]]}: an evaluation on training data does not say what is learned"
+        ]
+    return []
+
+
 def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list[str]) -> None:
     data, run = config.data, config.run
     if not data.train:
@@ -376,16 +415,28 @@ def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list
             "run.num_rollout times data.prompts_per_step over the rows"
         )
     trained = [("data.train", path) for path in data.train]
+    first: dict[str, dict[str, str]] = {"data.train": {}, "data.eval": {}}
     for key, path in trained + [("data.eval", path) for path in data.eval if run.eval_every]:
         if not os.path.exists(path):
+            check_name_of_file(key, path)
             if not dry_run:
-                several = f"; several are a list, {key}=[one.jsonl,two.jsonl]" if set(path) & set(",*") else ""
-                raise ConfigError(f"{key}={path[:200]}: there is no such file{several}")
+                raise ConfigError(f"{key}={path[:200]}: there is no such file")
             warnings.append(f"{key}={path} is not here; it must be when the run starts")
         else:
-            check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
+            rows = check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
+            for row in rows:
+                first[key].setdefault(row.said, row.where)
+            named = [row for row in rows if row.extra.get(COLUMN)]
+            if named and declared.generates and not config.rollout.environments:
+                warnings.append(
+                    f"{named[0].where}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
+                    "rollout.environments is empty, so no environment is used; set it, or leave the column out"
+                )
+            if data.order and key == "data.train":
+                check_no_nan(Path(path), data.order)
             if declared.item == "prompts" and "reward" in declared.roles:
                 warnings += look_at_truths(config, path)
+    warnings += held_out_twice(config, *first.values())
     if run.eval_samples > 1 and declared.item == "prompts" and config.rollout.temperature == 0:
         raise ConfigError(
             f"run.eval_samples={run.eval_samples} with rollout.temperature=0: all answers are the same; set one of them"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl import strict
-from megarl.checking import checks, named_models
+from megarl.checking import checks, items, named_models
 from megarl.checking.boxes import check_sandbox
 from megarl.checking.served_models import Served, served_models
 from megarl.config import Config, ConfigError, ParallelConfig
@@ -39,11 +40,12 @@ from megarl.parallel.roles import role_settings
 from megarl.reshard.configured import engine_layout, planned_push
 from megarl.rewards.backends import check_reward
 from megarl.rollout.beforehand import check_asynchronous, check_oversampling, check_replayed_prefixes
+from megarl.rollout.chat import Chat
 from megarl.rollout.engine import check_here
 from megarl.rollout.server_args import check_sampling
 from megarl.rollout.waits import check_waits
 from megarl.types.declared import Declared
-from megarl.workers.registry import Registered, check_roles, options_of, ours
+from megarl.workers.registry import Registered, check_own_workers, check_roles, options_of, ours
 
 SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
@@ -107,6 +109,8 @@ def validate(
     (declared,) = found
     if not passes(check_roles, config, declared, registered or {}):
         return Report(errors, warnings, {}, [])
+    if dry_run:  # a run finds all of them
+        passes(check_own_workers, config, declared, registered or {})
     laid_out = passes(check_placement, config, declared.roles, warnings)
     laid_out = laid_out and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
@@ -125,7 +129,7 @@ def validate(
     laid_out = laid_out and passes(check_asynchronous, config, declared, warnings)
     passes(check_oversampling, config, declared, warnings)
     passes(check_replayed_prefixes, config, declared)
-    passes(checks.check_data, config, declared, dry_run, warnings)
+    readable = passes(checks.check_data, config, declared, dry_run, warnings)
     laid_out = laid_out and passes(checks.check_schedule, config, declared)
     laid_out = laid_out and passes(checks.check_batch, config, declared, warnings)
     models: list[HFConfig | None] = []
@@ -149,6 +153,8 @@ def validate(
         if model is hf and not role_settings(config, role).parallel:
             continue
         divides = passes(checks.check_role_layout, model, config, role) and divides
+    if dry_run and readable:  # a run reads all of it right after this
+        _check_chats(hf, config, declared, passes, warnings)
     if declared.generates:
         passes(check_sampling, config.rollout)
         passes(checks.check_lengths, hf, config, warnings)
@@ -175,6 +181,25 @@ def validate(
     (whose, memory), *elsewhere = plans.items()
     facts = _facts(hf, critic_hf, others, config, declared)
     return Report(errors, warnings, facts, memory, whose if elsewhere else "", dict(elsewhere))
+
+
+def _check_chats(
+    hf: HFConfig, config: Config, declared: Declared, passes: Callable[..., bool], warnings: list[str]
+) -> None:
+    """What the tokenizer's template makes of tools and data; nothing where there is a config.json alone."""
+    if not config.model.path or not Path(config.model.path).is_dir():
+        return
+    chats: list[Chat] = []
+    if not passes(lambda: chats.append(items.read_chat(hf, config, declared))):
+        return
+    (chat,) = chats
+    if declared.has_engines(config):
+        passes(items.check_calls, hf, config, chat, warnings)
+    if declared.item == "rows" or not passes(items.check_items, hf, config, declared, chat, warnings):
+        return
+    there = all(Path(path).exists() for paths in items.files_of(config) for path in paths)
+    if there and declared.item == "prompts" and not config.rollout.replay:
+        passes(items.check_offered, items.prompts_of_files(config), chat.known)
 
 
 def _ranks_of(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:

@@ -29,6 +29,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 _COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 """What checkpoints repeat in layers of multi-token prediction, and what of."""
+FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
+"""What weights may be stored as, by the names of safetensors."""
 
 
 class HFWeights:
@@ -106,6 +108,12 @@ class HFWeights:
         for name, shape in expected.items():
             if self.shape(name) != shape:
                 raise ConfigError(f"{where} {name} has shape {self.shape(name)}; config.json asks for {shape}")
+        for name in (*expected, *(head for head in optional if head in self._files)):
+            if (dtype := str(self._slice(name).get_dtype())) not in FLOATS:
+                raise ConfigError(
+                    f"{where} {name} holds {dtype} numbers, and weights are of {', '.join(FLOATS)}; write the model "
+                    "anew in bfloat16, without integers or another quantisation"
+                )
 
     def _check_fp8(self, promised: bool) -> None:
         """Raise ConfigError for an FP8 matrix without scales that fit it, and for any where none is promised."""

@@ -51,6 +51,10 @@ class RolloutConfig:
     tool_timeout: Seconds = 30.0
     """Seconds that a tool may take before it is killed; the policy then sees the time-out as its observation. An
     environment's methods, too, unless its class has a `timeout`: then the conversation is aborted."""
+    max_failed_tools: Share = 0.99
+    """Share of a tool's calls that may fail inside the tool: it raises, dies, or is stopped by `rollout.tool_timeout`.
+    Judged of 16 calls or more together; beyond it the run stops. Calls that the policy gets wrong, malformed or with
+    arguments that the schema does not allow, reach no tool and do not count."""
     tool_memory_mb: Annotated[int, Range(0, 100_000_000)] = 4096
     """MiB of data that each process of tools, environments and reward functions may have, and each that it starts; 0
     for no limit."""

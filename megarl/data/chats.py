@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.data.text import encodable
 from megarl.types import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def chat_messages(value: Any, where: str, key: str, role: str = "user") -> tuple[Message, ...]:
-    """The messages of a column: a list of them, or text, which becomes one of `role`.
+    """The messages of a column: a list of them or its JSON, or other text, which becomes one of `role`.
 
     A message has a role and a content, text or a list of text parts, which are joined; only an assistant's that calls
     tools may do without.
@@ -20,10 +21,24 @@ def chat_messages(value: Any, where: str, key: str, role: str = "user") -> tuple
     if isinstance(value, str):
         if not value.strip() and role == "user":
             raise ConfigError(f"{where}: {key!r} is empty text; write a prompt or drop the row")
-        return ({"role": role, "content": value},)
+        if (messages := _messages_of_json(value)) is None:
+            return ({"role": role, "content": value},)
+        value = messages
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where}: {key!r} must be text or a list of chat messages, not {_short(value)}")
     return tuple(_message(item, f"{where}: message {number} of {key!r}") for number, item in enumerate(value))
+
+
+def _messages_of_json(text: str) -> list[Any] | None:
+    """Of text that is the JSON of a list of messages, as tables without nested columns have them; else None."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = encodable(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+    are_messages = isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)
+    return found if are_messages else None
 
 
 def _message(value: Any, where: str) -> Message:

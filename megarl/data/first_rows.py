@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megarl.config import Config, ConfigError, DataConfig
 from megarl.data.order import Keys
@@ -17,10 +19,22 @@ MOST = 1000
 """Rows: milliseconds of a file of any size. The others are read as soon as the ranks are there."""
 
 
-def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "") -> None:
-    """Raise ConfigError, naming the line, for what is wrong with the form of the first rows. order: the column by which
-    they are to be ordered."""
+class FirstRow(NamedTuple):
+    """where: it stands, for messages. said: a prompt's messages; of another row all columns but those that name it, as
+    text. extra: of a prompt."""
+
+    where: str
+    said: str
+    extra: Mapping[str, Any]
+
+
+def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "") -> list[FirstRow]:
+    """The first rows. Raises ConfigError, naming the line, for what is wrong with their form. order: the column by
+    which they are to be ordered."""
     data = config.data
+    if item == "prompts":
+        prompts = read_prompts(path, data.prompt_key, data.label_key, MOST, order=order)
+        return [FirstRow(f"{path}, {prompt.id}", repr(prompt.messages), prompt.extra) for prompt in prompts]
     if item == "conversations":
         sft_rollouts(path, None, MOST, data.prompt_key, answer_key(config), order=order)
     elif item == "pairs":
@@ -31,8 +45,13 @@ def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "")
             pairs += 1
         if not pairs:
             raise ConfigError(f"{path} holds no pair")
-    elif item == "prompts":
-        read_prompts(path, data.prompt_key, data.label_key, MOST, order=order)
+    else:
+        return []
+    rows = islice(read_rows(Path(path)), MOST)
+    return [
+        FirstRow(where, repr(sorted((name, row[name]) for name in row.keys() - {"id", "data_source"})), {})
+        for where, row in rows
+    ]
 
 
 def answer_key(config: Config) -> str:

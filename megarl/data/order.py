@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megarl.config import ConfigError
+from megarl.data.rows import dicts, is_parquet, open_parquet
 
 SPREAD = ("extra_info", "metadata", "extra")
 """Columns whose fields are as good as columns."""
@@ -57,6 +60,37 @@ def key_of(row: Mapping[str, Any], column: str, where: str) -> float:
         return float(value)
     except OverflowError:
         raise ConfigError(f"{where}: {column!r} is beyond what a float64 holds; write a smaller number") from None
+
+
+def check_no_nan(file: Path, column: str) -> None:
+    """Raise ConfigError, naming the row, where the column holds NaN, which may be a missing number or a division that
+    went wrong; `read_rows` gives null for it."""
+    if is_parquet(file):
+        with open_parquet(file) as table:
+            names = [name for name in (column, *SPREAD) if name in table.schema_arrow.names]
+            rows: Iterator[Any] = (
+                (f"{file}, row {number}", row)
+                for number, row in enumerate(
+                    row for batch in table.iter_batches(columns=names, use_threads=False) for row in dicts(batch)
+                )
+            )
+            _check_no_nan(rows, column)
+        return
+    with file.open("rb") as lines:
+        _check_no_nan(
+            ((f"{file}:{number}", json.loads(line)) for number, line in enumerate(lines, 1) if b"NaN" in line), column
+        )
+
+
+def _check_no_nan(rows: Iterable[tuple[str, dict[str, Any]]], column: str) -> None:
+    for where, row in rows:
+        for fields in (row, *(row.get(name) for name in SPREAD)):
+            value = fields.get(column) if isinstance(fields, dict) else None
+            if isinstance(value, float) and math.isnan(value):
+                raise ConfigError(
+                    f"{where}: {column!r} is NaN, by which data.order={column} cannot put rows in order; write a "
+                    "number, or null where it is unknown"
+                )
 
 
 def ascending(order: Sequence[int], keys: np.ndarray) -> list[int]:

@@ -66,7 +66,7 @@ class Preferences(Sequence[Pair]):
             keys = None if self.keys is None else self.keys[index]
             return replace(self, rows=self.rows[index], keys=keys)
         where, row = self.rows[index]
-        return _pair(row, self.tokenizer, where, self.name, group=index)
+        return pair_of(row, self.tokenizer, where, self.name, group=index)
 
 
 def read_preferences(
@@ -89,7 +89,7 @@ def read_preferences(
 
     def fits(where: str, row: dict[str, Any]) -> bool:
         nonlocal dropped, shortest
-        pair = _pair(row, tokenizer, where, name)
+        pair = pair_of(row, tokenizer, where, name)
         longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
         if pair.num_tokens <= max_tokens and longest <= max_length:
             keys.add(row, where)
@@ -99,13 +99,18 @@ def read_preferences(
 
     rows = Table.read(Path(path), fits)
     if dropped and not len(rows):
-        raise ConfigError(
-            f"{path}: all {dropped} pairs are too long: the shortest has {shortest} tokens in its two conversations, "
-            f"a micro-batch holds {max_tokens}, and the model {max_length} in one; raise train.token_budget"
-        )
+        raise all_pairs_too_long(str(path), dropped, max_tokens, max_length, shortest)
     if not len(rows):
         raise ConfigError(f"{path} holds no pair")
     return Preferences(rows, tokenizer, name, keys.array()), dropped
+
+
+def all_pairs_too_long(path: str, count: int, max_tokens: int, max_length: int, shortest: int) -> ConfigError:
+    """max_tokens, max_length: as of `read_preferences`. shortest: tokens of the shortest of so many pairs."""
+    return ConfigError(
+        f"{path}: all {count} pairs are too long: the shortest has {shortest} tokens in its two conversations, "
+        f"a micro-batch holds {max_tokens}, and the model {max_length} in one; raise train.token_budget"
+    )
 
 
 def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]]:
@@ -116,7 +121,7 @@ def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]
     return messages
 
 
-def _pair(row: dict[str, Any], tokenizer: Any, where: str, name: str = "", group: int = 0) -> Pair:
+def pair_of(row: dict[str, Any], tokenizer: Any, where: str, name: str = "", group: int = 0) -> Pair:
     messages, tools = check_pair(row, where), tool_schemas(row.get("tools"), where)
     about = {"id": row_id(row, where, name, where), "data_source": row_source(row, where, name), "tools": tools}
     talks = {

@@ -85,11 +85,16 @@ def render_prompts(
         else:
             shortest = min(shortest or len(ids), len(ids))
     if not kept:
-        raise ConfigError(
-            f"all {len(prompts)} prompts are longer than {max_prompt_tokens} tokens, the shortest has {shortest}; "
-            "raise rollout.max_context"
-        )
+        raise all_prompts_too_long(len(prompts), max_prompt_tokens, shortest)
     return kept, len(prompts) - len(kept)
+
+
+def all_prompts_too_long(count: int, max_prompt_tokens: int, shortest: int) -> ConfigError:
+    """shortest: tokens of the shortest of so many prompts."""
+    return ConfigError(
+        f"all {count} prompts are longer than {max_prompt_tokens} tokens, the shortest has {shortest}; raise "
+        "rollout.max_context"
+    )
 
 
 class PromptLoader(Generic[Item]):

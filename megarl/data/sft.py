@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
@@ -13,6 +13,7 @@ from megarl.config import ConfigError
 from megarl.data.chats import tool_schemas
 from megarl.data.columns import check_text_only, conversation_messages, row_id, row_source
 from megarl.data.order import Keys
+from megarl.data.rows import read_rows
 from megarl.data.table import Table
 from megarl.types import Message, Prompt, Rollout, Turn, ids_of
 
@@ -49,6 +50,22 @@ def sft_rollouts(
     if not len(rows):
         raise ConfigError(f"{path} holds no conversation")
     return Demonstrations(rows, tokenizer, read, keys.array())
+
+
+def each_conversation(
+    file: Path, tokenizer: Any, prompt_key: str, answer_key: str, name: str
+) -> Iterator[tuple[str, dict[str, Any], Rollout]]:
+    """(where it stands, row, conversation) of each row, as of `sft_rollouts`."""
+    for where, row in read_rows(file):
+        yield where, row, conversation(_checked(row, where, prompt_key, answer_key, name), tokenizer, where)
+
+
+def all_conversations_too_long(path: str, count: int, positions: int, shortest: int) -> ConfigError:
+    """positions: of the model. shortest: tokens of the shortest of so many conversations."""
+    return ConfigError(
+        f"{path}: {count} of {count} conversations are longer than the model's {positions} positions, so none is left; "
+        f"the shortest has {shortest} tokens"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A log of what goes wrong inside of tools and environments, of which the policy reads only a line."""
+"""A log of what goes wrong inside of tools and environments, of which the policy reads only a line; and how often."""
 
 from __future__ import annotations
 
@@ -6,11 +6,29 @@ import contextlib
 import json
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _OF_A_KIND = 10  # an untrained policy can do the same thing wrong a million times
 _MOST_KINDS = 100
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Of a tool: how often it was called, how many calls failed inside of it, and what the first of those said."""
+
+    called: int = 0
+    failed: int = 0
+    first: str = ""
+
+    def __add__(self, other: Calls) -> Calls:
+        return Calls(self.called + other.called, self.failed + other.failed, self.first or other.first)
+
+    def __sub__(self, before: Calls) -> Calls:
+        """What came since, of which `first` is that of all where it is the same."""
+        failed = self.failed - before.failed
+        return Calls(self.called - before.called, failed, self.first if failed else "")
 
 
 class Notes:

@@ -14,7 +14,7 @@ from megarl.data.chats import chat_messages
 from megarl.data.text import encodable
 from megarl.environments.describing import ENVIRONMENTS, SERVE, TOOLS, Known, row_of
 from megarl.environments.leases import Leases
-from megarl.environments.notes import Notes
+from megarl.environments.notes import Calls, Notes
 from megarl.environments.protocol import Described, SessionLost, ToolResult
 from megarl.environments.tools import argument_error
 from megarl.forks import worded
@@ -40,6 +40,8 @@ class Sessions:
     ) -> None:
         self.known, self.timeout, self.size = known, timeout, size
         self.notes = Notes(log)
+        self.calls: dict[str, Calls] = {}
+        """Of tools, by name: those that reached the tool."""
         agents = any(one.kind == "agent" for one in known.environments.values())
         given = {"preload": OF_AGENTS} if agents else {}
         self._nursery = Nursery(SERVE, given, Path(os.devnull) if log is None else log, limits)
@@ -133,13 +135,19 @@ class Sessions:
     def result(self, name: str, arguments: Any, said: Mapping[str, Any]) -> ToolResult:
         """Of an answer. Raises LookupError or ValueError where it is none."""
         result = ToolResult(encodable(str(said["text"])), bool(said["ok"]))
+        self._count(name, "" if result.ok else f"{result.text.removeprefix('Error: ')} ({said.get('kind')})")
         if not result.ok:
             self.notes.write(name, arguments, result.text, str(said.get("kind")), str(said.get("trace")))
         return result
 
     def failed(self, name: str, arguments: Any, what: str, kind: str, said: str = "") -> ToolResult:
+        self._count(name, " ".join(f"{what} {said}".split()))
         self.notes.write(name, arguments, what, kind, said)
         return ToolResult(f"Error: {what}", False)
+
+    def _count(self, name: str, failure: str) -> None:
+        one = Calls(1, int(bool(failure)), failure[:500])
+        self.calls[name] = self.calls.get(name, Calls()) + one
 
     async def ask(self, world: _World, order: Mapping[str, Any], what: str) -> dict[str, Any]:
         """Of an environment's process. Raises SessionLost where there is no answer."""

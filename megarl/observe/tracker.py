@@ -34,7 +34,7 @@ class Tracker:
         told = Told(run_dir, config=config or {})
         self._outlets = [
             Outlet(KNOWN[name].title, partial(opened, name), told, Standing(run_dir / "trackers" / f"{name}.json"))
-            for name in dict.fromkeys(names)
+            for name in names
         ]
 
     def log(self, step: int, metrics: Mapping[str, float], now: int = 0) -> None:

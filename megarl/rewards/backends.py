@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from megarl.config import Config, ConfigError
@@ -46,5 +47,14 @@ def check_reward(config: Config, declared: Declared, options: dict[str, Any]) ->
         )
     given = options.get("reward_fn")
     parts = functions if given is None else [getattr(given, "__name__", "reward_fn")]
-    parts += {"http": [service.PART], "judge": [judge.PART]}.get(backend, ["model"] if model else [])
-    checked_weights(config.reward.weights, [*parts, *([by_environment.PART] if played else [])])
+    further = {"http": [service.PART], "judge": [judge.PART]}.get(backend, ["model"] if model else [])
+    further += [by_environment.PART] if played else []
+    check_names(parts, further)
+    checked_weights(config.reward.weights, [*parts, *further])
+
+
+def check_names(functions: Collection[str], others: Collection[str]) -> None:
+    """Raise ConfigError for a reward function that is called like another part of the reward."""
+    for name in others:
+        if name in functions:
+            raise ConfigError(f"a reward function may not be called {name!r}, which is another part; rename it")

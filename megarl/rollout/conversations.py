@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megarl.config import OnPush, RolloutConfig
+from megarl.environments.notes import Calls
 from megarl.environments.sessions import Sessions
 from megarl.models.routing import RoutingShape
 from megarl.processes.limits import Limits
@@ -310,6 +311,11 @@ class Conversations:
     def _note(self, line: str) -> None:
         if self._sessions is not None:
             self._sessions.notes.write("agents", "", line, line)
+
+    @property
+    def tool_calls(self) -> dict[str, Calls]:
+        """Calls that reached tools so far, by the tool's name."""
+        return {} if self._sessions is None else dict(self._sessions.calls)
 
     @property
     def sessions(self) -> Figures:

@@ -7,7 +7,7 @@ import difflib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.config import ConfigError
 from megarl.data.text import encodable
@@ -40,7 +40,17 @@ Parse = Callable[[str, Sequence[dict[str, Any]]], Awaitable[Reply]]
 """(text, tool schemas) -> Reply"""
 
 
-def parser(client: Client, name: str, marker: str) -> Parse:
+class Parser(Protocol):
+    """An engine's `Client`, or `parsing.Parsing`."""
+
+    async def parse_tool_calls(
+        self, text: str, tools: Sequence[dict[str, Any]], parser: str
+    ) -> tuple[str, list[Any]] | None:
+        """(text outside the calls, calls with `name` and `parameters`), or None where SGLang's parser choked."""
+        ...
+
+
+def parser(client: Parser, name: str, marker: str) -> Parse:
     """SGLang's parser `name`, run by the engine. Text without `marker` holds no call and is not sent at all."""
 
     async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
@@ -105,7 +115,20 @@ def rehearse(
     empty if nothing is. Each tool is called once as the template writes it: the parser must read the same call.
     of_family: it is the parser of the model's family, for nobody has set another."""
 
-    async def reads(client: Client, parser: str, tool: str) -> bool:
+    async def ask() -> str:
+        async with Client(url, api_key, timeout) as client:
+            return await misread(chat, client, name, marker, of_family)
+
+    try:
+        return asyncio.run(ask())
+    except (ConfigError, RuntimeError) as error:
+        return str(error)
+
+
+async def misread(chat: Chat, client: Parser, name: str, marker: str, of_family: bool) -> str:
+    """As `rehearse`. Raises ConfigError as `Chat.calls` does, and what the client raises."""
+
+    async def reads(parser: str, tool: str) -> bool:
         for text, arguments in chat.calls(tool):
             schemas = [chat.tools[tool].schema]
             found = await _ask(client, parser, text, schemas, "")
@@ -114,24 +137,15 @@ def rehearse(
                 return True
         return False
 
-    async def complaint() -> str:
-        async with Client(url, api_key, timeout) as client:
-            for tool in chat.tools:
-                if await reads(client, name, tool):
-                    continue
-                others = [parser for parser in parsers() if await reads(client, parser, tool)]
-                which = (
-                    f"{name}, the parser of the model's family," if of_family else f"rollout.tool_call_parser={name}"
-                )
-                advice = f"set rollout.tool_call_parser to {' or '.join(others)}"
-                return (
-                    f"{which} does not read how the chat template of model.path calls the tool {tool}, "
-                    f"{chat.calls(tool)[0][0][:200]!r}; "
-                    + (advice if others else "no other of SGLang's parsers does either: use the template of the model")
-                )
-        return ""
-
-    try:
-        return asyncio.run(complaint())
-    except (ConfigError, RuntimeError) as error:
-        return str(error)
+    for tool in chat.tools:
+        if await reads(name, tool):
+            continue
+        others = [parser for parser in parsers() if await reads(parser, tool)]
+        which = f"{name}, the parser of the model's family," if of_family else f"rollout.tool_call_parser={name}"
+        advice = f"set rollout.tool_call_parser to {' or '.join(others)}"
+        return (
+            f"{which} does not read how the chat template of model.path calls the tool {tool}, "
+            f"{chat.calls(tool)[0][0][:200]!r}; "
+            + (advice if others else "no other of SGLang's parsers does either: use the template of the model")
+        )
+    return ""

@@ -111,6 +111,13 @@ class Interpreter:
         return Output(False, stdout, stderr, said["seconds"], said["reason"] or "exit", lost=True)
 
 
+def check_backend(settings: SandboxConfig) -> None:
+    """Raise ConfigError for a backend that there is not, without trying it."""
+    if settings.backend not in ("bubblewrap", "none") and not settings.backend.startswith(("http://", "https://")):
+        given = strict.shown(settings.backend)
+        raise ConfigError(f"sandbox.backend must be bubblewrap, http://..., https://... or none, not {given}")
+
+
 class Sandbox:
     """Boxes of this machine, or those of a service. Starts nothing before the first run; any process and any event loop
     may use it, one loop at a time."""
@@ -118,9 +125,7 @@ class Sandbox:
     def __init__(self, settings: SandboxConfig) -> None:
         self.settings = settings
         self._service = Fusion(settings) if settings.backend.startswith(("http://", "https://")) else None
-        if self._service is None and settings.backend not in ("bubblewrap", "none"):
-            given = strict.shown(settings.backend)
-            raise ConfigError(f"sandbox.backend must be bubblewrap, http://..., https://... or none, not {given}")
+        check_backend(settings)
         self._link = Link(settings)
         self._probed: Probe | None = None
 

@@ -78,6 +78,8 @@ class Context:
     """Of the prompts that steps are given."""
     say: Callable[[str], None] = lambda line: None
     """A line for the log, which one rank writes."""
+    alarm: Callable[[str], None] = lambda line: None
+    """One that must not be overlooked, likewise."""
 
 
 class Worker:

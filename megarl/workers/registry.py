@@ -84,6 +84,13 @@ def who_plays(config: Config, declared: Declared, role: str, registered: Registe
     )
 
 
+def check_own_workers(config: Config, declared: Declared, registered: Mapping[str, Registered]) -> None:
+    """Raise ConfigError, as `find_workers` does, for workers that the user names. Imports only their modules."""
+    for role in declared.roles:
+        if role_settings(config, role).worker:
+            find_worker(config, declared, role, registered.get(role, Registered()))
+
+
 def find_workers(
     config: Config, declared: Declared, registered: Mapping[str, Registered]
 ) -> dict[str, Callable[..., Any]]:

@@ -23,6 +23,7 @@ from megarl.parallel.ranks import patient, together
 from megarl.processes.limits import Limits
 from megarl.rewards import by_environment
 from megarl.rewards.ahead import Ahead
+from megarl.rewards.backends import check_names
 from megarl.rewards.deadline import GRACE_S
 from megarl.rewards.functions import checked, load_functions
 from megarl.rewards.fusion import checked_weights, fused_episodes
@@ -65,9 +66,7 @@ class RewardWorker(Worker):
                 "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass "
                 "reward_fn, or name an environment with a `reward` in rollout.environments"
             )
-        for name in self.parts[len(self.functions) :]:
-            if name in self.functions:
-                raise ConfigError(f"a reward function may not be called {name!r}, which is another part; rename it")
+        check_names(self.functions, self.parts[len(self.functions) :])
         self.weights = checked_weights(config.weights, self.parts)
         self._in_time = 1.0
         self.scored: list[tuple[Rollouts, Rollouts]] = []

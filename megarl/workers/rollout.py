@@ -30,6 +30,7 @@ from megarl.workers.context import Context, Worker
 from megarl.workers.engines import Engines, on_any
 from megarl.workers.oversampling import Oversampling
 from megarl.workers.streaming import NAME, Streaming
+from megarl.workers.tools import ToolCalls
 
 
 class RolloutWorker(Worker):
@@ -63,6 +64,11 @@ class RolloutWorker(Worker):
             )
         agents = any(one.kind == "agent" for one in context.chat.known.environments.values())
         self._agents = Agents(agents, everyone.AllRanks(), self._talks)
+        known = context.chat.known
+        self._tool_calls = ToolCalls(
+            bool(known.tools or known.environments),
+            *(self.config.rollout, everyone.AllRanks(), self._talks, context.say, context.alarm),
+        )
         number = None if lead is None else self.engines.index
         self._surplus = Oversampling(
             self.config.rollout,
@@ -87,6 +93,7 @@ class RolloutWorker(Worker):
         if step > self.step and not self.config.rollout.replay:
             self.engines.recovery.next_step()
             self._lost = dict.fromkeys(self._lost, 0)
+            self._tool_calls.begin_step()
         super().begin_step(step)
         self._next_group = 0
         self.made = []
@@ -153,6 +160,7 @@ class RolloutWorker(Worker):
                 else:
                     rollouts = self._generate(prompts, samples, greedy, held_out)
             self._agents.note()
+            self._tool_calls.note(self.step)
             if not greedy:
                 self.made.append(rollouts)
             check_aborted(rollouts, config)
@@ -363,7 +371,9 @@ class RolloutWorker(Worker):
         recovered = self.engines.recovery.figures()
         if recovered or any(self._lost.values()):
             recovered |= {name: float(count) for name, count in self._lost.items()}
-        return self._surplus.figures | self._stream.figures | self._agents.figures | recovered
+        return (
+            self._surplus.figures | self._stream.figures | self._agents.figures | self._tool_calls.figures | recovered
+        )
 
     def save(self) -> Write:
         """Conversations that a later step goes on with."""

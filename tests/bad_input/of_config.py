@@ -35,6 +35,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "rollout.request_timeout": ("0",),
     "rollout.step_timeout": (".nan",),
     "rollout.start_timeout": ("-.inf",),
+    "rollout.max_failed_tools": ("1.1", ".nan", "-0.1"),
     "rollout.max_aborted": ("1.1", ".nan", "-0.1"),
     "rollout.concurrency": ("0", "10000000000"),
     "rollout.push_bucket_mb": ("-1",),

@@ -314,6 +314,14 @@ def test_folders_that_are_not_overwritten(source: Path, tmp_path: Path) -> None:
             lambda t: t.update({"model.norm.weight": torch.zeros(9)}),
             r"model.norm.weight has shape \(9,\); config.json asks for \(8,\)",
         ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(8, dtype=torch.int64)}),
+            "model.norm.weight holds I64 numbers, and weights are of BF16, F16, F32, F64, F8_E4M3; write the",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}),
+            "lm_head.weight holds I8 numbers",
+        ),
     ],
 )
 def test_check_names_the_tensor(tmp_path: Path, change: Any, message: str) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError
 from megarl.data.mixture import Joined
-from megarl.data.order import Keys, ascending, check_known, key_of
+from megarl.data.order import Keys, ascending, check_known, check_no_nan, key_of
 from megarl.data.prompts import PromptLoader
 
 NAN = math.nan
@@ -94,3 +97,14 @@ def test_a_column_that_no_row_has() -> None:
     assert Keys("").array() is None
     with pytest.raises(ConfigError, match="data.order=level: this algorithm's items have no columns"):
         PromptLoader(list("ab"), 1, 1, order="level")
+
+
+def test_nan_is_no_number_to_order_by(tmp_path: Path) -> None:
+    lines, table, nested = tmp_path / "a.jsonl", tmp_path / "a.parquet", tmp_path / "b.parquet"
+    lines.write_text('{"level": 1, "x": NaN}\n{"level": null}\n{"extra": {"level": NaN}}\n')
+    pq.write_table(pa.table({"level": pa.array([1.0, None, NAN]), "x": pa.array([NAN, NAN, NAN])}), table)
+    pq.write_table(pa.table({"extra_info": [{"level": 1.0}, {"level": NAN}]}), nested)
+    for file, where in ((lines, "a.jsonl:3"), (table, "a.parquet, row 2"), (nested, "b.parquet, row 1")):
+        check_no_nan(file, "another")
+        with pytest.raises(ConfigError, match=f"{where}: 'level' is NaN, by which data.order=level cannot"):
+            check_no_nan(file, "level")

@@ -65,6 +65,20 @@ def test_parquet_fills_in_no_fields_of_messages(tmp_path):
     )
 
 
+def test_json_of_messages_is_the_messages(tmp_path):
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
+    rows = [{"prompt": json.dumps(said), "ground_truth": 5}]
+    for path in (write_parquet(tmp_path / "a.parquet", rows), write_jsonl(tmp_path / "a.jsonl", *rows)):
+        (got,) = read_prompts(path)
+        assert got.messages == tuple(said)
+    for text in ("[1, 2]", "[]", "[x", '["role"]', '{"role": "user", "content": "x"}'):
+        (got,) = read_prompts(write_jsonl(tmp_path / "b.jsonl", {"prompt": text, "ground_truth": 5}))
+        assert got.messages == ({"role": "user", "content": text},)
+    wrong = write_jsonl(tmp_path / "c.jsonl", {"prompt": json.dumps([{"role": "boss", "content": "x"}]), "label": 5})
+    with pytest.raises(ConfigError, match="message 0 of 'prompt' has the unknown role 'boss'"):
+        read_prompts(wrong)
+
+
 def test_jsonl(tmp_path):
     schema = {"type": "function", "function": {"name": "search", "parameters": {}}}
     path = write_jsonl(

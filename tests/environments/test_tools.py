@@ -57,6 +57,24 @@ def test_coroutine_functions_are_awaited() -> None:
     assert late == ToolResult("Error: the tool was stopped after 1 s", False)
 
 
+def test_calls_that_reach_a_tool_are_counted() -> None:
+    async def all_of_them() -> Any:
+        async with pool_of("raises", "dies", "table", "slow", timeout=1.0) as pool:
+            session = await pool.begin(PROMPT)
+            calls: list[tuple[str, Any]] = [("raises", {}), ("raises", {}), ("dies", {}), ("table", {})]
+            calls += [("slow", {"seconds": 60}), ("slow", {"seconds": "x"}), ("unknown", {}), ("slow", {})]
+            for number, call in enumerate(calls):
+                await session.call(number, *call)
+            return pool.calls
+
+    found = asyncio.run(all_of_them())
+    assert {name: (one.called, one.failed) for name, one in found.items()} == {
+        **{"raises": (2, 2), "dies": (1, 1), "table": (1, 0), "slow": (1, 1)},
+    }
+    assert found["raises"].first.startswith("'no such city' (KeyError at ") and "died" in found["dies"].first
+    assert found["slow"].first == "the tool was stopped after 1 s" and found["table"].first == ""
+
+
 ODD = [
     *("mute", "interrupts", "noisy", "octets", "generates", "nan", "nothing", "deep", "circle", "huge", "half"),
     *("closes", "closes_all", "away", "here", "unshown", "pid"),

@@ -29,8 +29,10 @@ KNOWN = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError for a tracker whose package is not there. Imports nothing."""
+    """Raise ConfigError for a tracker whose package is not there, and for one that is named twice. Imports nothing."""
     for name in names:
+        if list(names).count(name) > 1:
+            raise ConfigError(f"track.trackers: {name} is named twice; name each tracker once")
         known = KNOWN[name]
         try:
             there = importlib.util.find_spec(known.package) is not None

@@ -53,6 +53,8 @@ def a_run(folder: Path, name: str, first: int = 1, last: int = 2) -> None:
 
 def test_a_tracker_that_is_not_installed_is_a_mistake_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     check_trackers(["tensorboard"])
+    with pytest.raises(ConfigError, match="track.trackers: tensorboard is named twice"):
+        check_trackers(["tensorboard", "tensorboard"])
     monkeypatch.setitem(known.KNOWN, "wandb", KNOWN["wandb"]._replace(package="no_such_package"))
     with pytest.raises(ConfigError, match="track.trackers: wandb is not installed; `pip install wandb`"):
         check_trackers(["tensorboard", "wandb"])
