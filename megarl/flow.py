@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megarl.checking.dry_run import validate
-from megarl.checking.items import check_offered, read_chat
+from megarl.checking.items import check_offered, offers_all, read_chat
 from megarl.checking.named_models import vocabulary_hash
 from megarl.checkpoint import room
 from megarl.config import Config, ConfigError, load_config
@@ -285,7 +285,7 @@ class HybridFlow(Items, Evaluating, Keeping):
         check_enough_prompts(len(items), config)
         self.loader = PromptLoader.of(items, config)
         self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
-        if self.declared.item == "prompts" and not config.rollout.replay:
+        if offers_all(config, self.declared):
             check_offered((one for items in (items, self.eval_items) for one in items), self.chat.known)
 
     def _start(self) -> None:

@@ -198,7 +198,7 @@ def _check_chats(
     if declared.item == "rows" or not passes(items.check_items, hf, config, declared, chat, warnings):
         return
     there = all(Path(path).exists() for paths in items.files_of(config) for path in paths)
-    if there and declared.item == "prompts" and not config.rollout.replay:
+    if there and items.offers_all(config, declared):
         passes(items.check_offered, items.prompts_of_files(config), chat.known)
 
 

@@ -192,6 +192,11 @@ def prompts_of_files(config: Config) -> Iterator[Prompt]:
                 yield prompt
 
 
+def offers_all(config: Config, declared: Declared) -> bool:
+    """Whether `check_offered` concerns a run: not an evaluation, whose tools are those of the run that it looks at."""
+    return declared.item == "prompts" and bool(declared.trains) and not config.rollout.replay
+
+
 def check_offered(prompts: Iterable[Prompt], known: Known) -> None:
     """Raise ConfigError for an entry of `rollout.tools` of which no prompt offers any tool to the policy, and for one
     of `rollout.environments` that no prompt has. Reads no more prompts than it takes."""
