@@ -1,8 +1,8 @@
 """What can be known before anything starts: whether a configuration fits together, and what it will need.
 
 `validate` runs at the head of every run, so that a mistake costs seconds and not a queue's wait; `--dry-run` prints its
-report and stops there. It starts no rank, device, Megatron or engine: a 512-GPU recipe is checked on a laptop. What a run
-finds by itself in its first seconds, with its tokenizer and all of its data (`items.py`), is looked at in a dry run only.
+report and stops there. It starts no rank, device, Megatron or engine: a 512-GPU recipe is checked on a laptop. What a
+run looks at by itself in its first seconds, with its tokenizer and data (`items.py`), it looks at in a dry run only.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def parser(client: Parser, name: str, marker: str) -> Parse:
     return parse
 
 
-async def _ask(client: Client, parser: str, text: str, schemas: Sequence[dict[str, Any]], marker: str) -> Reply:
+async def _ask(client: Parser, parser: str, text: str, schemas: Sequence[dict[str, Any]], marker: str) -> Reply:
     guarded = guard(text, schemas, parser, marker)
     return judge(text, schemas, guarded, await client.parse_tool_calls(guarded.text, guarded.schemas, parser))
 
