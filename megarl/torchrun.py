@@ -74,8 +74,7 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         looked = 0.0
         while True:
-            ready, _, _ = select.select([self._signals, self.words.fileno()], [], [], 0.2)
-            if self._signals in ready:
+            if select.select([self._signals], [], [], 0.2)[0]:
                 for number in os.read(self._signals, 64):
                     if number in _HANDLED:
                         self._pass_on(number)

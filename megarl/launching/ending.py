@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from megarl.config import ConfigError
-from megarl.processes import node
+from megarl.processes import memory_files, node
 from megarl.processes.parent import die_with_parent
 
 REQUEUE_EXIT_CODE = 85
@@ -37,7 +36,7 @@ REQUEUE_EXIT_CODE = 85
 SAME_AGAIN_EXIT_CODE = 86
 """Exit status of a run that was started again after a fault, and came to the same at the same step."""
 LAUNCHER = "MEGARL_LAUNCHER"
-"""Environment variable by which a launcher names itself to its ranks: its pid and its socket."""
+"""Environment variable by which a launcher names itself to its ranks: its pid and the file for their last words."""
 RESTARTED = "MEGARL_RESTARTED"
 """Environment variable of ranks that have been started again: how often."""
 WHOLE = "the whole traceback is in"
@@ -202,11 +201,10 @@ def tell_launcher(kind: str, text: str, rank: int | None = None) -> bool:
     own = int(os.environ.get("RANK", "0"))
     word = {"rank": own if rank is None else rank, "kind": kind, "text": text}
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
-            to.settimeout(5.0)
-            to.sendto(json.dumps(word).encode(), f"\0{_Signals.launcher}")
+        # Begun by a line's end: a rank that was killed while it wrote may have left half a line.
+        memory_files.append(_Signals.launcher, b"\n" + json.dumps(word).encode() + b"\n")
         return True
-    except OSError:  # it is gone, or too busy
+    except OSError:  # it is gone
         return False
 
 

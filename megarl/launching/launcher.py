@@ -1,7 +1,7 @@
 """A run's ranks as processes of this machine: they start together, and when one fails, the others end with it.
 
-Ranks tell their launcher why they end (`ending.tell`), over a socket that has a name and no file. What a run ends with
-is what its first cause is, said in one line: not what the other ranks see of it, which is that a peer is gone.
+Ranks tell their launcher why they end (`ending.tell`), in memory that only processes of this user can open. What a
+run ends with is what its first cause is, said in one line: not what the other ranks see of it, that a peer is gone.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from megarl.launching.ending import LAUNCHER, REQUEUE_EXIT_CODE, RESTARTED, SAME_S, Kind, Verdict, name_of
 from megarl.launching.restarts import Restarts, Rules, note
 from megarl.launching.stopped import Stopped
+from megarl.processes import memory_files
 from megarl.processes.family import children, end_orphans
 
 GRACE_S = 10.0
@@ -55,29 +54,50 @@ class Word:
     text: str
 
 
+_KINDS = (*get_args(Kind), "run", "late")
+
+
 class Words:
-    """Where ranks say why they end. `environment` tells them where that is."""
+    """Where ranks say why they end. `environment` tells them where that is.
+
+    Ranks append lines of JSON to a memory file of this process, which they open through /proc. The kernel lets only
+    processes of this user do that, so that no other user can say something or fill it up. What is no `Word` is dropped
+    and counted.
+    """
 
     def __init__(self) -> None:
-        name = f"megarl-{os.getpid()}-{secrets.token_hex(8)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(f"\0{name}")
-        self._socket.setblocking(False)
-        self.environment = {LAUNCHER: f"{os.getpid()}:{name}"}
+        self._file = memory_files.create("megarl-words")
+        self.environment = {LAUNCHER: f"{os.getpid()}:{memory_files.path(self._file)}"}
         self._said: list[Word] = []
+        self._rest = b""  # of a line whose end has not been written yet
+        self._at = 0
         self._reads = threading.Lock()
+        self.dropped = 0
+        """Lines that were no word."""
 
     def read(self) -> list[Word]:
         """All that has been said; in any thread."""
-        with self._reads, contextlib.suppress(BlockingIOError):
-            while True:
-                self._said.append(Word(**json.loads(self._socket.recv(2**16))))
+        with self._reads:
+            while more := os.pread(self._file, 1 << 16, self._at):
+                self._at += len(more)
+                *lines, self._rest = (self._rest + more).split(b"\n")
+                for line in filter(None, lines):
+                    self._take(line)
         return self._said
+
+    def _take(self, line: bytes) -> None:
+        try:
+            self._said.append(word_of(json.loads(line)))
+        except (ValueError, RecursionError):
+            self.dropped += 1
+            if self.dropped == 1:
+                text = f"warning: dropped {line[:80]!r}, which is no message of a rank to its launcher"
+                print(text, file=sys.stderr, flush=True)
 
     def rules(self) -> Rules | None:
         """What the run has said that its restart depends on."""
         said = [word for word in self._said if word.kind == "run"]
-        return Rules(**json.loads(said[-1].text)) if said else None
+        return Rules.of(said[-1].text) if said else None
 
     def add(self, late: tuple[int, str] | None) -> None:
         """What the launcher says of a rank that cannot: it is what the others end by."""
@@ -90,12 +110,20 @@ class Words:
         self.read()
         self._said = []
 
-    def fileno(self) -> int:
-        """Can be read from when somebody has said something."""
-        return self._socket.fileno()
-
     def close(self) -> None:
-        self._socket.close()
+        os.close(self._file)
+
+
+def word_of(said: object) -> Word:
+    """Raises ValueError for what is no word."""
+    if not isinstance(said, dict) or set(said) != {"rank", "kind", "text"}:
+        raise ValueError("not the fields of a word")
+    rank, kind, text = said["rank"], said["kind"], said["text"]
+    if type(rank) is not int or rank < 0 or kind not in _KINDS or not isinstance(text, str):
+        raise ValueError("not the values of a word")
+    if kind == "run":
+        Rules.of(text)
+    return Word(rank, kind, text)
 
 
 def verdict(

@@ -32,6 +32,22 @@ class Rules:
     max_restarts: int
     timeout_s: float = float("inf")
 
+    @staticmethod
+    def of(text: str) -> Rules:
+        """From JSON. Raises ValueError for what are no rules."""
+        said = json.loads(text)
+        if not isinstance(said, dict) or not set(said) <= {"run_dir", "save_every", "max_restarts", "timeout_s"}:
+            raise ValueError("not the fields of rules")
+        try:
+            rules = Rules(**said)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        counts = (rules.save_every, rules.max_restarts)
+        is_plain = isinstance(rules.run_dir, str) and all(type(count) is int and count >= 0 for count in counts)
+        if not is_plain or type(rules.timeout_s) not in (int, float) or not rules.timeout_s > 0:
+            raise ValueError("not the values of rules")
+        return rules
+
 
 class Next(NamedTuple):
     """What becomes of a run whose ranks have ended. again: it starts once more, after `wait_s` seconds; else it ends

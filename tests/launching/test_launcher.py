@@ -5,7 +5,9 @@ Most of it with ranks that import nothing heavy; three real runs at the end.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from other_user import as_other_user, needs_root
 
-from megarl.launching.launcher import Word, verdict
+from megarl.launching import ending
+from megarl.launching.launcher import Word, Words, verdict
+from megarl.processes import memory_files
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -311,6 +316,107 @@ def test_a_rank_is_named_by_its_roles_where_it_has_its_own() -> None:
         "error: rank 0 (actor, reference) ended with status 7 and said nothing",
     )
     assert verdict({2: 7}, [], roles=roles)[1].startswith("error: rank 2 ended")
+
+
+# --- what others say to a launcher ------------------------------------------------------------------------------------
+
+RULES = '{"run_dir": "/", "save_every": 1, "max_restarts": 0, "timeout_s": 0.001}'
+NO_WORDS = [
+    *(b"not json", b"[]", b"7", b'{"a": 1}', b"\xff\xfe", b"[" * 5000),
+    b'{"rank": "0", "kind": "fault", "text": ""}',
+    b'{"rank": 0, "kind": "nothing", "text": ""}',
+    b'{"rank": 0, "kind": "fault", "text": 5}',
+    b'{"rank": 0, "kind": "run", "text": "{}"}',
+    b'{"rank": 0, "kind": "run", "text": "{\\"run_dir\\": 1, \\"save_every\\": 1, \\"max_restarts\\": 1}"}',
+]
+
+
+def test_what_is_no_word_is_dropped_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = Words()
+    where = words.environment[ending.LAUNCHER].partition(":")[2]
+    for text in NO_WORDS:
+        memory_files.append(where, b"\n" + text + b"\n")
+    memory_files.append(where, b'\n{"rank": 0, "kind": "fau')  # of a rank that was killed meanwhile
+    memory_files.append(where, b'\n{"rank": 1, "kind": "fault", "text": "x"}\n{"rank": 1')
+    assert words.read() == [Word(1, "fault", "x")]
+    assert words.dropped == len(NO_WORDS) + 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: dropped b'not json', which is no message of a rank")
+    memory_files.append(where, b', "kind": "lost", "text": "y"}\n')
+    assert words.read()[1:] == [Word(1, "lost", "y")]
+    words.close()
+
+
+def test_words_for_a_launcher_that_has_ended_go_nowhere() -> None:
+    words = Words()
+    where = words.environment[ending.LAUNCHER].partition(":")[2]
+    words.close()
+    with Path(os.devnull).open() as other, pytest.raises(FileNotFoundError):
+        memory_files.append(re.sub(r"\d+$", str(other.fileno()), where), b"x")
+    with pytest.raises(OSError):
+        memory_files.append(where, b"x")
+
+
+INTRUDER = """
+reached = []
+for pid in sys.argv[2:]:
+    for number in range(256):
+        try:
+            file = os.open(f"/proc/{pid}/fd/{number}", os.O_WRONLY | os.O_APPEND)
+            reached.append(f"{pid} {number}")
+            os.write(file, sys.argv[1].encode())
+        except OSError:
+            pass
+for line in open("/proc/net/unix").read().splitlines()[1:]:
+    name = line.split()[-1]
+    if name.startswith("@megarl"):
+        for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+            with socket.socket(socket.AF_UNIX, kind) as to:
+                try:
+                    to.connect("\\0" + name[1:])
+                    to.send(sys.argv[1].encode())
+                    reached.append(name)
+                except OSError:
+                    pass
+print(reached)
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("forged", ["not json", RULES])
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_another_user_cannot_say_anything_to_a_launcher(tmp_path: Path, forged: str, torchrun: bool) -> None:
+    """Nor to the ranks; and the run still answers a signal."""
+    word = "\n" + json.dumps({"rank": 0, "kind": "run", "text": forged}) + "\n"
+    body = "ending.answer_by_saving(); wait(); raise ending.Stopped('saved step 3')"
+    process = run_by_torchrun(tmp_path, body) if torchrun else run_of(tmp_path, body, saves=True)
+    there = [process.pid, *pids(tmp_path, process)]
+    assert as_other_user(INTRUDER, word, *map(str, there)) == "[]\n"
+    process.terminate()
+    assert ended(process) == (85, ["saved step 3"])
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_run_whose_rank_says_what_is_no_word_goes_on(tmp_path: Path, torchrun: bool) -> None:
+    """And answers a signal."""
+    body = """
+    from megarl.processes import memory_files
+    for text in (b"not json", b"[]", b'{"a": 1}'):
+        memory_files.append(ending._Signals.launcher, b"\\n" + text + b"\\n")
+    ending.answer_by_saving(); wait(); raise ending.Stopped("saved step 3")"""
+    process = run_by_torchrun(tmp_path, body) if torchrun else run_of(tmp_path, body, saves=True)
+    pids(tmp_path, process)
+    time.sleep(1.5)
+    process.terminate()
+    code, lines = ended(process)
+    assert (code, lines[1:]) == (85, ["saved step 3"])
+    assert lines[0].startswith("warning: dropped b'not json', which is no message of a rank")
+
+
+def run_by_torchrun(folder: Path, body: str) -> subprocess.Popen[str]:
+    (folder / "rank.py").write_text(RANK.replace("BODY", body))
+    command = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2", "rank.py"]
+    return start(command, folder)
 
 
 # --- the whole program ------------------------------------------------------------------------------------------------

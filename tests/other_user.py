@@ -1,0 +1,37 @@
+"""What another user of this machine could do: Python code that runs as user 65534. It takes root to act as another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="to act as another user takes root")
+# The interpreter may lie where only root can read, so what is to be imported is imported before.
+_BECOME = """
+import array, ctypes, encodings.idna, hashlib, json, os, pickle, re, socket, struct, sys, threading, time
+os.chdir("/")
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+assert os.getresuid() == (65534, 65534, 65534)
+"""
+
+
+def start_as_other_user(code: str, *arguments: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-I", "-S", "-c", _BECOME + code, *arguments]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+
+
+def as_other_user(code: str, *arguments: str, timeout: float = 120.0) -> str:
+    """What the code prints; fails where it raises."""
+    process = start_as_other_user(code, *arguments)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and err == "", err
+    return out
