@@ -30,6 +30,7 @@ from megarl.launching.ending import RESTARTED, SAME_S, name_of
 from megarl.launching.nodes import Alone, Report, Several, own_name
 from megarl.launching.restarts import note
 from megarl.launching.stopped import Stopped
+from megarl.parallel.secret import SealedPickle, of_launchers
 from megarl.processes.family import children, end_orphans
 from megarl.processes.parent import inherit_orphans
 
@@ -181,14 +182,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _until_it_ends(options: argparse.Namespace, watch: _Watch) -> int:
     """As `launcher.until_it_ends`, on each node."""
+    from megarl.parallel.meeting import keep_store
+
     nodes, static = _nodes(options), options.rdzv_backend == "static" or options.standalone
     number, attempt = int(options.node_rank), 0
     while True:
         os.environ.update({**watch.words.environment, RESTARTED: str(attempt)})
         watch.begin(lambda: nodes.has_failed(attempt))  # noqa: B023  only while it is this one
-        report = _attempt(
-            options, nodes.meeting_port(attempt, options.master_port), watch, own_name(number, nodes.count)
-        )
+        with keep_store() if static and nodes.count == 1 else contextlib.nullcontext({}) as meeting_place:
+            os.environ.update(meeting_place)
+            port = nodes.meeting_port(attempt, options.master_port)
+            report = _attempt(options, port, watch, own_name(number, nodes.count))
         watch.rest()
         if report.failed:
             nodes.failed(attempt)
@@ -215,10 +219,13 @@ def _nodes(options: argparse.Namespace) -> Alone:
 def _attempt(options: argparse.Namespace, port: int, watch: _Watch, name: str) -> Report:
     """Start the ranks of this node once, and wait until they have ended."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.run import run
 
     for logger in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
+    # What agents of several nodes tell each other with `--rdzv-backend=c10d` is pickled.
+    vars(dynamic_rendezvous)["pickle"] = SealedPickle("rendezvous", of_launchers())
     once = copy.copy(options)
     once.master_port = port
     codes: dict[int, int] = {}

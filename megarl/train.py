@@ -134,8 +134,8 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
                 host = start_host(config)  # one for all engines, and they load while the ranks do
             environment = {**environment, SHARED: host.path}
         try:
-            store, meeting_place = keep_store()
-            return ranks.run({**environment, **meeting_place})
+            with keep_store() as meeting_place:
+                return ranks.run({**environment, **meeting_place})
         finally:
             if host is not None:
                 host.close()

@@ -287,8 +287,7 @@ def launch(order: Order, config: Config) -> int:
     arguments += ["--break", order.stop_at] if order.stop_at else []
     arguments += ["--pdb"] * order.looks + ["--alone"] * order.alone
     ranks = launcher.Launch((sys.executable, __file__, *arguments, *order.overrides), world, saves=False)
-    with launcher.noted(ranks.pending):
-        store, place = keep_store()
+    with launcher.noted(ranks.pending), keep_store() as place:
         end, _ = ranks.run(place)
     if end.text:
         print(end.text, file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 They meet in a store that node 0's launcher keeps at MASTER_ADDR:MASTER_PORT for as long as the job lasts; ranks meet
 elsewhere each time that they start, where node 0 says. Node 0 hears how the ranks of each node have ended, and decides
-for all.
+for all. The store asks nobody who he is: what they say is JSON, sealed by the secret that they share.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from megarl.launching import launcher
 from megarl.launching.ending import REQUEUE_EXIT_CODE, Verdict
 from megarl.launching.restarts import Next, Restarts, Rules
+from megarl.parallel.secret import of_launchers, seal, unseal
 from megarl.processes import node
 
 JOIN_S = 900.0
@@ -97,6 +98,7 @@ class Several(Alone):
     def __init__(self, number: int, count: int, address: str, port: int) -> None:
         super().__init__()
         self.number, self.count, self._address = number, count, address
+        self._key = of_launchers()
         self._ours = self._connect(port, keeps=number == 0)
         self._watching: Any = None
         self._port = port
@@ -107,12 +109,19 @@ class Several(Alone):
         limit = timedelta(seconds=JOIN_S)
         return dist.TCPStore(self._address, port, is_master=keeps, timeout=limit, wait_for_workers=False)
 
+    def _say(self, name: str, text: str) -> None:
+        self._ours.set(name, seal(text.encode(), f"{self._port} {name}", self._key))
+
+    def _hear(self, name: str) -> str:
+        """Raises ForgedError, a RuntimeError, for what no launcher of this job has said."""
+        return bytes(unseal(self._ours.get(name), f"{self._port} {name}", self._key)).decode()
+
     def meeting_port(self, attempt: int, given: int) -> int:
         if self.number == 0:
             with socket.socket() as probe:
                 probe.bind(("", 0))
-                self._ours.set(f"{attempt}/port", str(probe.getsockname()[1]))
-        return int(self._ours.get(f"{attempt}/port"))
+                self._say(f"{attempt}/port", str(probe.getsockname()[1]))
+        return int(self._hear(f"{attempt}/port"))
 
     def failed(self, attempt: int) -> None:
         self._ours.set(f"{attempt}/failed", str(self.number))
@@ -129,20 +138,20 @@ class Several(Alone):
             return Next(False, 1, f"error: the launcher of node number 0 does not answer any more: {said}")
 
     def _next(self, attempt: int, own: Report, rules: Rules | None) -> Next:
-        self._ours.set(f"{attempt}/{self.number}/ended", own.text())
+        self._say(f"{attempt}/{self.number}/ended", own.text())
         if self.number == 0:
             names = [f"{attempt}/{number}/ended" for number in range(self.count)]
             self._wait(names, HEAR_S)
-            found = [Report.of(self._ours.get(name).decode()) if self._ours.check([name]) else None for name in names]
+            found = [Report.of(self._hear(name)) if self._ours.check([name]) else None for name in names]
             after = self._decided(found, rules)
             _leave_out(after)
-            self._ours.set(f"{attempt}/next", json.dumps(after))
+            self._say(f"{attempt}/next", json.dumps(after))
             self._wait([f"{attempt}/{number}/heard" for number in range(1, self.count) if found[number]], _HEARD_S)
             return after
         self._wait([f"{attempt}/next"], 2 * HEAR_S + _HEARD_S)  # it may have ended later, and waited for a third
         if not self._ours.check([f"{attempt}/next"]):
             return Next(False, 1, "error: the launcher of node number 0 does not say what comes next")
-        after = Next(*json.loads(self._ours.get(f"{attempt}/next")))
+        after = Next(*json.loads(self._hear(f"{attempt}/next")))
         self._ours.set(f"{attempt}/{self.number}/heard", "")
         return after
 

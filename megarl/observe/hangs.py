@@ -25,6 +25,7 @@ from megarl.observe.clock import Clock
 from megarl.observe.standing import Standing, standing
 from megarl.observe.stragglers import Stragglers
 from megarl.parallel import meeting, ranks
+from megarl.parallel.secret import ForgedError, seal, unseal
 from megarl.processes import node
 
 SAMPLE_S = 0.05
@@ -192,7 +193,8 @@ class Lookout(threading.Thread):
 
     def _say(self, number: int, rank: int, place: Standing, stacks: bool, silent: bool = False) -> None:
         said = {**place._asdict(), "stacks": stacks, "silent": silent}
-        self._store.set(f"{_KEY}/{number}/{rank}", json.dumps(said))
+        name = f"{_KEY}/{number}/{rank}"
+        self._store.set(name, seal(json.dumps(said).encode(), name))
 
     def _silent(self, number: int, of: Collection[int]) -> list[int]:
         return [rank for rank in of if not self._store.check([f"{_KEY}/{number}/{rank}"])]
@@ -204,7 +206,7 @@ class Lookout(threading.Thread):
         deadline = time.monotonic() + COLLECT_S
         while not all(store.check([name]) for name in every) and time.monotonic() < deadline:
             time.sleep(SAMPLE_S)
-        said = [json.loads(store.get(name)) if store.check([name]) else None for name in every]
+        said = [_said(store, name) for name in every]
         late, line = summary(said, self.nodes, seconds, self._logs)
         self._alarm(line)
         if late is not None:
@@ -219,6 +221,14 @@ class Lookout(threading.Thread):
             return self._file(rank).stat().st_size
         except OSError:
             return 0
+
+
+def _said(store: Any, name: str) -> dict[str, Any] | None:
+    """What a rank has said by this name; None where it has said nothing, or somebody else has."""
+    if store.check([name]):
+        with contextlib.suppress(ForgedError):
+            return dict(json.loads(bytes(unseal(store.get(name), name))))
+    return None
 
 
 def summary(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
+from megarl.parallel.encoding import decode, encode
 from megarl.parallel.ranks import count
+from megarl.parallel.secret import ForgedError, seal, unseal
 
 _NOTE_BYTES = 4 << 20
 """Of a note at once: torch's store takes 8 MiB."""
+_MOST_PARTS = 1024
 
 
 class Board:
@@ -16,18 +21,21 @@ class Board:
     def add(self, name: str, more: int) -> int:
         return count(name, more)
 
-    def put(self, name: str, note: bytes) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        parts = range(0, max(1, len(note)), _NOTE_BYTES)
+    def put(self, name: str, note: Any) -> None:
+        store, content = dist.distributed_c10d._get_default_store(), seal(encode(note), name)
+        parts = range(0, len(content), _NOTE_BYTES)
         for number, first in enumerate(parts):
-            store.set(f"{name}/{number}", note[first : first + _NOTE_BYTES])  # type: ignore[arg-type]  # str, it says
+            store.set(f"{name}/{number}", content[first : first + _NOTE_BYTES])  # type: ignore[arg-type]  # str, it says
         store.set(name, str(len(parts)))
 
-    def get(self, name: str) -> bytes:
-        """What was put there by this name; it is gone then."""
+    def get(self, name: str) -> Any:
+        """What was put there by this name, which is removed. Raises ForgedError for what no rank has put there."""
         store = dist.distributed_c10d._get_default_store()
-        names = [f"{name}/{number}" for number in range(int(store.get(name)))]
-        note = b"".join(store.get(part) for part in names)
+        count = int(store.get(name))
+        if not 0 < count <= _MOST_PARTS:
+            raise ForgedError(f"a note of {count} parts, which no rank has written")
+        names = [f"{name}/{number}" for number in range(count)]
+        content = b"".join(store.get(part) for part in names)
         for part in (name, *names):
             store.delete_key(part)
-        return note
+        return decode(unseal(content, name))

@@ -15,7 +15,6 @@ Nobody waits for a reader: a rank that only sends goes on at once.
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,8 @@ import torch.distributed as dist
 
 from megarl.parallel import neighbours, ranks, shared_memory
 from megarl.parallel.delivery_plan import Block, Kind, Numbers, Part, Plan
+from megarl.parallel.encoding import decode, encode
+from megarl.parallel.secret import seal, unseal
 from megarl.parallel.watching import watched
 
 _FOR_EVER = timedelta(days=365)  # of threads in the background: whoever needs what they do has a bound of its own
@@ -65,9 +66,7 @@ class Post:
     _made = 0
 
     def _gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return ranks.all_gather_objects(value, self.group)
 
     @watched("data")
     def deliver(
@@ -207,9 +206,9 @@ class Post:
 
     @watched("data")
     def exchange_objects(self, parcels: Mapping[int, Any]) -> dict[int, Any]:
-        """Send each of some ranks an object, pickled; what was sent to this rank, by sender. Collective."""
+        """Send each of some ranks plain data, see `encoding.py`; what was sent to this rank, by sender. Collective."""
         self._look_around()
-        data = {other: np.frombuffer(pickle.dumps(parcel, 5), np.uint8).copy() for other, parcel in parcels.items()}
+        data = {other: bytearray(seal(encode(one), f"parcel {self.rank} to {other}")) for other, one in parcels.items()}
         sizes, theirs = torch.zeros(self.world, dtype=torch.int64), torch.zeros(self.world, dtype=torch.int64)
         for other, content in data.items():
             sizes[other] = len(content)
@@ -218,19 +217,19 @@ class Post:
         receiving, sending = [], []
         for other, size in enumerate(theirs.tolist()):
             if other == self.rank and size:
-                found[other] = pickle.loads(data[other].data)
+                found[other] = decode(unseal(data[other], f"parcel {other} to {other}"))
             elif size:
                 buffer = torch.empty(size, dtype=torch.uint8)
                 receiving.append((other, buffer, self._post_receive(buffer, other)))
         for other, content in data.items():
             if other != self.rank:
-                tensor = torch.from_numpy(content)
+                tensor = torch.frombuffer(content, dtype=torch.uint8)
                 sending.append((self._post_send(tensor, other), tensor))
                 self.sent["machine" if other in self._neighbours.sockets else "network"] += len(content)
         for other, buffer, work in receiving:
             with _peers():
                 work.wait(timedelta(seconds=ranks.patience()))
-            found[other] = pickle.loads(buffer.numpy().data)
+            found[other] = decode(unseal(buffer.numpy().data, f"parcel {other} to {self.rank}"))
         if sending:
             self._start(self._see_off, *map(list, zip(*sending, strict=True)))
         return dict(sorted(found.items()))

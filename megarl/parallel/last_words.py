@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from megarl.parallel.secret import seal, unseal
+
 _KEY = "megarl/last words"
 
 
@@ -16,7 +18,8 @@ def exchanged(error: BaseException, kind: Literal["stopped", "ended", "mistake",
     with suppress(RuntimeError):  # the store may be gone, too
         store = dist.distributed_c10d._get_default_store()
         if kind in ("mistake", "fault"):
-            store.compare_set(_KEY, "", f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+            text = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+            store.compare_set(_KEY, "", seal(text.encode(), _KEY))  # type: ignore[arg-type]  # str, it says
         elif kind == "lost" and store.check([_KEY]):
-            return str(store.get(_KEY).decode(errors="replace"))
+            return bytes(unseal(store.get(_KEY), _KEY)).decode(errors="replace")
     return ""

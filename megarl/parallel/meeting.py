@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from megarl.config import ConfigError
+from megarl.parallel import secret
 from megarl.parallel.stores import check_private, keep, stay_on_this_machine
+from megarl.processes import memory_files
+
+FILE = "MEGARL_STORE"
+"""Environment variable with the path of the memory file (`processes/memory_files.py`) in which the ranks of a machine
+meet."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ def place() -> Place:
     remedy = "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; to start without it, unset them"
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
     world = _number("WORLD_SIZE", remedy, least=1)
-    if world > 1:
+    if world > 1 and FILE not in os.environ:
         missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"the environment has no {' and no '.join(missing)}: {remedy}")
@@ -51,12 +59,17 @@ def _number(name: str, remedy: str, least: int = 0, default: str = "") -> int:
 
 
 def store(here: Place, timeout: timedelta) -> dist.Store:
-    """Where ranks find each other. One that is alone needs no port that somebody else may have."""
+    """Where ranks find each other. On one machine no port is needed for it, which others could connect to: one that is
+    alone keeps it to itself, and those of a launcher of ours have a file in memory."""
     if here.world == 1:
         stay_on_this_machine()
-        return keep("127.0.0.1", 0, 1, timeout)
+        alone = dist.HashStore()
+        alone.set_timeout(timeout)
+        return alone
     if os.environ.get("LOCAL_WORLD_SIZE") == str(here.world):
         stay_on_this_machine()
+    if FILE in os.environ:
+        return _file_store(timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     check_private("MASTER_ADDR", address)
     kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -70,8 +83,16 @@ def store(here: Place, timeout: timedelta) -> dist.Store:
         raise
 
 
+def _file_store(timeout: timedelta) -> dist.FileStore:
+    file = dist.FileStore(memory_files.place(os.environ[FILE]), -1)  # -1: it does not count who uses it
+    file.set_timeout(timeout)
+    return file
+
+
 def further_connection() -> dist.Store:
     """To the store that the ranks of the job have met in, for another thread: one connection is for one at a time."""
+    if FILE in os.environ:
+        return _file_store(timedelta(seconds=30))
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
 
@@ -96,11 +117,12 @@ def _port_in_use(port: int) -> ConfigError:
     return ConfigError(f"MASTER_PORT={port} is in use or not allowed here: set MASTER_PORT to one that is free")
 
 
-def keep_store() -> tuple[dist.Store, dict[str, str]]:
-    """A store for ranks on this machine, on a port that nobody else has, and what tells them of it.
-
-    It lives as long as the first: a launcher keeps it, as the rank that did might be the first to end.
-    """
-    kept = keep("127.0.0.1", 0, None, timedelta(minutes=5), wait=False)
-    tells = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return kept, tells
+@contextlib.contextmanager
+def keep_store() -> Iterator[dict[str, str]]:
+    """Within the block there is a store for ranks on this machine, and these variables tell them of it, and of a
+    secret of theirs. A launcher keeps it, as the rank that did might be the first to end."""
+    file = memory_files.create("megarl-store")
+    try:
+        yield {"MASTER_ADDR": "127.0.0.1", FILE: memory_files.path(file), secret.VARIABLE: secret.new()}
+    finally:
+        os.close(file)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import array
 import errno
+import json
 import os
-import pickle
 import secrets
 import select
 import socket
@@ -85,6 +85,9 @@ class Neighbours:
                 connection, _ = listener.accept()
             except OSError:
                 return
+            if not _is_ours(connection):
+                connection.close()
+                continue
             connection.settimeout(_OWN_TRIAL_S)
             try:
                 said, descriptors = _take(connection)
@@ -110,8 +113,9 @@ class Neighbours:
         self.sockets.pop(other).close()
 
     def send(self, other: int, letter: Any, descriptors: Sequence[int], patience_s: float) -> None:
-        """Hand a neighbour a small value and memory. Returns at once, unless hundreds of letters lie there unread."""
-        said, until = pickle.dumps(letter), time.monotonic() + patience_s
+        """Hand a neighbour a small value that JSON can hold, and memory. Returns at once, unless hundreds of letters
+        lie there unread."""
+        said, until = json.dumps(letter).encode(), time.monotonic() + patience_s
         while True:
             try:
                 socket.send_fds(self.sockets[other], [said], descriptors)
@@ -139,7 +143,7 @@ class Neighbours:
                 raise ConnectionError(f"rank {other} is gone: {error.strerror}") from None
         if not said:
             raise ConnectionError(f"rank {other} is gone: it has closed its socket")
-        return pickle.loads(said), descriptors
+        return json.loads(said), descriptors
 
     def _wait(self, other: int, event: int, until: float, problem: str) -> None:
         poll = select.poll()
@@ -155,6 +159,13 @@ class Neighbours:
 def close(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether a process of this user has connected; another's would be waited for."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(user == os.getuid())
 
 
 def _take(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import ConfigError, ParallelConfig
-from megarl.parallel import device, exact, meeting, stores
+from megarl.parallel import device, exact, meeting, secret, stores
+from megarl.parallel.encoding import decode, encode
 from megarl.parallel.placement import check_layout
 from megarl.parallel.subset import groups_among
 from megarl.parallel.watching import watched
@@ -110,6 +110,7 @@ def join(world_size: int, timeout_s: float = 1800.0) -> Job:
     import megarl.megatron  # noqa: F401  fits Megatron-Core to a machine without GPU, so it comes first
 
     device.select()
+    secret.seal_object_collectives()
     if not here.launched:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
     timeout, _timeout_s = timedelta(seconds=timeout_s), timeout_s
@@ -274,7 +275,10 @@ def alarm_raised(name: str) -> bool:
 
 def count(name: str, more: int) -> int:
     """What a counter of all ranks is with so many more, from 0 on; one step, whoever counts at the same time."""
-    return int(dist.distributed_c10d._get_default_store().add(name, more))
+    store = dist.distributed_c10d._get_default_store()
+    if not more:  # a store that is a file grows by what is written to it
+        return int(store.get(name)) if store.check([name]) else 0
+    return int(store.add(name, more))
 
 
 def host_group() -> dist.ProcessGroup:
@@ -320,9 +324,21 @@ def free_port() -> int:
 
 @watched("wait")
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, by rank, on every rank. Values are pickled: for host values of our own only."""
-    data = torch.frombuffer(bytearray(pickle.dumps(value, 5)), dtype=torch.uint8)
-    return [pickle.loads(share.numpy().data) for share in exact.all_gather(data, group or host_group(), _timeout_s)]
+    """Every rank's value, by rank, on every rank: plain data of the host, see `encoding.py`. Raises ForgedError where
+    one does not come from a rank of this job."""
+    group = group or host_group()
+    data = _sealed(value, group.rank())
+    shares = exact.all_gather(data, group, _timeout_s)
+    return [_unsealed(share, rank) for rank, share in enumerate(shares)]
+
+
+def _sealed(value: Any, rank: int) -> torch.Tensor:
+    """[bytes] uint8."""
+    return torch.frombuffer(bytearray(secret.seal(encode(value), f"rank {rank}")), dtype=torch.uint8)
+
+
+def _unsealed(data: torch.Tensor, rank: int) -> Any:
+    return decode(secret.unseal(data.numpy().data, f"rank {rank}"))
 
 
 def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -342,10 +358,16 @@ def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 @watched("wait")
 def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The source rank's value on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values, group_src=source, group=group or host_group())
-    return values[0]
+    """The source rank's value on every rank; as `all_gather_objects`."""
+    group = group or host_group()
+    is_source = group.rank() == source
+    data = _sealed(value, source) if is_source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, group_src=source, group=group)
+    if not is_source:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group_src=source, group=group)
+    return value if is_source else _unsealed(data, source)
 
 
 def together(work: Callable[[], T], lead: bool = False, group: dist.ProcessGroup | None = None) -> list[T | None]:
@@ -354,19 +376,19 @@ def together(work: Callable[[], T], lead: bool = False, group: dist.ProcessGroup
     An OSError or ConfigError on one rank is raised on all of them, as one of its kind: nobody is left waiting.
     """
     result: T | None = None
-    error: Exception | None = None
+    error = "", ""
     if is_lead(group) or not lead:
         try:
             result = work()
         except OSError as failure:
             what = failure.strerror or str(failure)
-            error = OSError(f"{what}: {failure.filename}" if failure.filename else what)
+            error = "OSError", f"{what}: {failure.filename}" if failure.filename else what
         except ConfigError as failure:
-            error = ConfigError(str(failure))
+            error = "ConfigError", str(failure)
     outcomes = all_gather_objects((result, error), group)
-    for _, failed in outcomes:
-        if failed is not None:
-            raise failed
+    for _, (kind, text) in outcomes:
+        if kind:
+            raise {"OSError": OSError, "ConfigError": ConfigError}[kind](text)
     return [value for value, _ in outcomes]
 
 

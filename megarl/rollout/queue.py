@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import sys
 from collections import Counter
 from threading import Lock
@@ -17,9 +16,11 @@ class Board(Protocol):
         """What the counter of this name is with so many more; one step, whoever else counts meanwhile."""
         ...
 
-    def put(self, name: str, note: bytes) -> None: ...
+    def put(self, name: str, note: Any) -> None:
+        """note: plain data, see `parallel.encoding`."""
+        ...
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str) -> Any:
         """A note that was put there; it is gone then."""
         ...
 
@@ -33,7 +34,7 @@ class Counts:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._notes: dict[str, bytes] = {}
+        self._notes: dict[str, Any] = {}
         self._lock = Lock()
 
     def add(self, name: str, more: int) -> int:
@@ -41,10 +42,10 @@ class Counts:
             self._counts[name] += more
             return self._counts[name]
 
-    def put(self, name: str, note: bytes) -> None:
+    def put(self, name: str, note: Any) -> None:
         self._notes[name] = note
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str) -> Any:
         return self._notes.pop(name)
 
 
@@ -76,6 +77,8 @@ class Tickets:
 
     def take(self) -> int | None:
         """The number of a group that nobody has begun, which the caller does; None where all are."""
+        if self.taken() == self._groups:
+            return None  # without a count more, for who asks again and again
         number = self._board.add(self._taken, 1) - 1
         return number if number < self._groups else None
 
@@ -95,9 +98,9 @@ class Tickets:
     # --- engines that are lost
 
     def give_back(self, what: Any) -> None:
-        """Leave a group that was begun, which another engine is to complete: what can be pickled."""
+        """Leave a group that was begun, which another engine is to complete: plain data."""
         place = self._board.add(f"{self._name}/back", 1) - 1
-        self._board.put(f"{self._name}/back/{place}", pickle.dumps(what, 5))
+        self._board.put(f"{self._name}/back/{place}", what)
         self._board.add(f"{self._name}/there/{place}", 1)
 
     def take_back(self) -> Any | None:
@@ -108,7 +111,7 @@ class Tickets:
             self._gone.add(place)
             if self._board.add(f"{self._name}/again/{place}", 1) == 1:
                 self._board.add(f"{self._name}/again", 1)
-                return pickle.loads(self._board.get(f"{self._name}/back/{place}"))
+                return self._board.get(f"{self._name}/back/{place}")
         return None
 
     def left(self) -> int:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from megarl.config import ConfigError
 from megarl.observe.clock import ELSEWHERE
 from megarl.parallel import device, ranks
@@ -214,10 +212,8 @@ class Engines:
 
         Nobody returns before all have come, for the sizes of the payloads go from all to all first.
         """
-        payloads: list[str] = [""] * self.config.rollout.tp
         assert self.index is not None
-        dist.all_gather_object(payloads, payload, group=self._groups[self.index])
-        return payloads
+        return ranks.all_gather_objects(payload, self._groups[self.index])
 
 
 def on_any(party: Party | None, work: Callable[[Party], Result]) -> Result | None:

@@ -13,7 +13,7 @@ from megarl.config import Config, ConfigError
 from megarl.models.cuts import HFConfig, Param
 from megarl.models.registry import family_of, trained_mtp
 from megarl.parallel import device
-from megarl.parallel.ranks import Job, host_group, new_host_group
+from megarl.parallel.ranks import Job, all_gather_objects, host_group, new_host_group
 from megarl.reshard.check import digest, digest_problem, engine_problems, layout_problems, shard_problems
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.reshard.executor import Executor, PushError, is_full
@@ -204,9 +204,7 @@ class WeightPush:
 
     def _gather(self, mine: Any) -> list[Any]:
         """What each of the ranks that take part has, in their order, on all of them."""
-        values: list[Any] = [None] * len(self.among)
-        dist.all_gather_object(values, mine, group=self.group)
-        return values
+        return all_gather_objects(mine, self.group)
 
     def _gathered(self, mine: list[str]) -> list[str]:
         """The problems of all ranks, in the order of ranks, on all of them."""

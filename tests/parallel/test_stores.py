@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from other_user import as_other_user, needs_root
 
 from megarl.config import ConfigError
 from megarl.parallel import stores
-from megarl.parallel.meeting import keep_store
+from megarl.parallel.meeting import FILE, Place, further_connection, keep_store, store
 
 
 def listening(port: int) -> list[str]:
@@ -28,13 +30,38 @@ def listening(port: int) -> list[str]:
 LOOPBACK = ["0100007F"]
 
 
-def test_a_store_for_this_machine_is_reached_from_this_machine_alone() -> None:
-    kept, tells = keep_store()
-    port = int(tells["MASTER_PORT"])
-    assert listening(port) == LOOPBACK
-    other = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    kept.set("a", "b")
-    assert other.get("a") == b"b"
+def test_a_store_for_this_machine_has_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets = os.listdir("/proc/self/fd")
+    with keep_store() as tells:
+        assert len(os.listdir("/proc/self/fd")) == len(sockets) + 1  # the file
+        monkeypatch.setenv(FILE, tells[FILE])
+        first, second = further_connection(), further_connection()
+        first.set("a", "b")
+        assert second.get("a") == b"b"
+        assert [store.add("count", 2) for store in (first, second)] == [2, 4]
+        assert second.compare_set("c", "", b"\xff") == b"\xff" and first.compare_set("c", "", "x") == b"\xff"  # type: ignore[arg-type]
+        assert first.delete_key("a") and not second.check(["a"])
+        alone = store(Place(0, 1, False), timedelta(seconds=5))
+        alone.set("a", "b")
+        assert not second.check(["a"])
+    assert len(os.listdir("/proc/self/fd")) == len(sockets)
+    with pytest.raises(OSError, match="No such file|is not"):
+        further_connection()
+
+
+@needs_root
+def test_another_user_cannot_open_the_store_of_this_machine() -> None:
+    code = """
+path = sys.argv[1].rpartition("@")[2]
+for flags in (os.O_RDONLY, os.O_RDWR):
+    try:
+        os.open(path, flags)
+        print("opened")
+    except PermissionError:
+        print("refused")
+"""
+    with keep_store() as tells:
+        assert as_other_user(code, tells[FILE]) == "refused\n" * 2
 
 
 def test_a_port_that_is_taken_is_an_error_as_ever() -> None:

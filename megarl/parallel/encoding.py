@@ -1,0 +1,217 @@
+"""Values of the host as bytes, for other ranks: plain data, in which nothing is ever called when it is read.
+
+A value is None, a bool, number, text, bytes, dtype, array or tensor on the host, or a list, tuple, set, dict, dataclass
+or NamedTuple of such. Of classes their names are sent: read are those of this package, and of other modules those that
+the reader has imported already, as dataclasses or NamedTuples whose fields are set, without a call of `__init__`.
+What occurs more than once in a value is sent once, as an array that all samples of a prompt share.
+
+    length of the tree in 8 bytes, the tree as JSON, the arrays' bytes one after another
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import importlib
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+_DEEPEST = 200
+"""Levels of a value at most."""
+_NUMBERS = 32
+"""Numbers in a list from which on they travel as an array."""
+_SCALARS = (bool, int, float, str, type(None))
+_PLAIN = {str: str.__str__, int: int.__int__, float: float.__float__}
+"""Of a subclass, the value without it."""
+
+
+class EncodingError(ValueError):
+    """A value that is no plain data, or bytes that are none."""
+
+
+def encode(value: Any) -> bytes:
+    """Raises EncodingError, which names the type that cannot be sent."""
+    writer = _Writer()
+    tree = json.dumps(writer.tree(value, 0), separators=(",", ":")).encode()
+    return b"".join([len(tree).to_bytes(8, "little"), tree, *writer.parts])
+
+
+def decode(content: bytes | memoryview) -> Any:
+    """Raises EncodingError for what `encode` has not written."""
+    view = memoryview(content).cast("B")
+    size = int.from_bytes(view[:8], "little")
+    try:
+        return _Reader(view[8 + size :]).value(json.loads(bytes(view[8 : 8 + size])), 0)
+    except (TypeError, LookupError, AttributeError, ValueError, RuntimeError, ImportError) as error:
+        raise EncodingError(f"no value of a rank: {type(error).__name__}: {error}") from error
+
+
+class _Writer:
+    """A JSON tree: scalars stand for themselves, a list for a list; all else is {"kind": ...}."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._known: dict[int, int] = {}
+        self._alive: list[Any] = []  # else an id might be another's
+
+    def tree(self, value: Any, depth: int) -> Any:
+        if type(value) in _SCALARS:
+            return value
+        if depth > _DEEPEST:
+            raise EncodingError(f"more than {_DEEPEST} levels of values cannot be sent to another rank")
+        if type(value) is list:
+            return self._list(value, depth)
+        if type(value) in (tuple, set, frozenset):
+            return {type(value).__name__: self._list(list(value), depth)}
+        if type(value) is dict:
+            if all(type(key) is str for key in value):
+                return {"dict": {key: self.tree(one, depth + 1) for key, one in value.items()}}
+            return {"pairs": [self.tree([key, one], depth + 1) for key, one in value.items()]}
+        if isinstance(value, (str, int, float)) and not isinstance(value, np.generic):  # such as an enumeration's
+            plain = next(read for kind, read in _PLAIN.items() if isinstance(value, kind))
+            return plain(value)
+        if id(value) in self._known:
+            return {"again": self._known[id(value)]}
+        tree = self._shared(value, depth)
+        self._known[id(value)] = len(self._known)
+        self._alive.append(value)
+        return tree
+
+    def _list(self, values: list[Any], depth: int) -> Any:
+        if len(values) >= _NUMBERS and len(types := set(map(type, values))) == 1 and types <= {int, float}:
+            code = "d" if float in types else "q"
+            try:
+                self.parts.append(array.array(code, values).tobytes())
+                return {"numbers": [code, len(values)]}
+            except OverflowError:
+                pass
+        return [self.tree(one, depth + 1) for one in values]
+
+    def _shared(self, value: Any, depth: int) -> Any:
+        if isinstance(value, (bytes, bytearray)):
+            self.parts.append(bytes(value))
+            return {"bytes": len(value)}
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "cpu":
+                raise EncodingError(f"a tensor on {value.device} cannot be sent as a value of the host")
+            plain = value.detach().contiguous()
+            self.parts.append(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+            return {"tensor": [str(plain.dtype).removeprefix("torch."), list(plain.shape)]}
+        if isinstance(value, np.ndarray) and value.dtype.hasobject is False and value.dtype.names is None:
+            self.parts.append(value.tobytes())
+            return {"array": [value.dtype.str, list(value.shape), bool(value.flags.writeable)]}
+        if isinstance(value, np.generic):
+            self.parts.append(value.tobytes())
+            return {"scalar": value.dtype.str}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        kind = type(value)
+        if dataclasses.is_dataclass(value):
+            names = [field.name for field in dataclasses.fields(value)]
+            return {"object": [_name(kind), {name: self.tree(getattr(value, name), depth + 1) for name in names}]}
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return {"named": [_name(kind), [self.tree(one, depth + 1) for one in value]]}
+        raise EncodingError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: only plain values, arrays and "
+            "dataclasses of them can"
+        )
+
+
+class _Reader:
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+        self._known: list[Any] = []
+
+    def value(self, tree: Any, depth: int) -> Any:
+        if type(tree) in _SCALARS:
+            return tree
+        if depth > 2 * _DEEPEST:
+            raise EncodingError("too many levels")
+        if type(tree) is list:
+            return [self.value(one, depth + 1) for one in tree]
+        ((kind, what),) = tree.items()
+        if kind in ("tuple", "set", "frozenset"):
+            values = self.value(what, depth + 1)
+            return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](values)
+        if kind == "dict":
+            return {key: self.value(one, depth + 1) for key, one in what.items()}
+        if kind == "pairs":
+            return dict(self.value(pair, depth + 1) for pair in what)
+        if kind == "numbers":
+            code, count = what
+            numbers = array.array({"d": "d", "q": "q"}[code])
+            numbers.frombytes(self._take(8 * count))
+            return numbers.tolist()
+        if kind == "again":
+            return self._known[what]
+        found = self._shared(kind, what, depth)
+        self._known.append(found)
+        return found
+
+    def _take(self, size: int) -> memoryview:
+        if not 0 <= size <= len(self._data) - self._at:
+            raise EncodingError("bytes are missing")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def _shared(self, kind: str, what: Any, depth: int) -> Any:
+        if kind == "bytes":
+            return bytes(self._take(what))
+        if kind == "tensor":
+            dtype, shape = _dtype(what[0]), tuple(map(int, what[1]))
+            data = self._take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0).byte()
+            return tensor.view(dtype).view(shape)
+        if kind == "array":
+            dtype, shape = np.dtype(what[0]), tuple(map(int, what[1]))
+            data = self._take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+            found = np.frombuffer(bytearray(data), dtype).reshape(shape)
+            found.flags.writeable = what[2]
+            return found
+        if kind == "scalar":
+            return np.frombuffer(self._take(np.dtype(what).itemsize), np.dtype(what))[0]
+        if kind == "dtype":
+            return _dtype(what)
+        if kind == "named":
+            named = _class(what[0])
+            if not (issubclass(named, tuple) and hasattr(named, "_fields")):
+                raise EncodingError(f"{what[0]} is no NamedTuple")
+            return tuple.__new__(named, [self.value(one, depth + 1) for one in what[1]])
+        if kind == "object":
+            made = _class(what[0])
+            names = {field.name for field in dataclasses.fields(made)}
+            if names != set(what[1]):
+                raise EncodingError(f"not the fields of {what[0]}")
+            found = object.__new__(made)
+            for name, one in what[1].items():
+                object.__setattr__(found, name, self.value(one, depth + 1))
+            return found
+        raise EncodingError(f"no kind of value: {kind}")
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _class(name: str) -> Any:
+    """The dataclass or NamedTuple with this name. No module is imported for it but those of this package."""
+    module, _, path = name.partition(":")
+    if module not in sys.modules and module.split(".")[0] == __name__.split(".")[0]:
+        importlib.import_module(module)
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        found = getattr(found, part)
+    if not isinstance(found, type):
+        raise EncodingError(f"{name} is no class")
+    return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise EncodingError(f"{name} is no dtype")
+    return found

@@ -1,0 +1,156 @@
+"""The secret of a job, by which its ranks know what one of them has said, whichever way it comes.
+
+Nobody asks who connects to torch's TCP store or to gloo's ports. So what ranks say to each other there carries a
+keyed hash, and what does not carry the right one is refused before anything is made of it: `seal` and `unseal`. What
+torch, Megatron-Core and SGLang pickle themselves goes through `SealedPickle`, the rest is plain data (`encoding.py`).
+
+A launcher makes a secret for each start of its ranks and hands it to them in the environment. Launchers of several
+nodes, and ranks that are started by something else, take MEGARL_SECRET of their environment, or else the one that this
+user has in `~/.local/state/megarl/secret`, mode 0600, made when it is first needed. It is in no store and no log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import hmac
+import os
+import pickle
+import secrets
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError
+
+VARIABLE = "MEGARL_SECRET"
+_DIGEST = 32
+_SHORTEST = 16
+_CONTEXT = ("MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED")
+"""Variables that all ranks of one start of a job share, and no other start: so a message of it is good for no other."""
+
+
+class ForgedError(RuntimeError):
+    """Something does not come from a rank of this job."""
+
+
+def new() -> str:
+    return secrets.token_hex(32)
+
+
+def seal(content: bytes, purpose: str, key: bytes | None = None) -> bytes:
+    """The content behind its keyed hash. purpose: what it is, such as a key of a store, so that it cannot be put in
+    another's place. key: default that of this job."""
+    return _digest(content, purpose, key or of_job()) + content
+
+
+def unseal(sealed: bytes | memoryview, purpose: str, key: bytes | None = None) -> memoryview:
+    """What was sealed for this purpose. Raises ForgedError where nobody with the key has."""
+    view = memoryview(sealed)
+    content = view[_DIGEST:]
+    if len(view) < _DIGEST or not hmac.compare_digest(view[:_DIGEST], _digest(content, purpose, key or of_job())):
+        raise ForgedError(
+            f"refused {len(view)} bytes for {purpose!r} that do not come from a rank of this job: somebody else reaches"
+            f" its ports, or its nodes have different secrets, see {VARIABLE} in SECURITY.md"
+        )
+    return content
+
+
+def _digest(content: bytes | memoryview, purpose: str, key: bytes) -> bytes:
+    hashed = hashlib.blake2b(key=key, digest_size=_DIGEST)
+    name = purpose.encode()
+    hashed.update(len(name).to_bytes(8, "little") + name)
+    hashed.update(content)
+    return hashed.digest()
+
+
+@functools.cache
+def of_job() -> bytes:
+    """The key of this process's job, 32 bytes."""
+    place = "\n".join(f"{name}={os.environ.get(name, '')}" for name in _CONTEXT)
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    return hashlib.blake2b(place.encode(), key=_secret(is_alone), digest_size=32).digest()
+
+
+def of_launchers() -> bytes:
+    """The key of the launchers of one job's nodes, 32 bytes."""
+    return hashlib.blake2b(b"launchers", key=_secret(is_alone=False), digest_size=32).digest()
+
+
+def _secret(is_alone: bool) -> bytes:
+    if text := os.environ.get(VARIABLE, ""):
+        if len(text) < _SHORTEST:
+            raise ConfigError(f"{VARIABLE} has {len(text)} characters: set it to {_SHORTEST} random ones or more")
+        return hashlib.blake2b(text.encode(), digest_size=32).digest()
+    return secrets.token_bytes(32) if is_alone else _of_user()
+
+
+def _of_user() -> bytes:
+    file = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "megarl" / "secret"
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not file.exists():
+            fresh = file.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+                stream.write(new())
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(fresh, file)
+            fresh.unlink()
+        about, text = file.stat(), file.read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read or written ({error.strerror}): set {VARIABLE} to the same random text on all nodes"
+        ) from None
+    if about.st_uid != os.getuid() or about.st_mode & 0o077 or len(text) < _SHORTEST:
+        raise ConfigError(f"{file} can be read by others, or is not yours: remove it, and a new one is made")
+    return bytes.fromhex(text) if len(text) == 64 else hashlib.blake2b(text.encode(), digest_size=32).digest()
+
+
+class SealedPickle:
+    """Stands in for the module `pickle` where another library sends what it pickles over a network. What nobody with
+    the job's key has pickled is never unpickled."""
+
+    def __init__(self, purpose: str, key: bytes | None = None) -> None:
+        self._purpose, self._key = purpose, key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pickle, name)
+
+    def dumps(self, value: Any, protocol: int | None = None) -> bytes:
+        return seal(pickle.dumps(value, protocol), self._purpose, self._key)
+
+    def loads(self, sealed: Any) -> Any:
+        return pickle.loads(unseal(sealed, self._purpose, self._key))
+
+    def pickler(self, file: Any) -> _Writer:
+        """As pickle.Pickler."""
+        return _Writer(self, file)
+
+    def unpickler(self, file: Any) -> _Reader:
+        """As pickle.Unpickler."""
+        return _Reader(self, file)
+
+
+class _Writer:
+    def __init__(self, pickles: SealedPickle, file: Any) -> None:
+        self._pickles, self._file = pickles, file
+
+    def dump(self, value: Any) -> None:
+        self._file.write(self._pickles.dumps(value))
+
+
+class _Reader:
+    def __init__(self, pickles: SealedPickle, file: Any) -> None:
+        self._pickles, self._file = pickles, file
+
+    def load(self) -> Any:
+        return self._pickles.loads(self._file.read())
+
+
+def seal_object_collectives(key: bytes | None = None) -> None:
+    """From here on torch's collectives of objects in this process (`all_gather_object` and the like), which
+    Megatron-Core, distributed checkpoints and SGLang use, refuse what no rank with the key has said."""
+    import torch.distributed as dist
+
+    pickles = SealedPickle("a collective of objects", key)
+    vars(dist.distributed_c10d).update(_pickler=pickles.pickler, _unpickler=pickles.unpickler)

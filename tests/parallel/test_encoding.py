@@ -1,0 +1,141 @@
+"""Values between ranks: the same on the other side, and nothing is called when they are read."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.parallel.encoding import EncodingError, decode, encode
+from megarl.types import Prompt, Rollout, Turn
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+    y: Any = None
+    called: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        CALLED.append("__post_init__")
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+class Number(IntEnum):
+    TWO = 2
+
+
+CALLED: list[str] = []
+VALUES = [
+    *(None, True, 0, -1, 2**70, 1.5, float("inf"), "", "a\u20ac\ud800\0", b"", b"\x00\xff", bytearray(b"x")),
+    *([], (), {}, set(), frozenset({1}), [1, [2, (3,)]], (1, None), {"a": 1}, {1: "a", (2, 3): [4], None: 5}),
+    *(list(range(100)), [0.5] * 40, [2**70] * 40, [True] * 40, [1, 2.0] * 40, {"again": [0], "tuple": 1}),
+    *(Pair(1, [2]), Point(1, {"a": (2,)}), [Point(1), Pair(Point(2), 3)], Colour.RED, [Colour.RED, "red"], Number.TWO),
+    *(torch.float32, np.float32(1.5), np.int64(3), np.bool_(True)),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    found = decode(encode(value))
+    assert found == value
+    if not isinstance(value, (bytearray, Colour, Number)):
+        assert type(found) is type(value)
+
+
+def test_not_a_number_comes_back() -> None:
+    assert np.isnan(decode(encode(float("nan")))) and np.isnan(decode(encode([float("nan")] * 50))).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 2)])
+def test_tensors_and_arrays(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.rand(shape) * 5).to(dtype)
+    found = decode(encode([tensor, tensor.mT if tensor.dim() > 1 else tensor]))
+    assert found[0].dtype == dtype and found[0].shape == shape and torch.equal(found[0], tensor)
+    assert torch.equal(found[1], tensor.mT if tensor.dim() > 1 else tensor)
+    found[0].zero_()  # can be written to
+    if dtype is not torch.bfloat16:
+        array = tensor.numpy().copy()
+        array.flags.writeable = False
+        again = decode(encode({"a": array}))["a"]
+        assert again.dtype == array.dtype and np.array_equal(again, array) and not again.flags.writeable
+
+
+def test_what_occurs_twice_is_sent_once_and_is_one_again() -> None:
+    ids = np.arange(100_000, dtype=np.int32)
+    point = Point(1, ids)
+    content = encode([point, point, ids, Point(2, ids)])
+    assert len(content) < 2 * ids.nbytes
+    first, second, third, fourth = decode(content)
+    assert first is second and first.y is third and fourth.y is third
+
+
+def test_a_rollout_travels_whole() -> None:
+    prompt = Prompt("p", ({"role": "user", "content": "x"},), np.arange(5), extra={"a": [1, None, {"b": 0.5}]})
+    answer = Turn(np.arange(3), np.array([-0.5, -1.0, 0.0]), is_action=True, weight_version=2, reward=0.5)
+    rollout = Rollout(prompt, (Turn(prompt.token_ids), answer), "length", reward_parts={"a": 1.0})
+    found = decode(encode([rollout, rollout]))
+    assert found == [rollout, rollout] and found[0].turns[0].token_ids is found[0].prompt.token_ids
+
+
+def test_nothing_is_called() -> None:
+    content = encode(Point(1))
+    CALLED.clear()
+    assert decode(content).x == 1 and CALLED == []
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(object(), "builtins.object"), (os.system, "builtin"), (ValueError("x"), "builtins.ValueError"), ({"a": len}, "")],
+)
+def test_what_is_no_plain_data_is_refused_by_its_type(value: Any, kind: str) -> None:
+    with pytest.raises(EncodingError, match=f"a {kind}.* cannot be sent to another rank: only plain values"):
+        encode(value)
+
+
+def test_what_is_too_deep_is_refused() -> None:
+    deep: Any = []
+    for _ in range(1000):
+        deep = [deep]
+    with pytest.raises(EncodingError, match="more than 200 levels"):
+        encode(deep)
+
+
+def written(tree: Any, data: bytes = b"") -> bytes:
+    text = json.dumps(tree).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"\0" * 7, b"\xff" * 40, (5).to_bytes(8, "little") + b"[", written("a")[:-1]),
+        *(written({"object": ["os:system", {}]}), written({"object": ["subprocess:Popen", {"args": "x"}]})),
+        *(written({"object": ["no_such_module:X", {}]}), written({"named": ["builtins:tuple", [1]]})),
+        *(written({"object": [f"{__name__}:Point", {"x": 1}]}), written({"object": [f"{__name__}:CALLED", {}]})),
+        *(written({"bytes": 1 << 60}), written({"bytes": -1}), written({"tensor": ["load", [1]]}, b"x")),
+        *(written({"tensor": ["float32", [1 << 40]]}), written({"array": ["|O", [1]]}, bytes(8)), written({"a": 1})),
+        *(written({"again": 0}), written({"a": 1, "b": 2}), written({"numbers": ["x", 1]}, bytes(8)), written({})),
+        written(json.loads("[" * 900 + "]" * 900)),
+        (200_000).to_bytes(8, "little") + b"[" * 200_000,
+    ],
+    ids=lambda content: repr(content[8:60]),
+)
+def test_what_no_rank_has_written_is_an_error(content: bytes) -> None:
+    with pytest.raises(EncodingError):
+        decode(content)

@@ -1,0 +1,123 @@
+"""What ranks say to each other: refused where it does not come from one of them, before anything is made of it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megarl.config import ConfigError
+from megarl.parallel import secret
+from megarl.parallel.secret import ForgedError, SealedPickle, seal, unseal
+
+KEY = bytes(32)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in (secret.VARIABLE, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED"):
+        monkeypatch.delenv(name, raising=False)
+    secret.of_job.cache_clear()
+    yield
+    secret.of_job.cache_clear()
+
+
+class Harm:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def test_what_was_sealed_is_read_and_nothing_else() -> None:
+    sealed = seal(b"text", "note", KEY)
+    assert unseal(sealed, "note", KEY) == b"text"
+    forged = [b"", sealed[:20], sealed[:-1], sealed + b"x", bytes(32) + b"text", bytes([sealed[0] ^ 1]) + sealed[1:]]
+    for one in forged:
+        with pytest.raises(ForgedError, match="do not come from a rank of this job"):
+            unseal(one, "note", KEY)
+    with pytest.raises(ForgedError):
+        unseal(sealed, "another note", KEY)
+    with pytest.raises(ForgedError):
+        unseal(sealed, "note", b"x" * 32)
+
+
+def test_a_pickle_of_somebody_else_is_not_unpickled(tmp_path: Path) -> None:
+    pickles = SealedPickle("x", KEY)
+    assert pickles.loads(pickles.dumps([1, "a"])) == [1, "a"]
+    harm = pickle.dumps(Harm(tmp_path / "harm"))
+    for one in (harm, bytes(32) + harm, seal(harm, "y", KEY)):
+        with pytest.raises(ForgedError):
+            pickles.loads(one)
+    assert not (tmp_path / "harm").exists()
+    assert pickles.PickleError is pickle.PickleError
+
+
+def test_collectives_of_objects_are_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of torch's go through these two functions."""
+    torch_own = vars(dist.distributed_c10d)
+    for name in ("_pickler", "_unpickler"):
+        monkeypatch.setitem(torch_own, name, torch_own[name])
+    cpu, plain = "cpu", io.BytesIO()
+    pickle.Pickler(plain).dump(Harm(tmp_path / "harm"))
+    secret.seal_object_collectives(KEY)
+    data, size = torch_own["_object_to_tensor"]({"a": 1}, cpu, None)
+    assert torch_own["_tensor_to_object"](data, size, None) == {"a": 1}
+    data[40] += 1
+    with pytest.raises(ForgedError):
+        torch_own["_tensor_to_object"](data, size, None)
+    import torch
+
+    forged = torch.frombuffer(bytearray(plain.getvalue()), dtype=torch.uint8)
+    with pytest.raises(ForgedError):
+        torch_own["_tensor_to_object"](forged, torch.tensor(len(forged)), None)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_the_secret_is_that_of_the_environment_and_another_in_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(secret.VARIABLE, "a" * 32)
+    keys = [secret.of_job()]
+    for name, text in (("MEGARL_RESTARTED", "1"), ("MASTER_PORT", "5"), (secret.VARIABLE, "b" * 32)):
+        monkeypatch.setenv(name, text)
+        secret.of_job.cache_clear()
+        keys.append(secret.of_job())
+    assert len({*keys, secret.of_launchers()}) == 5 and all(len(key) == 32 for key in keys)
+    monkeypatch.setenv(secret.VARIABLE, "short")
+    secret.of_job.cache_clear()
+    with pytest.raises(ConfigError, match="MEGARL_SECRET has 5 characters: set it to 16"):
+        secret.of_job()
+
+
+def test_without_one_it_is_this_users_and_nobody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = tmp_path / "state/megarl/secret"
+    key = secret.of_job()
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in file.parent.iterdir()] == ["secret"]
+    secret.of_job.cache_clear()
+    assert secret.of_job() == key
+    file.chmod(0o644)
+    secret.of_job.cache_clear()
+    with pytest.raises(ConfigError, match="secret can be read by others, or is not yours: remove it"):
+        secret.of_job()
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    with pytest.raises(ConfigError, match="cannot be read or written .*: set MEGARL_SECRET to the same"):
+        secret.of_job()
+
+
+def test_a_rank_that_is_alone_needs_none(tmp_path: Path) -> None:
+    assert len(secret.of_job()) == 32
+    assert not (tmp_path / "state").exists()
+    assert sys.modules["megarl.parallel.secret"] is secret
