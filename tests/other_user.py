@@ -23,7 +23,7 @@ assert os.getresuid() == (65534, 65534, 65534)
 def start_as_other_user(code: str, *arguments: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     command = [sys.executable, "-I", "-S", "-c", _BECOME + code, *arguments]
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def as_other_user(code: str, *arguments: str, timeout: float = 120.0) -> str:

@@ -25,18 +25,13 @@ COLLECTIVES = {
     "recv_object_list",
 }
 
-OURS = "between ranks of one job, over the job's own groups: see SECURITY.md, the network"
 ALLOWED = {
-    ("megarl/parallel/ranks.py", "pickle.loads"): (1, OURS),
-    ("megarl/parallel/ranks.py", "dist.broadcast_object_list"): (1, OURS),
-    ("megarl/parallel/delivery.py", "pickle.loads"): (2, OURS),
-    ("megarl/parallel/delivery.py", "dist.all_gather_object"): (1, OURS),
-    ("megarl/workers/push.py", "dist.all_gather_object"): (1, OURS),
-    ("megarl/workers/engines.py", "dist.all_gather_object"): (1, OURS),
-    ("megarl/rollout/queue.py", "pickle.loads"): (1, OURS),
-    ("megarl/parallel/neighbours.py", "pickle.loads"): (1, "of a rank that has shown the job's secret on this socket"),
-    ("megarl/rewards/calls.py", "pickle.loads"): (1, "what a rank hands to a process of its own; answers are JSON"),
-    ("megarl/environments/serving.py", "pickle.loads"): (2, "what a rank hands to a process of its own, likewise"),
+    ("megarl/parallel/secret.py", "pickle.loads"): (1, "behind a keyed hash that only ranks of the job can make"),
+    ("megarl/rewards/calls.py", "pickle.loads"): (
+        1,
+        "what a rank hands to its own child by an inherited socket; answers are JSON",
+    ),
+    ("megarl/environments/serving.py", "pickle.loads"): (2, "what a rank hands to its own child, likewise"),
     ("megarl/checkpoint/plain_pickles.py", "pickle.Unpickler"): (1, "finds no class but those that it lists"),
     ("megarl/rewards/code/answering.py", "exec"): (4, "a policy's program, in the sandbox"),
     ("megarl/rewards/code/answering.py", "eval"): (1, "a test of a data set, in the sandbox"),
@@ -45,7 +40,7 @@ ALLOWED = {
     ("megarl/sandbox/inside_session.py", "exec"): (1, "the policy's code, in the sandbox"),
     ("megarl/sandbox/inside_session.py", "eval"): (1, "the policy's code, in the sandbox"),
     ("tools/make_quickstart.py", "eval"): (1, "sums that the tool has made itself, without builtins"),
-    ("tools/bench_messages.py", "dist.all_gather_object"): (1, OURS),
+    ("tools/bench_messages.py", "dist.all_gather_object"): (1, "of its own ranks, sealed as all of torch's are"),
 }
 
 

@@ -1,6 +1,6 @@
 """Values of the host as bytes, for other ranks: plain data, in which nothing is ever called when it is read.
 
-A value is None, a bool, number, text, bytes, dtype, array or tensor on the host, or a list, tuple, set, dict, dataclass
+A value is None, a bool, number, text, bytes, path, dtype, array or tensor on the host, or a list, tuple, set, dict, dataclass
 or NamedTuple of such. Of classes their names are sent: read are those of this package, and of other modules those that
 the reader has imported already, as dataclasses or NamedTuples whose fields are set, without a call of `__init__`.
 What occurs more than once in a value is sent once, as an array that all samples of a prompt share.
@@ -15,6 +15,7 @@ import dataclasses
 import importlib
 import json
 import sys
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,8 @@ class _Writer:
         if isinstance(value, np.generic):
             self.parts.append(value.tobytes())
             return {"scalar": value.dtype.str}
+        if isinstance(value, PurePath):
+            return {"path": str(value)}
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         kind = type(value)
@@ -174,6 +177,8 @@ class _Reader:
             return found
         if kind == "scalar":
             return np.frombuffer(self._take(np.dtype(what).itemsize), np.dtype(what))[0]
+        if kind == "path":
+            return Path(what)
         if kind == "dtype":
             return _dtype(what)
         if kind == "named":

@@ -72,6 +72,11 @@ def of_job() -> bytes:
     return hashlib.blake2b(place.encode(), key=_secret(is_alone), digest_size=32).digest()
 
 
+def for_engine(index: int) -> str:
+    """The secret of an engine's processes, on whichever nodes they are."""
+    return hashlib.blake2b(f"engine {index}".encode(), key=of_job(), digest_size=32).hexdigest()
+
+
 def of_launchers() -> bytes:
     """The key of the launchers of one job's nodes, 32 bytes."""
     return hashlib.blake2b(b"launchers", key=_secret(is_alone=False), digest_size=32).digest()

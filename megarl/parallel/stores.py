@@ -1,8 +1,9 @@
 """Stores in which processes find each other, kept where only those can reach them who shall.
 
 torch's TCPStore asks nobody who he is, and listens on all addresses of a machine, whichever it is given. Whoever can
-write into one can make ranks take him for one of them, and what ranks say to each other they unpickle. So one is bound
-to the address that it is reached by: on one machine to the loopback.
+write into one can make ranks talk to him instead of each other. So on one machine ranks and engines meet in a file
+that only this user can open. A store for several is bound to the address that it is reached by, and who believes what
+lies in it asks for the job's secret (`secret.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megarl.config import ConfigError
+from megarl.parallel import secret
 from megarl.parallel.addresses import is_public
 
 ALLOWS = "MEGARL_PUBLIC_NETWORK"
@@ -56,10 +60,16 @@ def keep(address: str, port: int, world: int | None, timeout: timedelta, wait: b
 
 
 def keep_near() -> None:
-    """From here on whatever meets by `tcp://ADDRESS:PORT` in this process keeps its store at that address alone."""
-    make: Callable[..., dist.TCPStore] = vars(_rendezvous)["TCPStore"]
+    """From here on whatever meets by `tcp://ADDRESS:PORT` in this process keeps its store at that address alone; in an
+    engine of ours that is on one machine it has no port, but a file in the engine's folder, which only this user may
+    enter."""
+    make: Callable[..., dist.Store] = vars(_rendezvous)["TCPStore"]
 
-    def near(*arguments: Any, **named: Any) -> dist.TCPStore:
+    def near(*arguments: Any, **named: Any) -> dist.Store:
+        if not arguments and named.get("host_name") in ("127.0.0.1", "localhost") and secret.VARIABLE in os.environ:
+            file = dist.FileStore(str(Path(tempfile.gettempdir(), f"store_{named['port']}")), -1)
+            file.set_timeout(named["timeout"])
+            return file
         made = listener(named["host_name"], named["port"]) if named.get("is_master") and not arguments else None
         return make(*arguments, **named, **({"master_listen_fd": made.detach()} if made is not None else {}))
 

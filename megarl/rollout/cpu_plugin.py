@@ -6,11 +6,13 @@ SGLang finds it through the entry point group `sglang.srt.plugins` that setup.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
+from megarl.parallel.secret import VARIABLE, SealedPickle, seal_object_collectives
 from megarl.parallel.stores import keep_near
 from megarl.rollout import cpu_speculative
 from megarl.rollout.cpu_attention import decode_attention, extend_attention
@@ -21,6 +23,8 @@ def register() -> None:
     from sglang.srt.utils import is_cpu
 
     keep_near()
+    if VARIABLE in os.environ:
+        seal_pickles()
     if not is_cpu():
         return
     _absorb_mla()
@@ -31,6 +35,18 @@ def register() -> None:
     cpu_speculative.install()
     _cut_as_on_gpus()
     _plain_host_memory()
+
+
+def seal_pickles() -> None:
+    """Have the processes of an engine of ours refuse what others send them, instead of unpickling it: ranks of tensor
+    parallelism hand requests on as pickles over gloo, whose ports ask nobody who he is."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed import utils as stateless
+    from sglang.srt.utils import common
+
+    seal_object_collectives()
+    for module in (common, parallel_state, stateless):
+        vars(module)["pickle"] = SealedPickle(f"a pickle of {module.__name__}")
 
 
 def _absorb_mla() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.models.registry import load_hf_config
-from megarl.parallel import device
+from megarl.parallel import device, secret
 from megarl.parallel.placement import engine_ranks
 from megarl.reshard import engine_settings
 from megarl.rollout import engine_cpu, engine_cuda, loader, server_args
@@ -207,6 +207,7 @@ class Engine:
             "facts": str(self._facts.resolve()),
             "tool_call_parser": self.tool_call_parser,
             "start_method": self._platform.START_METHOD,
+            "secret": secret.for_engine(self.index),
         }
         path = os.environ.get(SHARED, "")
         if not path:

@@ -1,6 +1,7 @@
 """SGLang's HTTP server: in a process forked from `engine_host.py`, or as a program with its settings on stdin.
 
-Settings: {"server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or "", "instance": name}.
+Settings: {"server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or "", "instance": name,
+"secret": text}.
 Writes to `facts` what the rank must know of SGLang's tool-call parser, so that a rank never has to import SGLang.
 """
 
@@ -12,6 +13,9 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from megarl.parallel import secret
+from megarl.rollout import cpu_plugin
 
 
 def tool_call_marker(parser: str) -> str:
@@ -59,7 +63,9 @@ def load() -> None:
 
 
 def main(settings: dict[str, Any]) -> None:
+    os.environ[secret.VARIABLE] = settings["secret"]  # for SGLang's further processes, which may be no forks of this
     load()
+    cpu_plugin.seal_pickles()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,7 +46,7 @@ VALUES = [
     *([], (), {}, set(), frozenset({1}), [1, [2, (3,)]], (1, None), {"a": 1}, {1: "a", (2, 3): [4], None: 5}),
     *(list(range(100)), [0.5] * 40, [2**70] * 40, [True] * 40, [1, 2.0] * 40, {"again": [0], "tuple": 1}),
     *(Pair(1, [2]), Point(1, {"a": (2,)}), [Point(1), Pair(Point(2), 3)], Colour.RED, [Colour.RED, "red"], Number.TWO),
-    *(torch.float32, np.float32(1.5), np.int64(3), np.bool_(True)),
+    *(Path("/a/b"), torch.float32, np.float32(1.5), np.int64(3), np.bool_(True)),
 ]
 
 

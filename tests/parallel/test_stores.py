@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from other_user import as_other_user, needs_root
 from megarl.config import ConfigError
 from megarl.parallel import stores
 from megarl.parallel.meeting import FILE, Place, further_connection, keep_store, store
+
+Run = Callable[..., list[dict[str, Any]]]
 
 
 def listening(port: int) -> list[str]:
@@ -62,6 +66,15 @@ for flags in (os.O_RDONLY, os.O_RDWR):
 """
     with keep_store() as tells:
         assert as_other_user(code, tells[FILE]) == "refused\n" * 2
+
+
+def test_what_somebody_else_puts_into_a_store_is_refused(run_ranks: Run, tmp_path: Path) -> None:
+    """Of ranks that meet at a port, which nobody has to show anything for."""
+    first, second = run_ranks(2, "tests/parallel/ranks_forged.py", str(tmp_path))
+    assert first["prefix"], "he has not written where ranks read"
+    assert first["notes"] == [True] * 3
+    assert {first["last words"], second["last words"]} == {""}
+    assert second["back"] == {"group": [1, 2]} and not first["harm"] and not (tmp_path / "harm").exists()
 
 
 def test_a_port_that_is_taken_is_an_error_as_ever() -> None:

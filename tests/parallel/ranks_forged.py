@@ -1,0 +1,70 @@
+"""Ranks that meet in a TCP store, and somebody else who writes into it."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.config import ParallelConfig
+from megarl.parallel import last_words, ranks
+from megarl.parallel.board import Board
+from megarl.parallel.secret import ForgedError
+from megarl.rollout.queue import Tickets
+
+harm = Path(sys.argv[1], "harm")
+SOMEBODY = """
+import os, sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False)
+note = bytes.fromhex(sys.argv[2])
+for prefix in ("0//", "default_pg//", "default_pg/", ""):
+    for name in ("back/0", "back/1", "back/2"):
+        store.set(f"{prefix}groups/{name}/0", note)
+        store.set(f"{prefix}groups/{name}", "1" if name != "back/2" else str(1 << 40))
+    store.add(f"{prefix}groups/back", 3)
+    for place in range(3):
+        store.add(f"{prefix}groups/there/{place}", 1)
+    store.set(f"{prefix}megarl/last words", "rank 7: forged")
+"""
+
+
+class Harm:
+    """Leaves a folder where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(harm),)
+
+
+def refused(take: Any) -> bool:
+    try:
+        take()
+    except ForgedError:
+        return True
+    return False
+
+
+ranks.initialize(ParallelConfig(world_size=2))
+if dist.get_rank() == 0:
+    environment = {name: text for name, text in os.environ.items() if name != "MEGARL_SECRET"}
+    note = pickle.dumps(Harm()).hex()
+    subprocess.run([sys.executable, "-c", SOMEBODY, os.environ["MASTER_PORT"], note], env=environment, check=True)
+ranks.barrier()
+tickets = Tickets(4, 2, Board(), "groups")
+result = {
+    "prefix": dist.distributed_c10d._get_default_store().check(["groups/back", "megarl/last words"]),
+    "notes": [refused(tickets.take_back) for _ in range(3)] if dist.get_rank() == 0 else [],
+    "last words": last_words.exchanged(RuntimeError("gloo"), "lost"),
+}
+ranks.barrier()
+if dist.get_rank() == 0:
+    tickets.give_back({"group": (1, 2)})
+ranks.barrier()
+result["back"] = tickets.take_back() if dist.get_rank() == 1 else None
+result["harm"] = harm.exists()
+ranks.barrier()
+print("RESULT", json.dumps(result))
+ranks.shutdown()

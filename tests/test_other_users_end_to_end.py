@@ -1,0 +1,214 @@
+"""A real run beside another user of its machine, who connects to all that listens: what listens is in SECURITY.md, the
+run goes on, and nothing that he sends is executed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from other_user import needs_root, start_as_other_user
+from whole_run import ENVIRONMENT, ROOT, command_of, make_folder
+
+pytestmark = needs_root
+
+LISTENS = 0x10000  # the flag of /proc/net/unix
+RANK, SERVER, SCHEDULER = "megarl.train", "megarl.rollout.engine_host", "sglang::scheduler"
+KNOWN = ("megarl.torchrun", SERVER, SCHEDULER, "sglang::detokenizer", "torch_shm_manager", RANK)
+# For each line on stdin, `tcp PORT` or `unix NAME`: connects with all of these, and goes on with some of them.
+INTRUDER = """
+harm = bytes.fromhex(sys.argv[1])
+keep = []
+def text(content):
+    return len(content).to_bytes(8, "little") + content
+def attempts():
+    yield b"garbage\\n" * 20
+    yield b"\\0" * 64
+    yield b"\\xff" * 4096
+    yield harm
+    yield len(harm).to_bytes(8, "little") + harm
+    magic = b"\\0" + (0x3C85F7CE).to_bytes(4, "little")  # of torch's store, and then: set
+    notes = ("megarl/generation/1/back/0", "default_pg//megarl/generation/1/back/0/0", "default_pg/0//0//cpu//0/rank_1")
+    yield magic + b"".join(b"\\1" + text(name.encode()) + text(harm) for name in notes)
+    head = "POST %s HTTP/1.1\\r\\nHost: a\\r\\nContent-Length: %d\\r\\nContent-Type: application/json\\r\\n\\r\\n"
+    for path in ("/update_weights_from_tensor", "/generate", "/pause_generation", "/release_memory_occupation"):
+        body = json.dumps({"serialized_named_tensors": [harm.hex()], "text": "x", "load_format": None})
+        yield (head % (path, len(body)) + body).encode()
+    greeting = b"\\xff\\0\\0\\0\\0\\0\\0\\0\\x01\\x7f" + b"\\3\\0NULL" + b"\\0" * 48  # of ZeroMQ
+    yield greeting + b"\\0" + bytes([len(harm)]) + harm
+def attack(kind, name):
+    said = set()
+    for content in attempts():
+        to = socket.socket(socket.AF_INET if kind == "tcp" else socket.AF_UNIX, socket.SOCK_STREAM)
+        to.settimeout(5.0)
+        try:
+            to.connect(("127.0.0.1", int(name)) if kind == "tcp" else bytes.fromhex(name))
+            to.sendall(content)
+            said.add("connected")
+            if b"HTTP" in content:
+                to.settimeout(0.5)
+                said.add(to.recv(64).split(b"\\r\\n")[0].decode("latin1"))
+        except OSError as error:
+            said.add(type(error).__name__)
+        keep.append(to)  # open until the end
+    print(kind, name, sorted(said), flush=True)
+threads = []
+for line in sys.stdin:
+    threads.append(threading.Thread(target=attack, args=line.split()))
+    threads[-1].start()
+for thread in threads:
+    thread.join()
+"""
+
+
+class Harm:
+    """Leaves a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def descendants(pid: int) -> list[int]:
+    found, todo = [], [pid]
+    while todo:
+        found.append(todo.pop())
+        for task in Path(f"/proc/{found[-1]}/task").glob("*"):
+            with contextlib.suppress(OSError):
+                todo += map(int, (task / "children").read_text().split())
+    return found
+
+
+def listening() -> dict[str, tuple[str, str]]:
+    """What listens, or takes datagrams under a name, by inode: `tcp` and its address, `unix` and its name as hex."""
+    found = {}
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" or table.startswith("udp"):
+                found[fields[9]] = table, fields[1]
+    for row in Path("/proc/net/unix").read_bytes().split(b"\n")[1:]:
+        parts = row.split(maxsplit=7)
+        if len(parts) == 8 and (int(parts[3], 16) & LISTENS or parts[4] == b"0002"):
+            name = b"\0" + parts[7][1:] if parts[7].startswith(b"@") else parts[7]
+            found[parts[6].decode()] = "unix", name.hex()
+    return found
+
+
+class Watch(threading.Thread):
+    """Looks at what listens among the processes of a run, and has the intruder connect to it."""
+
+    def __init__(self, pid: int, intruder: subprocess.Popen[str]) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.done, self._intruder = pid, False, intruder
+        self.found: set[tuple[str, str, str]] = set()
+        """Of whom, which table, and where."""
+        self.modes: dict[str, tuple[int, int]] = {}
+        self.reached: list[str] = []
+        self._hearing = threading.Thread(target=self._hear, daemon=True)
+
+    def _hear(self) -> None:
+        assert self._intruder.stdout is not None
+        self.reached += self._intruder.stdout.read().splitlines()
+
+    def run(self) -> None:
+        self._hearing.start()
+        assert self._intruder.stdin is not None
+        seen: set[str] = set()
+        while not self.done:
+            table = listening()
+            for pid in descendants(self.pid):
+                with contextlib.suppress(OSError):
+                    who = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    if not who:
+                        continue  # it is ending
+                    open_files = [os.readlink(link.path) for link in os.scandir(f"/proc/{pid}/fd")]
+                    for inode in {link[8:-1] for link in open_files if link.startswith("socket:[")} & table.keys():
+                        kind, where = table[inode]
+                        self.found.add((who, kind, where))
+                        if inode not in seen:
+                            seen.add(inode)
+                            self._attack(kind, where)
+            time.sleep(0.02)
+        self._intruder.stdin.close()
+        self._hearing.join(60)
+
+    def _attack(self, kind: str, where: str) -> None:
+        assert self._intruder.stdin is not None
+        if kind == "tcp":
+            print("tcp", int(where.partition(":")[2], 16), file=self._intruder.stdin, flush=True)
+        elif kind == "unix":
+            path = Path(os.fsdecode(bytes.fromhex(where)))
+            if "\0" not in str(path):
+                self.modes[str(path)] = path.stat().st_mode, path.parent.stat().st_mode
+            print("unix", where, file=self._intruder.stdin, flush=True)
+
+
+@pytest.fixture(scope="module", params=["launcher", "torchrun"])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    place = tmp_path_factory.mktemp("others")
+    folder = make_folder(place / "q", "qwen3_moe")
+    (place / "scratch").mkdir()
+    harm = place / "harm"
+    intruder = start_as_other_user(INTRUDER, pickle.dumps(Harm(harm)).hex())
+    options = ("algorithm=grpo", "run.num_rollout=3", "rollout.tp=2", "rollout.tools=[megarl.rollout.tools:calculator]")
+    command = command_of(folder, place / "run", *options)
+    if request.param == "torchrun":
+        python, _, program, *rest = command
+        by = ("-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2")
+        command = [python, *by, "-m", program, *rest]
+    environment = ENVIRONMENT | {"TMPDIR": str(place / "scratch")}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    watch = Watch(process.pid, intruder)
+    watch.start()
+    try:
+        said, _ = process.communicate(timeout=500)
+    finally:
+        process.kill()  # and with it its ranks and engines, where it is late
+        watch.done = True
+        watch.join(90)
+        intruder.kill()
+    return {"status": process.returncode, "said": said, "watch": watch, "harm": harm, "by": request.param}
+
+
+def test_the_run_goes_on_and_nothing_is_executed(ran: dict[str, Any]) -> None:
+    assert ran["status"] == 0, ran["said"][-4000:]
+    assert "done: 3 steps" in ran["said"]
+    assert not ran["harm"].exists()
+
+
+def test_he_has_reached_all_ports_and_no_socket_with_a_name(ran: dict[str, Any]) -> None:
+    """Else the rest would prove nothing. In is only who knows the engine's key."""
+    reached = ran["watch"].reached
+    tcp, named = ([line for line in reached if line.startswith(kind)] for kind in ("tcp", "unix 2f"))
+    assert len([line for line in tcp if "connected" in line]) > 10, reached
+    assert [line for line in tcp if "401 Unauthorized" in line], tcp
+    assert not [line for line in tcp if " 200 " in line], tcp
+    assert len(named) > 3 and not [line for line in named if "connected" in line], named
+
+
+def test_what_listens_is_what_the_table_says(ran: dict[str, Any]) -> None:
+    """The table of SECURITY.md, by process and address."""
+    found: dict[str, set[str]] = {}
+    for who, kind, where in ran["watch"].found:
+        address = where.partition(":")[0] if kind != "unix" else "abstract" if where.startswith("00") else "path"
+        found.setdefault(f"{kind} {address}", set()).add(next((name for name in KNOWN if name in who), who))
+    everywhere = found.pop("tcp 00000000", set()) | found.pop("tcp6 " + "0" * 32, set())
+    assert everywhere == ({"megarl.torchrun"} if ran["by"] == "torchrun" else set())
+    inherited = {"torch_shm_manager"}  # forked from a rank, with whose ports it does nothing
+    assert found.pop("tcp 0100007F") - inherited == {RANK, SERVER, SCHEDULER}
+    assert found.pop("unix path") <= {*KNOWN}
+    assert found.pop("unix abstract", {RANK}) - inherited == {RANK}
+    assert found == {}
+    for path, (mode, parent) in ran["watch"].modes.items():
+        assert parent & 0o077 == 0, (path, oct(mode), oct(parent))
