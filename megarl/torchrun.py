@@ -189,8 +189,9 @@ def _until_it_ends(options: argparse.Namespace, watch: _Watch) -> int:
     while True:
         os.environ.update({**watch.words.environment, RESTARTED: str(attempt)})
         watch.begin(lambda: nodes.has_failed(attempt))  # noqa: B023  only while it is this one
-        with keep_store() if static and nodes.count == 1 else contextlib.nullcontext({}) as meeting_place:
-            os.environ.update(meeting_place)
+        with contextlib.ExitStack() as stack:
+            if static and nodes.count == 1:
+                os.environ.update(stack.enter_context(keep_store()))
             port = nodes.meeting_port(attempt, options.master_port)
             report = _attempt(options, port, watch, own_name(number, nodes.count))
         watch.rest()

@@ -1,9 +1,9 @@
 """Values of the host as bytes, for other ranks: plain data, in which nothing is ever called when it is read.
 
-A value is None, a bool, number, text, bytes, path, dtype, array or tensor on the host, or a list, tuple, set, dict, dataclass
-or NamedTuple of such. Of classes their names are sent: read are those of this package, and of other modules those that
-the reader has imported already, as dataclasses or NamedTuples whose fields are set, without a call of `__init__`.
-What occurs more than once in a value is sent once, as an array that all samples of a prompt share.
+A value is None, a bool, number, text, bytes, path, date, dtype, array or tensor on the host, or a list, tuple, set,
+mapping, dataclass or NamedTuple of such. Of classes their names are sent. Read are those of this package, and of other
+modules those that the reader has imported already, as dataclasses or NamedTuples whose fields are set, without a call
+of `__init__`. What occurs more than once in a value is sent once, as an array that all samples of a prompt share.
 
     length of the tree in 8 bytes, the tree as JSON, the arrays' bytes one after another
 """
@@ -15,6 +15,10 @@ import dataclasses
 import importlib
 import json
 import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -26,8 +30,14 @@ _DEEPEST = 200
 _NUMBERS = 32
 """Numbers in a list from which on they travel as an array."""
 _SCALARS = (bool, int, float, str, type(None))
-_PLAIN = {str: str.__str__, int: int.__int__, float: float.__float__}
+_PLAIN: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 """Of a subclass, the value without it."""
+_TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "decimal": (Decimal, str, Decimal),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "time": (time, time.isoformat, time.fromisoformat),
+}
 
 
 class EncodingError(ValueError):
@@ -68,7 +78,9 @@ class _Writer:
             return self._list(value, depth)
         if type(value) in (tuple, set, frozenset):
             return {type(value).__name__: self._list(list(value), depth)}
-        if type(value) is dict:
+        if type(value) is Counter:
+            return {"counter": [self.tree([key, one], depth + 1) for key, one in value.items()]}
+        if isinstance(value, Mapping):
             if all(type(key) is str for key in value):
                 return {"dict": {key: self.tree(one, depth + 1) for key, one in value.items()}}
             return {"pairs": [self.tree([key, one], depth + 1) for key, one in value.items()]}
@@ -110,6 +122,9 @@ class _Writer:
             return {"scalar": value.dtype.str}
         if isinstance(value, PurePath):
             return {"path": str(value)}
+        for name, (exact, write, _) in _TEXTS.items():  # what a column of a data set may have
+            if type(value) is exact:
+                return {"text": [name, write(value)]}
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         kind = type(value)
@@ -142,8 +157,9 @@ class _Reader:
             return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](values)
         if kind == "dict":
             return {key: self.value(one, depth + 1) for key, one in what.items()}
-        if kind == "pairs":
-            return dict(self.value(pair, depth + 1) for pair in what)
+        if kind in ("pairs", "counter"):
+            pairs = dict(self.value(pair, depth + 1) for pair in what)
+            return Counter(pairs) if kind == "counter" else pairs
         if kind == "numbers":
             code, count = what
             numbers = array.array({"d": "d", "q": "q"}[code])
@@ -179,6 +195,8 @@ class _Reader:
             return np.frombuffer(self._take(np.dtype(what).itemsize), np.dtype(what))[0]
         if kind == "path":
             return Path(what)
+        if kind == "text":
+            return _TEXTS[what[0]][2](what[1])
         if kind == "dtype":
             return _dtype(what)
         if kind == "named":

@@ -44,7 +44,7 @@ def seal(content: bytes, purpose: str, key: bytes | None = None) -> bytes:
     return _digest(content, purpose, key or of_job()) + content
 
 
-def unseal(sealed: bytes | memoryview, purpose: str, key: bytes | None = None) -> memoryview:
+def unseal(sealed: bytes | bytearray | memoryview, purpose: str, key: bytes | None = None) -> memoryview:
     """What was sealed for this purpose. Raises ForgedError where nobody with the key has."""
     view = memoryview(sealed)
     content = view[_DIGEST:]

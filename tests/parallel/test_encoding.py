@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
 from enum import IntEnum, StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +50,15 @@ VALUES = [
     *([], (), {}, set(), frozenset({1}), [1, [2, (3,)]], (1, None), {"a": 1}, {1: "a", (2, 3): [4], None: 5}),
     *(list(range(100)), [0.5] * 40, [2**70] * 40, [True] * 40, [1, 2.0] * 40, {"again": [0], "tuple": 1}),
     *(Pair(1, [2]), Point(1, {"a": (2,)}), [Point(1), Pair(Point(2), 3)], Colour.RED, [Colour.RED, "red"], Number.TWO),
-    *(Path("/a/b"), torch.float32, np.float32(1.5), np.int64(3), np.bool_(True)),
+    *(
+        Counter({"a": 2, (1,): 3}),
+        Path("/a/b"),
+        Decimal("1.50"),
+        date(2026, 1, 2),
+        datetime(2026, 1, 2, 3, 4, 5, 6, UTC),
+        time(1, 2),
+    ),
+    *(torch.float32, np.float32(1.5), np.int64(3), np.bool_(True)),
 ]
 
 
@@ -56,6 +68,10 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert found == value
     if not isinstance(value, (bytearray, Colour, Number)):
         assert type(found) is type(value)
+
+
+def test_another_kind_of_mapping_is_a_dict_then() -> None:
+    assert decode(encode([OrderedDict(a=1), MappingProxyType({2: 3})])) == [{"a": 1}, {2: 3}]
 
 
 def test_not_a_number_comes_back() -> None:
