@@ -5,6 +5,7 @@
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash launch/multi_node.sh CONFIG [key=value ...]     on the second
 #
 # MASTER_ADDR is an address of the first node that the others reach; MASTER_PORT (29500) a free port there.
+# The nodes know each other by a secret in your home directory; where they share none, export the same MEGARL_SECRET on all.
 # Where a node has several networks, name the one to use: GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."

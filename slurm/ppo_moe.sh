@@ -31,6 +31,7 @@ case " $*" in *" run.resume="*) ;; *) set -- run.resume=auto "$@" ;; esac
 set -- "$config" "$@"
 
 unset NODE_RANK
+MEGARL_SECRET=${MEGARL_SECRET:-$(od -An -tx8 -N32 /dev/urandom | tr -d ' \n')} && export MEGARL_SECRET
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MEGARL_LEAVE_OUT=$PWD/.leave-out-$SLURM_JOB_ID
 rm -f "$MEGARL_LEAVE_OUT"
 nodes=${SLURM_JOB_NUM_NODES:-1} count=${SLURM_RESTART_COUNT:-0} check=()

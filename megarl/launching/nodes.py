@@ -106,8 +106,12 @@ class Several(Alone):
     def _connect(self, port: int, keeps: bool = False) -> Any:
         import torch.distributed as dist
 
+        from megarl.parallel import stores
+
         limit = timedelta(seconds=JOIN_S)
-        return dist.TCPStore(self._address, port, is_master=keeps, timeout=limit, wait_for_workers=False)
+        if keeps:
+            return stores.keep(self._address, port, None, limit, wait=False)
+        return dist.TCPStore(self._address, port, is_master=False, timeout=limit, wait_for_workers=False)
 
     def _say(self, name: str, text: str) -> None:
         self._ours.set(name, seal(text.encode(), f"{self._port} {name}", self._key))

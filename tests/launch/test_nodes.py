@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megarl.launching.launcher import Word
-from megarl.launching.nodes import Report, combined
+from megarl.launching.nodes import Report, Several, combined
+from megarl.parallel.secret import ForgedError
 
 ROOT = Path(__file__).resolve().parents[2]
 LOST = Word(0, "lost", "error: rank 0 lost another rank")
@@ -67,6 +69,30 @@ def test_ranks_that_were_asked_to_stop_have_not_failed() -> None:
     """Those of other nodes may take their time to save."""
     assert not Report("n1", codes={0: 85, 1: 85}).failed and not Report("n1", well=True).failed
     assert Report("n1", codes={0: 85, 1: 1}).failed and Report("n1", problem="they did not come together").failed
+
+
+def test_what_no_launcher_of_the_job_has_said_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the store that they meet in, which asks nobody who he is."""
+    monkeypatch.setenv("MEGARL_SECRET", "a" * 32)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    first = Several(0, 2, "127.0.0.1", port)
+    second = Several(1, 2, "127.0.0.1", port)
+    assert first.meeting_port(0, 0) == second.meeting_port(0, 0)
+    somebody = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    somebody.set("1/port", "1")
+    with pytest.raises(ForgedError):
+        second.meeting_port(1, 0)
+    somebody.set("2/port", somebody.get("0/port"))  # what was said of something else
+    with pytest.raises(ForgedError):
+        second.meeting_port(2, 0)
+    somebody.set("0/next", '[true, 0, "", 0.0, ""]')
+    after = second.next(0, Report("n1"), None)
+    assert not after.again and "does not answer any more: refused" in after.text
+    monkeypatch.setenv("MEGARL_SECRET", "b" * 32)
+    with pytest.raises(ForgedError, match="its nodes have different secrets, see MEGARL_SECRET in SECURITY.md"):
+        Several(1, 2, "127.0.0.1", port).meeting_port(0, 0)
 
 
 class TwoNodes:
