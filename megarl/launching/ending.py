@@ -13,6 +13,7 @@ may start the run again (`restarts.py`); one without says it itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -23,12 +24,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from megarl.config import ConfigError
-from megarl.processes import memory_files, node
+from megarl.processes import memory_files, node, strangers
 from megarl.processes.parent import die_with_parent
 
 REQUEUE_EXIT_CODE = 85
@@ -123,7 +123,7 @@ def answer_by_saving() -> None:
     _Signals.saving = True
 
 
-@contextmanager
+@contextlib.contextmanager
 def writing() -> Iterator[None]:
     """Within the block a checkpoint is written, which no SIGTERM breaks off, however often it comes."""
     _Signals.writing = True
@@ -162,7 +162,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         os._exit(128 + number)
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_line() -> Iterator[None]:
     """Around a script's own flow: whatever ends it early is told in one line, and gives the documented exit status."""
     try:
@@ -231,13 +231,26 @@ def describe(error: BaseException) -> tuple[Kind, int, str]:
         who += f" on node {node.name()}"
     where = next((note for note in getattr(error, "__notes__", ()) if note.startswith(WHOLE)), "")
     if lost := _lost_peer(error):
-        return "lost", 1, _line(f"error: {who} lost another rank: {lost}" + (f"; {where}" if where else ""))
+        return (
+            "lost",
+            1,
+            _line(f"error: {who} lost another rank: {lost}{_strangers()}" + (f"; {where}" if where else "")),
+        )
     if isinstance(error, ConfigError):
         return "mistake", 2, _line(f"error: {error}")
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     line = _line(f"error: {who} failed: {type(error).__name__}: {error}{place}" + (f"; {where}" if where else ""))
     return "fault", 1, line if where else "".join(traceback.format_exception(error)) + line
+
+
+def _strangers() -> str:
+    """That others are connected who may have taken a rank's place."""
+    with contextlib.suppress(OSError, ValueError):
+        if users := strangers.connected_users():
+            names = ", ".join(map(str, users))
+            return f"; user {names} of this machine is connected to its ports (SECURITY.md, What is not closed)"
+    return ""
 
 
 def name_of(number: int) -> str:

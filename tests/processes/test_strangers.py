@@ -1,0 +1,46 @@
+"""Who is connected to this process, of other users."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from other_user import needs_root, start_as_other_user
+
+from megarl.launching import ending
+from megarl.processes.strangers import connected_users
+
+
+def test_this_user_is_no_stranger() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as to:
+        near, _ = server.accept()
+        with near:
+            to.sendall(b"x")
+            assert connected_users() == []
+
+
+@needs_root
+def test_another_user_is_named_also_in_the_line_of_a_rank_that_has_lost_another() -> None:
+    code = """
+to = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+print("connected", flush=True)
+sys.stdin.read()
+"""
+    lost = ConnectionError("rank 1 is gone: closed")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = start_as_other_user(code, str(server.getsockname()[1]))
+        try:
+            near, _ = server.accept()
+            with near:
+                assert other.stdout is not None and other.stdout.readline() == "connected\n"
+                assert connected_users() == [65534]
+                _, _, line = ending.describe(lost)
+                assert (
+                    "; user 65534 of this machine is connected to its ports (SECURITY.md, What is not closed)" in line
+                )
+                other.communicate("")
+                time.sleep(0.1)
+                assert connected_users() == []
+                assert "65534" not in ending.describe(lost)[2]
+        finally:
+            other.kill()
