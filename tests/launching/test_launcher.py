@@ -49,6 +49,11 @@ def wait():
     pathlib.Path(f"there_{rank}").write_text(str(os.getpid()))
     while not ending.asked_to_stop():
         time.sleep(0.01)
+def stop_together():
+    pathlib.Path(f"stopping_{rank}").touch()
+    while not os.path.exists(f"stopping_{1 - rank}"):
+        time.sleep(0.01)  # torch's agent ends those that are later than the first
+    raise ending.Stopped("saved step 3")
 def body():
     BODY
 with ending.one_line():
@@ -149,7 +154,7 @@ def test_a_rank_that_sleeps_on_is_killed(tmp_path: Path) -> None:
     code, lines = ended(run_of(tmp_path, body, grace=0.5))
     assert code == 1
     assert lines[-1].startswith("error: rank 1 failed: SystemExit: 0 (")
-    assert lines[-1].endswith("rank.py, line 11, in body)")
+    assert lines[-1].endswith("rank.py, line 16, in body)")
 
 
 def test_a_launcher_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
@@ -239,7 +244,7 @@ def test_a_mistake_is_told_once_and_a_fault_with_its_traceback(tmp_path: Path) -
     code, lines = ended(run_of(tmp_path, "rank and 1 / 0; wait()"))
     assert code == 1 and lines[0] == "Traceback (most recent call last):"
     assert lines[-1].startswith("error: rank 1 failed: ZeroDivisionError: division by zero (")
-    assert lines[-1].endswith("rank.py, line 11, in body)")
+    assert lines[-1].endswith("rank.py, line 16, in body)")
     assert ended(run_of(tmp_path, "rank and os._exit(3); wait()")) == (
         3,
         ["error: rank 1 ended with status 3 and said nothing"],
@@ -384,7 +389,7 @@ print(reached)
 def test_another_user_cannot_say_anything_to_a_launcher(tmp_path: Path, forged: str, torchrun: bool) -> None:
     """Nor to the ranks; and the run still answers a signal."""
     word = "\n" + json.dumps({"rank": 0, "kind": "run", "text": forged}) + "\n"
-    body = "ending.answer_by_saving(); wait(); raise ending.Stopped('saved step 3')"
+    body = "ending.answer_by_saving(); wait(); stop_together()"
     process = run_by_torchrun(tmp_path, body) if torchrun else run_of(tmp_path, body, saves=True)
     there = [process.pid, *pids(tmp_path, process)]
     assert as_other_user(INTRUDER, word, *map(str, there)) == "[]\n"
@@ -400,7 +405,7 @@ def test_a_run_whose_rank_says_what_is_no_word_goes_on(tmp_path: Path, torchrun:
     from megarl.processes import memory_files
     for text in (b"not json", b"[]", b'{"a": 1}'):
         memory_files.append(ending._Signals.launcher, b"\\n" + text + b"\\n")
-    ending.answer_by_saving(); wait(); raise ending.Stopped("saved step 3")"""
+    ending.answer_by_saving(); wait(); stop_together()"""
     process = run_by_torchrun(tmp_path, body) if torchrun else run_of(tmp_path, body, saves=True)
     pids(tmp_path, process)
     time.sleep(1.5)
