@@ -1,6 +1,6 @@
 """Values of the host as bytes, for other ranks: plain data, in which nothing is ever called when it is read.
 
-A value is None, a bool, number, text, bytes, path, date, dtype, array or tensor on the host, or a list, tuple, set,
+A value is None, bool, number, text, bytes, path, date, dtype, array, tensor (then on the host), or a list, tuple, set,
 mapping, dataclass or NamedTuple of such. Of classes their names are sent. Read are those of this package, and of other
 modules those that the reader has imported already, as dataclasses or NamedTuples whose fields are set, without a call
 of `__init__`. What occurs more than once in a value is sent once, as an array that all samples of a prompt share.
@@ -109,9 +109,7 @@ class _Writer:
             self.parts.append(bytes(value))
             return {"bytes": len(value)}
         if isinstance(value, torch.Tensor):
-            if value.device.type != "cpu":
-                raise EncodingError(f"a tensor on {value.device} cannot be sent as a value of the host")
-            plain = value.detach().contiguous()
+            plain = value.detach().cpu().contiguous()
             self.parts.append(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
             return {"tensor": [str(plain.dtype).removeprefix("torch."), list(plain.shape)]}
         if isinstance(value, np.ndarray) and value.dtype.hasobject is False and value.dtype.names is None:
