@@ -14,4 +14,5 @@ with one_line():  # whatever ends it; not needed
     flow.register_worker("critic")
     flow.register_worker("reward", reward_fn=lambda done: float(f" {done.prompt.ground_truth}." in done.answer))
     metrics = flow.run(num_rollout=3, num_update=2)
-    print(f"reward {metrics['rollout/reward_mean']:.2f}, KL {metrics['actor/ppo_kl']:.4f}")
+    if flow.job.rank == 0:  # every rank has them
+        print(f"reward {metrics['rollout/reward_mean']:.2f}, KL {metrics['actor/ppo_kl']:.4f}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from megarl.strict import ConfigError
 
 WRONG = 2
 """Exit status of a program that was told something wrong."""
+_PYTHON = Path(sys.executable)
 _LONGEST_NAMES = 50
 """Characters of the names of other runs in the name of a file."""
 
@@ -118,6 +120,19 @@ def folder_to_write(path: Path, option: str) -> None:
             raise ConfigError(f"{option} {path} cannot be written: no permission in {there}; name another folder")
     except OSError as error:
         raise ConfigError(f"{option} {str(path)[:200]} cannot be written: {error.strerror}; name another") from None
+
+
+def to_paste(program: str, *arguments: str | Path) -> str:
+    """A command of this project's folder as a terminal takes it where this program was started, such as
+    `.venv/bin/python tools/report.py 'runs/my run'`: by this interpreter. Empty where the program is absent, as it is
+    where only the package was installed."""
+    file = Path(__file__).resolve().parents[1] / program
+    if not file.is_file():
+        return ""
+    here = Path.cwd()
+    # Not resolved: an environment is known by its own link to the interpreter.
+    places = [str(path.relative_to(here)) if path.is_relative_to(here) else str(path) for path in (_PYTHON, file)]
+    return shlex.join([*places, *map(str, arguments)])
 
 
 def ends_in_a_line(program: Callable[[], int]) -> int:

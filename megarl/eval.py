@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import train
-from megarl.command_line import Parser, amount, count, ends_in_a_line, folder_to_write, path_text
+from megarl.command_line import Parser, amount, count, ends_in_a_line, folder_to_write, path_text, to_paste
 from megarl.config import Config, ConfigError
 from megarl.launching import ending
 
@@ -169,7 +169,8 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
     print(table(found, options.k))
     if tree["without_reward"]:
         print(f"{tree['without_reward']} answers without a reward (aborted, or it failed) count in nothing")
-    print(f"{out}/eval.json, answers.jsonl; tools/view_rollouts.py {out} shows the answers", flush=True)
+    print(f"{out}/eval.json, answers.jsonl")
+    print(to_paste("tools/view_rollouts.py", out), flush=True)
     return 0
 
 

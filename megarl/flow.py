@@ -19,6 +19,7 @@ from megarl.checking.dry_run import validate
 from megarl.checking.items import check_offered, offers_all, read_chat
 from megarl.checking.named_models import vocabulary_hash
 from megarl.checkpoint import room
+from megarl.command_line import to_paste
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.paths import with_expanded_paths
 from megarl.controllers.base import StepResult
@@ -165,7 +166,9 @@ class HybridFlow(Items, Evaluating, Keeping):
             metrics = self._loop()
             finished = True
             if self.declared.trains:
-                self.log.say(f"done: {self.step} steps, report: tools/report.py {run.dir}")
+                self.log.say(f"done: {self.step} steps in {run.dir}")
+                if command := to_paste("tools/report.py", run.dir):
+                    self.log.say(command)
             return metrics
         except BaseException as error:
             ending.begin()

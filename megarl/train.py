@@ -13,7 +13,6 @@ import difflib
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -68,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not meeting.place().launched and config.parallel.world_size > 1:
             inherit_orphans()
             return start_ranks(config, arguments)
-        warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # advice to the authors of trainers
         from megarl.flow import HybridFlow
 
         HybridFlow(config).run()

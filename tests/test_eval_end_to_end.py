@@ -31,7 +31,10 @@ def run(folder: Path) -> Path:
     command += ["track.progress=false", "run.export=true", "data.prompts_per_step=16", *WRITES]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.splitlines()[-1] == f"done: 2 steps, report: tools/report.py {folder}/run"
+    *_, line, command = done.stdout.splitlines()
+    assert line == f"done: 2 steps in {folder}/run"
+    shown = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True)  # as it is pasted
+    assert shown.returncode == 0 and "minutes of training" in shown.stdout, shown.stderr
     return folder / "run"
 
 

@@ -73,5 +73,6 @@ def test_a_full_disk_costs_what_was_to_be_written_and_nothing_else(tmp_path: Pat
     alarms = [alarm["alarm"] for alarm in hook.alarms]
     assert any(CHECKPOINT in text and "Training goes on; make room" in text for text in alarms)
     assert "ALARM: could not write checkpoint" in found["said"]
+    assert "Traceback" not in found["said"], found["said"][-3000:]
     unwritten = [text for text in alarms if ELSE in text]
     assert unwritten and all(text.split(":")[0] in found["said"] for text in unwritten)

@@ -21,7 +21,6 @@ import shutil
 import sys
 import time
 import traceback
-import warnings
 from bdb import BdbQuit
 from collections.abc import Sequence
 from contextlib import suppress
@@ -188,7 +187,6 @@ def take(order: Order) -> int:
     from megarl.launching import ending
     from megarl.parallel import meeting
 
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # advice to the authors of trainers
     looks = meeting.place().rank == 0
     debugger = Debugger()
     if order.stop_at:

@@ -170,7 +170,7 @@ class Progress:
     def say(self, text: str) -> None:
         """A line that stays, above the display."""
         if self.enabled:
-            self._console.print(Text(text))
+            self._console.print(Text(text), soft_wrap=True)  # broken by the terminal alone, so that it can be copied
             self._console.file.flush()
 
     def seconds_left(self) -> float | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 EXPECTED = {
@@ -56,3 +60,19 @@ def test_a_second_install_does_nothing(units: dict[str, Any]) -> None:
 def test_never_on_cuda(run_ranks: Any) -> None:
     result = run_ranks(1, "tests/megatron/ranks_no_shim.py", fresh=True)[0]
     assert result == {"installed": False, "patched": 0, "torch_is_untouched": True}
+
+
+def test_megatron_core_comes_without_wandb_and_without_its_advice(tmp_path: Path) -> None:
+    """On every rank it would import wandb, which makes two folders in the temporary folder. Who asks for it, has it."""
+    (tmp_path / "wandb.py").write_text("import tempfile\nMEDIA = tempfile.mkdtemp()\n")
+    (tmp_path / "made").mkdir()
+    code = (
+        "import os, sys; import megarl.megatron.model\n"
+        "assert 'wandb' not in sys.modules and not os.listdir(os.environ['TMPDIR']), os.listdir(os.environ['TMPDIR'])\n"
+        "import wandb; assert wandb.MEDIA.startswith(os.environ['TMPDIR'])"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
+    environment = dict(os.environ, PYTHONPATH=path, TMPDIR=str(tmp_path / "made"))
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr

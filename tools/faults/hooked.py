@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ def main() -> int:
     launcher.Launch = HookedLaunch  # type: ignore[misc]
     given = os.environ.get(points.VARIABLE, "")
     if given and (meeting.place().launched or "parallel.world_size=1" in sys.argv):
-        warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
         import megarl.flow  # noqa: F401  in the order in which the program imports things
 
         points.install(given)

@@ -6,12 +6,15 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megarl.observe.trackers.sink import COLUMNS, PROJECT, Row, Told, plain_name
 
 _AT_ONCE = 1000
 """Figures that a server takes in one request."""
+_PARAMETERS_AT_ONCE = 100
+_LONGEST_VALUE = 6000
+"""Characters of a parameter."""
 
 
 class MLflow:
@@ -24,9 +27,9 @@ class MLflow:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it would rather have a server
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, Param
 
-        self._metric, self._client = Metric, MlflowClient(tracking_uri=place)
+        self._metric, self._param, self._client = Metric, Param, MlflowClient(tracking_uri=place)
         self.id = told.id if told.id and self._there(told.id) else self._new(told)
 
     def _there(self, run: str) -> bool:
@@ -41,6 +44,9 @@ class MLflow:
         found = self._client.get_experiment_by_name(wanted)
         experiment = found.experiment_id if found else self._client.create_experiment(wanted)
         run: str = self._client.create_run(experiment, run_name=told.name).info.run_id
+        parameters = [self._param(plain_name(key), text[:_LONGEST_VALUE]) for key, text in flat(told.config)]
+        for first in range(0, len(parameters), _PARAMETERS_AT_ONCE):
+            self._client.log_batch(run, params=parameters[first : first + _PARAMETERS_AT_ONCE])
         self._client.log_text(run, json.dumps(dict(told.config), indent=1, default=str), "config.json")
         return run
 
@@ -60,3 +66,14 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self.id)
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
+    """The keys of a configuration as they are named on the command line, `section.key`, each with its value as text."""
+    pairs = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            pairs += flat(value, f"{before}{name}.")
+        else:
+            pairs.append((f"{before}{name}", value if isinstance(value, str) else json.dumps(value, default=str)))
+    return pairs

@@ -36,6 +36,7 @@ PARAMETERS = {
     "mlflow": {
         "MlflowClient": "tracking_uri=None, registry_uri=None",
         "entities.Metric": "key, value, timestamp, step",
+        "entities.Param": "key, value",
         "MlflowClient.get_experiment_by_name": "name",
         "MlflowClient.create_experiment": "name, artifact_location=None, tags=None",
         "MlflowClient.create_run": "experiment_id, start_time=None, tags=None, run_name=None",
@@ -109,4 +110,5 @@ class StandIn:
         entities: Any = ModuleType("mlflow.entities")
         mlflow.MlflowClient = self.taking("MlflowClient", client)
         entities.Metric = self.taking("entities.Metric", "metric")
+        entities.Param = self.taking("entities.Param", "parameter")
         return {"mlflow": mlflow, "mlflow.entities": entities}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import struct
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import pytest
 from megarl.config import ConfigError, from_dict
 from megarl.observe.tracker import Tracker
 from megarl.observe.trackers import known
-from megarl.observe.trackers.known import KNOWN, check_trackers
+from megarl.observe.trackers.known import KNOWN, check_trackers, opened
+from megarl.observe.trackers.sink import Told
 
 pytestmark = pytest.mark.alone
 
@@ -78,6 +80,32 @@ def test_what_a_policy_wrote_is_only_text_in_tensorboard(tmp_path: Path) -> None
     assert [scalar.value for scalar in events.Scalars("rollout/reward_mean")] == [0.5, 0.5]
 
 
+def test_tensorboard_without_room_raises_once_a_step_and_writes_on_when_there_is_some(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of files stands for the full disk: of the first write that is too much a part is taken."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    figures = {f"figure_{number}": 0.5 for number in range(50)}
+    sink = opened("tensorboard", Told(tmp_path, first=1))
+    sink.metrics(1, figures)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, before[1]))
+    try:
+        for step in (2, 3):
+            with pytest.raises(OSError, match="File too large"):
+                sink.metrics(step, figures)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    sink.metrics(4, figures)
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("figure_49")] == [1, 4]
+    assert "Traceback" not in capfd.readouterr().err, "nothing is raised in a thread of somebody else's"
+
+
 def test_wandb_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     folder = tmp_path / "run"
@@ -138,6 +166,7 @@ def test_mlflow_in_the_run_folder(tmp_path: Path) -> None:
     a_run(folder, "mlflow", first=2, last=3)
     client = mlflow.MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
+    assert run.data.params == {"run.dir": "a", "run.seed": "1"}
     steps = [one.step for one in client.get_metric_history(run.info.run_id, "rollout/reward_mean")]
     assert steps == [1, 2, 3], "the same run, and no step twice"
     assert run.data.metrics.keys() == {"rollout/reward_mean", "actor/grad_norm", "x_odd/_/name", "loss"}

@@ -88,6 +88,8 @@ def test_mlflow(package: StandIn, tmp_path: Path) -> None:
     assert package.named("MlflowClient.create_experiment") == [{"name": "megarl"}]
     assert package.named("MlflowClient.create_run") == [{"experiment_id": "3", "run_name": tmp_path.name}]
     assert package.named("MlflowClient.update_run") == [{"run_id": "run-7", "status": "RUNNING"}], "it goes on in it"
+    assert package.named("entities.Param") == [{"key": "run.seed", "value": "1"}], "told once"
+    assert package.named("MlflowClient.log_batch")[0] == {"run_id": "run-7", "params": ["parameter"]}
     figures = [(one["key"], one["value"], one["step"]) for one in package.named("entities.Metric")]
     assert figures[:2] == [("rollout/reward_mean", 0.5, 1), ("x_odd/_/name", 1.5, 1)]
     assert [step for name, _, step in figures if name == "rollout/reward_mean"] == [1, 2, 3]

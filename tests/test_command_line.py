@@ -1,0 +1,32 @@
+"""Commands that are printed are ones that a terminal takes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megarl import command_line
+from megarl.command_line import file_beside, to_paste
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_a_command_is_by_this_interpreter_and_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command_line, "_PYTHON", ROOT / ".venv/bin/python")
+    monkeypatch.chdir(ROOT)
+    assert to_paste("tools/report.py", "runs/my run") == ".venv/bin/python tools/report.py 'runs/my run'"
+    monkeypatch.chdir(tmp_path)
+    python, program, folder = shlex.split(to_paste("tools/report.py", Path("runs/it's")))
+    assert (python, program) == (
+        str(ROOT / ".venv/bin/python"),
+        str(ROOT / "tools/report.py"),
+    ) and folder == "runs/it's"
+    assert to_paste("tools/no_such.py") == ""
+
+
+def test_a_file_about_several_runs_is_named_after_the_others() -> None:
+    assert file_beside([Path("runs/a")], "view.html") == Path("runs/a/view.html")
+    assert file_beside([Path("runs/a"), Path("runs/b")], "view.html") == Path("runs/a/view_b.html")
+    assert len(file_beside([Path("a"), *[Path("run" * 20)] * 9], "view.html").name) < 100
