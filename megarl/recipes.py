@@ -7,13 +7,12 @@ user sets wins. One of a fork is found by `module:name`, or by an entry point in
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megarl import forks
-from megarl.strict import ConfigError
+from megarl.strict import ConfigError, nearest
 
 GROUP = "megarl.controllers"
 """Entry points of a fork's recipes and controllers."""
@@ -120,8 +119,8 @@ def find_recipe(name: str) -> Recipe:
         found = forks.load(name, "algorithm")
     else:
         known = [*RECIPES, *declared]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(name, known)
+        hint = f"; did you mean {near}?" if near else ""
         raise ConfigError(
             f"algorithm must be one of {', '.join(known)}, or module:name of a Controller, not {name[:200]!r}{hint}"
         )

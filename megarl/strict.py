@@ -68,6 +68,9 @@ class IsPath:
 
 PathStr = Annotated[str, IsPath()]
 
+LFS = b"version https://git-lfs"
+"""How the note begins that Git LFS leaves in the place of a file."""
+LFS_REMEDY = "is a pointer of Git LFS, not the file itself: run git lfs pull in its folder, or copy the file there"
 _LONGEST_TEXT, _LONGEST_NAME = 4000, 255  # of a path and of each part of it, which all texts here might be
 _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SHOWN = reprlib.Repr()
@@ -169,13 +172,16 @@ def require(value: Any, kind: Any, name: str) -> None:
         base, _, _ = _parts(kind)
         hint = ""
         if get_origin(base) is Literal:
-            near = difflib.get_close_matches(shown(value).strip("'"), get_args(base), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(shown(value).strip("'"), get_args(base))
+            hint = f"; did you mean {near}?" if near else ""
         if base is str and isinstance(value, str):
             odd = any(c < " " for c in value) or not _is_text(value, whole=False)
             fault = "without control characters and halves of characters" if odd else "that is a name"
             why = "" if odd else ", which is too long; choose another"
             raise ConfigError(f"{name} must be text {fault}, not {shown(value)}{why}")
+        if base is str and isinstance(value, int | float):
+            text = f"'{value}'" if not isinstance(value, bool) else f"'{str(value).lower()}'"
+            hint = f'; in quotes it is text: {name}: {text} in a file, "{name}={text}" on a command line'
         raise ConfigError(f"{name} must be {describe(kind)}, not {shown(value)}{hint}")
     if isinstance(value, dict):
         _require_plain(value, name)
@@ -221,10 +227,11 @@ def _unknown(key: Any, where: str, known: list[str], root: type) -> str:
     if (whole := f"{where}{key}") in everywhere:
         section, _, leaf = whole.rpartition(".")
         return f"unknown key {whole!r}: a dot is for the command line; in a file it is {leaf} in the section {section}"
-    near = difflib.get_close_matches(str(key), known, n=1)
+    near = nearest(str(key), known)
     elsewhere = [name for name in everywhere if name.split(".")[-1] == key]
-    nearest = f"{where}{near[0]}" if near else elsewhere[0] if elsewhere else ""
-    hint = f"; did you mean {nearest}?" if nearest else ""
+    elsewhere += [name for name in [getattr(root, "synonyms", {}).get(str(key).lower())] if name]
+    meant = f"{where}{near}" if near else elsewhere[0] if elsewhere else ""
+    hint = f"; did you mean {meant}?" if meant else ""
     name = str(key) if str(key).isidentifier() and len(str(key)) < 80 else shown(key)
     return f"unknown key {where}{name}{hint} (known here: {', '.join(known)})"
 
@@ -251,11 +258,28 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
+def nearest(word: str, known: typing.Iterable[str]) -> str:
+    """Which of the known names is meant, whatever its case; empty where none is near."""
+    by_lower = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return by_lower[found[0]] if found else ""
+
+
 def shown(value: Any) -> str:
     """A value in a message: in one line, and short whatever it is."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
     return _SHOWN.repr(value)
+
+
+def lfs_pointer(file: Path) -> str:
+    """What is wrong with a file in whose place Git LFS has left a note of it, and the remedy; else empty."""
+    try:
+        with file.open("rb") as begin:
+            is_pointer = begin.read(len(LFS)) == LFS
+    except OSError:
+        return ""
+    return f"{file} {LFS_REMEDY}" if is_pointer else ""
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -275,7 +299,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+        raise ConfigError(lfs_pointer(file) or f"{file} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds a {type(values).__name__}, not a mapping")
     return values

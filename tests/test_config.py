@@ -29,6 +29,15 @@ def test_keys_are_unique():
     assert len(keys) == len(set(keys))
 
 
+def test_what_others_call_a_key_names_one_of_ours_and_is_none():
+    keys = {name for name, _ in describe_keys()}
+    assert set(megarl.config.SYNONYMS.values()) <= keys
+    with pytest.raises(ConfigError, match=r"unknown key train.LEARNING_RATE; did you mean actor_optimizer.lr\?"):
+        from_dict({"train": {"LEARNING_RATE": 1.0}})
+    with pytest.raises(ConfigError, match=r"unknown key rollout.n; did you mean rollout.samples_per_prompt\?"):
+        from_dict({"rollout": {"n": 8}})
+
+
 def test_every_key_is_documented():
     """In config/ each field is followed by a docstring, or is a section."""
     files = sorted(Path(megarl.config.__file__).parent.glob("*.py"))

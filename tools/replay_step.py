@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 from megarl import forks, plain_yaml
 from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
+from megarl.observe.rollout_log import recorded_steps
+from megarl.observe.tracker import read_metrics
 
 PATIENT = "run.timeout_s=2000000"
 """Seconds that ranks wait for one that is in a debugger: the most that there is, 23 days."""
@@ -106,6 +108,15 @@ def checkpoints_before(run: Path, step: int) -> list[Path]:
     """The oldest first."""
     found = [(_STEP.fullmatch(path.name), path) for path in (run / "checkpoints").glob("step_*") if path.is_dir()]
     return sorted(path for match, path in found if match and int(match[1]) < step)
+
+
+def check_step(run: Path, step: int) -> None:
+    """Raise ConfigError for a step that the run has not come to."""
+    if there := recorded_steps(run):
+        if step not in there:
+            raise ConfigError(f"--step {step}: {run} has recorded steps {there[0]} to {there[-1]}; name one of them")
+    elif (last := max(read_metrics(run), default=0)) < step - 1:  # the one after the last may be where it failed
+        raise ConfigError(f"--step {step}: {run} has come to step {last}; name one up to {last + 1}")
 
 
 def prepare(run: Path, step: int) -> Path:
@@ -305,6 +316,8 @@ def main(arguments: Sequence[str]) -> int:
     run, step = chosen.run, chosen.step
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is no run folder: it has no config.yaml")
+    if chosen.folder is None:
+        check_step(run, step)
     asked = run, step, chosen.stop_at, chosen.pdb, chosen.alone, tuple(chosen.overrides)
     if chosen.folder is not None:
         return take(Order(*asked, chosen.folder))

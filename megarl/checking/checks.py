@@ -23,6 +23,7 @@ from megarl.data.order import check_no_nan
 from megarl.environments.describing import COLUMN, known_of
 from megarl.models import megatron_fields
 from megarl.models.adapters import adapter_params
+from megarl.models.cuts import Indivisible
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of, trained_mtp
 from megarl.models.routing import routing_shape
@@ -77,7 +78,11 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     megatron_fields.check_ddp(config.train.ddp)
     megatron_fields.check(config.model.megatron, bool(settings.get("multi_latent_attention")), family.extras(hf))
     settings = {**settings, **config.model.megatron}
-    family.params(hf, parallel.tp, parallel.etp)  # raises for what tp or etp does not divide
+    for name, tp, etp in (("tp", parallel.tp, 1), ("etp", 1, parallel.etp)):
+        try:
+            family.params(hf, tp, etp)
+        except Indivisible as error:
+            raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: {error.reason}") from None
     experts = settings.get("num_moe_experts")
     for name in ("ep", "etp"):
         if not experts and (size := getattr(parallel, name)) > 1:
@@ -239,6 +244,8 @@ def check_room(
     """Room for what the run will write. One that is resumed may have written it already."""
     run, needs = config.run, room.needs(hf, critic_hf, config, declared)
     try:
+        if not room.holds_files(Path(run.dir)):
+            raise ConfigError(f"run.dir={run.dir} is in a file system of the kernel; set it to a folder on a disk")
         free = room.free(Path(run.dir))
     except OSError:
         return  # what is wrong there is found when the folder is made

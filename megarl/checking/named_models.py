@@ -144,6 +144,8 @@ def folder_config(path: str, key: str) -> HFConfig:
                 "nor has this machine's cache of the Hub a model of that name: `hf download NAME` gets it by its name, "
                 "`hf download NAME --local-dir FOLDER` into a folder"
             )
+        if Path(path).is_file():
+            raise ConfigError(f"{key}={path} is a file; name the model's folder, which has its config.json and weights")
         raise ConfigError(f"{key}={path}: there is no such folder; {get}")
     found = load_hf_config(path)
     if not list(Path(path).glob("*.safetensors")):

@@ -22,7 +22,7 @@ from megarl.models.cuts import PADDING, Param, pieces
 from megarl.models.fp8 import SCALE, grid_shape, is_fp8
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.quantise import dequantise
-from megarl.strict import read_json
+from megarl.strict import lfs_pointer, read_json
 
 COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}  # config, tokenizer, code that config.json names
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -326,7 +326,7 @@ def _open(file: Path) -> Any:
     except FileNotFoundError:
         raise ConfigError(f"{file} is missing") from None
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is truncated or not a safetensors file: {error}") from None
+        raise ConfigError(lfs_pointer(file) or f"{file} is truncated or not a safetensors file: {error}") from None
 
 
 def _drain(stream: Iterator[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -71,9 +72,19 @@ def kept_conversations(hf: HFConfig, config: Config) -> int:
 
 def free(folder: Path) -> int:
     """Bytes that can be written at this place, which need not be there yet. Raises OSError."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def holds_files(folder: Path) -> bool:
+    """False of /proc, /sys and the like, whose file systems have no size; the folder need not be there yet. Raises
+    OSError."""
+    return os.statvfs(_existing(folder)).f_blocks > 0
+
+
+def _existing(folder: Path) -> Path:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder
 
 
 def demand(folder: Path, needed: int) -> None:

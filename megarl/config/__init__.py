@@ -12,6 +12,7 @@ not, is in `recipes.py`.
 
 from __future__ import annotations
 
+import os
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,8 +74,74 @@ __all__ = [
 ]
 
 
+SYNONYMS = {
+    "lr": "actor_optimizer.lr",
+    "learning_rate": "actor_optimizer.lr",
+    "weight_decay": "actor_optimizer.weight_decay",
+    "warmup_ratio": "actor_optimizer.warmup_fraction",
+    "lr_scheduler_type": "actor_optimizer.schedule",
+    "max_grad_norm": "actor_optimizer.max_grad_norm",
+    "grad_clip": "actor_optimizer.max_grad_norm",
+    "clip_grad": "actor_optimizer.max_grad_norm",
+    "batch_size": "data.prompts_per_step",
+    "train_batch_size": "data.prompts_per_step",
+    "rollout_batch_size": "data.prompts_per_step",
+    "train_files": "data.train",
+    "val_files": "data.eval",
+    "n": "rollout.samples_per_prompt",
+    "num_generations": "rollout.samples_per_prompt",
+    "n_samples_per_prompt": "rollout.samples_per_prompt",
+    "max_tokens": "rollout.max_new_tokens",
+    "response_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_length": "rollout.max_context",
+    "max_model_len": "rollout.max_context",
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "expert_model_parallel_size": "parallel.ep",
+    "context_parallel_size": "parallel.cp",
+    "kl_coef": "kl.coef",
+    "kl_loss_coef": "kl.coef",
+    "beta": "kl.coef",
+    "adv_estimator": "advantage.kind",
+    "clip_ratio": "loss.clip",
+    "clip_range": "loss.clip",
+    "epsilon": "loss.clip",
+    "epsilon_high": "loss.clip_high",
+    "clip_ratio_high": "loss.clip_high",
+    "loss_agg_mode": "loss.mean",
+    "entropy_coeff": "loss.entropy_coef",
+    "ppo_epochs": "run.epochs",
+    "num_epochs": "run.epochs",
+    "num_iterations": "run.epochs",
+    "max_steps": "run.num_rollout",
+    "num_steps": "run.num_rollout",
+    "total_training_steps": "run.num_rollout",
+    "save_freq": "run.save_every",
+    "save_steps": "run.save_every",
+    "test_freq": "run.eval_every",
+    "eval_steps": "run.eval_every",
+    "output_dir": "run.dir",
+    "save_dir": "run.dir",
+    "default_local_dir": "run.dir",
+    "resume_from_checkpoint": "run.resume",
+    "logger": "track.trackers",
+    "report_to": "track.trackers",
+    "reward_funcs": "reward.functions",
+    "reward_fn": "reward.functions",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "use_dynamic_bsz": "train.token_budget",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+}
+"""What other projects call a key, and which key is meant, for the suggestion of an unknown one."""
+
+
 @dataclass(frozen=True)
 class Config:
+    synonyms = SYNONYMS
     algorithm: str = "ppo"
     """A name of `recipes.py`: ppo, grpo, sft, reward_model; or one of a fork, as `module:name` or by the name of its
     entry point in the group megarl.controllers. The recipe sets what makes it that algorithm; what is set here wins."""
@@ -125,6 +192,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     except OSError:  # a name that is too long
         there = False
     if not there:
+        if os.path.isdir(file):
+            raise ConfigError(f"{path} is a folder; name the configuration file, which is YAML")
         raise ConfigError(f"there is no configuration file {path}")
     if any(text.startswith("track.webhook=") and "://" in text for text in overrides):
         raise ConfigError(

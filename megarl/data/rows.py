@@ -22,6 +22,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megarl.config import ConfigError
+from megarl.strict import LFS, LFS_REMEDY, lfs_pointer
 
 LONGEST_LINE = 64 << 20
 """Bytes. Longer is no conversation, but a file of another form, or a device."""
@@ -34,6 +35,7 @@ _MAGIC = {
     b"\x28\xb5\x2f\xfd": "is compressed: unzstd it",
     b"PK\x03\x04": "is an archive: unzip it",
     b"PAR1": "is parquet: give it the suffix .parquet",
+    LFS: LFS_REMEDY,
     b"\xff\xfe": "is UTF-16: convert it, by iconv -f UTF-16 -t UTF-8",
     b"\xfe\xff": "is UTF-16: convert it, by iconv -f UTF-16 -t UTF-8",
 }
@@ -142,7 +144,7 @@ def open_parquet(file: Path) -> pyarrow.parquet.ParquetFile:
 
 
 def not_parquet(file: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{file} cannot be read as parquet: {str(error).splitlines()[0]}")
+    return ConfigError(lfs_pointer(file) or f"{file} cannot be read as parquet: {str(error).splitlines()[0]}")
 
 
 def dicts(rows: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any]]:

@@ -116,6 +116,13 @@ def _checked(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, 
     return {**row, "id": identity, "data_source": source, "messages": messages, "tools": tools}
 
 
+class _TemplateError(Exception):
+    """What the chat template cannot do with a conversation."""
+
+
+_PLAIN = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
 def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0, last_only: bool = False) -> Rollout:
     """One conversation as a Rollout: prompt, action, observation, action, ..., action.
 
@@ -124,6 +131,18 @@ def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0
     The chat template renders ever longer beginnings of the conversation; what a beginning adds to the one before is
     tokenised by itself, because the ids of a turn were fixed before the next one was written.
     """
+    try:
+        return _conversation(row, tokenizer, where, group, last_only)
+    except _TemplateError as error:
+        reason = error
+    try:  # the row's fault, or that of the template, which then cannot hold the plainest conversation
+        _conversation(_PLAIN, tokenizer, where, group, last_only)
+    except _TemplateError as error:
+        raise ConfigError(f"model.path: {error}; this is so with any conversation") from None
+    raise ConfigError(f"{where}: {reason}")
+
+
+def _conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int, last_only: bool) -> Rollout:
     messages: tuple[Message, ...] = tuple(row["messages"])
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     answers = answers[-1:] if last_only else answers
@@ -139,12 +158,13 @@ def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0
             )
         except Exception as error:  # jinja2's errors and whatever a template raises on purpose
             roles = ", ".join(str(message["role"]) for message in messages)
-            raise ConfigError(f"{where}: the chat template cannot render the roles {roles}: {error}") from None
+            reason = " ".join(str(error).split())
+            raise _TemplateError(f"the chat template cannot render the roles {roles}: {reason}") from None
         return str(text)
 
     def rest(text: str, known: str) -> str:
         if not text.startswith(known):
-            raise ConfigError(f"{where}: the chat template rewrites earlier turns once later ones are there")
+            raise _TemplateError("the chat template rewrites earlier turns once later ones are there")
         return text[len(known) :]
 
     turns: list[Turn] = []
@@ -155,7 +175,7 @@ def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0
         turns.append(Turn(tokenizer.encode(observed, add_special_tokens=False)))
         written = rest(render(index + 1, False), known)
         if end_of_turn not in written:
-            raise ConfigError(f"{where}: the chat template does not end the assistant's turn by {end_of_turn}")
+            raise _TemplateError(f"the chat template does not end the assistant's turn by {end_of_turn}")
         written = written[: written.rindex(end_of_turn) + len(end_of_turn)]
         known += written
         ids = ids_of(tokenizer.encode(written, add_special_tokens=False))

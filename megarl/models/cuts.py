@@ -215,7 +215,7 @@ def cut_pieces(param: Param, cut: Cut, size: int, rank: int) -> Pieces:
     try:
         return cut.pieces([tensor.shape for tensor in param.hf], size, rank)
     except _Indivisible as error:
-        raise ConfigError(f"{' + '.join(tensor.name for tensor in param.hf)} cannot be cut: {error}") from None
+        raise Indivisible(" + ".join(tensor.name for tensor in param.hf), str(error)) from None
 
 
 def local_shape(param: Param, tp: int, rank: int) -> tuple[int, ...]:
@@ -265,6 +265,14 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
 
 class _Indivisible(Exception):
     pass
+
+
+class Indivisible(ConfigError):
+    """A tensor that cannot be cut into so many parts. reason: without the tensor's name."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} cannot be cut: {reason}")
+        self.reason = reason
 
 
 def _share(count: int, of: str, tp: int) -> int:

@@ -60,6 +60,13 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     if file.is_dir():
         file = file / "config.json"
         if not file.is_file():
+            adapters = file.with_name("adapter_config.json")
+            if adapters.is_file():
+                base = strict.read_json(adapters).get("base_model_name_or_path")
+                raise ConfigError(
+                    f"{path} is a folder of PEFT's: adapters without the model that they adapt, "
+                    f"{strict.shown(base)}; merge them into it (merge_and_unload, save_pretrained) and name that folder"
+                )
             raise ConfigError(f"there is no config.json in {path}: it is not an HF model folder")
     if not file.is_file():
         raise ConfigError(f"there is no model folder or config.json at {path}")

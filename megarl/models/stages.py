@@ -8,6 +8,8 @@ from typing import Any
 
 from megarl.config import ConfigError
 
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
 
 def stage_layers(num_layers: int, pp: int, settings: Mapping[str, Any], vpp: int = 1) -> list[tuple[int, ...]]:
     """Which decoder layers each pipeline stage has: as Megatron-Core 0.16 deals them out, evenly, or with
@@ -16,20 +18,16 @@ def stage_layers(num_layers: int, pp: int, settings: Mapping[str, Any], vpp: int
 
     Raises ConfigError where the layers do not divide, with numbers that do.
     """
-    first = settings.get("num_layers_in_first_pipeline_stage")
-    last = settings.get("num_layers_in_last_pipeline_stage")
-    middle = num_layers - (first or 0) - (last or 0)
+    first, last = settings.get(FIRST), settings.get(LAST)
     stages = pp - (first is not None) - (last is not None)
     if stages < 0 or (pp == 1 and stages == 0):
         raise ConfigError(f"model.megatron gives the layers of the first or last stage, but parallel.pp={pp}")
-    if middle < 0 or (middle > 0) != (stages > 0) or (stages and middle % stages):
-        remedy = _uneven_remedy(num_layers, pp)
+    counts = _counts(num_layers, pp, settings)
+    if counts is None:
         raise ConfigError(
             f"{num_layers} layers cannot be dealt out to parallel.pp={pp} stages (first: {first or 'even'}, last: "
-            f"{last or 'even'}); {remedy}"
+            f"{last or 'even'}); {_remedy(num_layers, pp, settings, vpp)}"
         )
-    counts = [middle // stages] * stages if stages else []
-    counts = ([first] if first is not None else []) + counts + ([last] if last is not None else [])
     for stage, count in enumerate(counts):
         if count % vpp:
             fits = [n for n in range(1, count + 1) if all(other % n == 0 for other in counts)]
@@ -45,20 +43,48 @@ def stage_layers(num_layers: int, pp: int, settings: Mapping[str, Any], vpp: int
     return [tuple(mine) for mine in stages_layers]
 
 
-def _uneven_remedy(num_layers: int, pp: int) -> str:
-    """What would fit: another pp, or a shorter last stage."""
-    fits = ", ".join(str(n) for n in range(1, num_layers + 1) if num_layers % n == 0 and n <= 4 * pp)
-    per_stage = -(-num_layers // pp)
-    last = num_layers - per_stage * (pp - 1)
-    if pp > 1 and last > 0:
-        return f"set model.megatron.num_layers_in_last_pipeline_stage={last}, or parallel.pp to one of {fits}"
-    if pp > 2 and num_layers >= pp:
-        per_stage = num_layers // (pp - 1)
-        while per_stage and num_layers - per_stage * (pp - 2) < 2:
-            per_stage -= 1
-        ends = num_layers - per_stage * (pp - 2)
-        return (
-            f"set model.megatron.num_layers_in_first_pipeline_stage={ends - ends // 2} and "
-            f"num_layers_in_last_pipeline_stage={ends // 2}, or parallel.pp to one of {fits}"
-        )
-    return f"set parallel.pp to one of {fits}"
+def _counts(num_layers: int, pp: int, settings: Mapping[str, Any]) -> list[int] | None:
+    """Layers of each stage; None where they do not divide."""
+    first, last = ([settings[name]] if settings.get(name) is not None else [] for name in (FIRST, LAST))
+    middle, stages = num_layers - sum(first) - sum(last), pp - len(first) - len(last)
+    if (
+        middle < 0
+        or stages < 0
+        or (pp == 1 and stages == 0)
+        or (middle > 0) != (stages > 0)
+        or (stages and middle % stages)
+    ):
+        return None
+    return [*first, *([middle // stages] * stages if stages else []), *last]
+
+
+def _remedy(num_layers: int, pp: int, settings: Mapping[str, Any], vpp: int) -> str:
+    """What would fit, each of it tried: other numbers of layers on the first and last stage, or another pp."""
+
+    def fits(size: int, ends: Mapping[str, Any]) -> bool:
+        counts = _counts(num_layers, size, ends)
+        return counts is not None and all(count > 0 and count % vpp == 0 for count in counts)
+
+    ends = {name: settings[name] for name in (FIRST, LAST) if settings.get(name) is not None}
+    without = f"remove model.megatron.{' and '.join(ends)}"
+    sizes = range(num_layers // pp + 1, 0, -1)
+    uneven = [{LAST: size} for size in sizes]
+    uneven += [{FIRST: size, LAST: size - less} for size in sizes for less in (0, 1) if size > less]
+    remedies = []
+    if ends and fits(pp, {}):
+        remedies.append(without)
+    elif able := [one for one in uneven if pp > 1 and fits(pp, one)]:
+        found = min(able, key=lambda one: (max(_counts(num_layers, pp, one) or ()), one[LAST]))
+        remedies.append("set model.megatron." + " and ".join(f"{name}={count}" for name, count in found.items()))
+        if FIRST in ends and FIRST not in found:
+            remedies[-1] += f" and remove {FIRST}"
+    numbers = [size for size in range(1, min(num_layers, 4 * pp) + 1) if fits(size, ends)]
+    if numbers:
+        remedies.append(f"set parallel.pp to one of {', '.join(map(str, numbers))}")
+    if not remedies:  # 1 always fits, without parts
+        numbers = [size for size in range(1, num_layers + 1) if fits(size, {})] or [1]
+        remedies.append(f"{without}, and " if ends else "")
+        remedies[-1] += f"set parallel.pp to one of {', '.join(map(str, numbers))}"
+        if not fits(numbers[0], {}):
+            remedies[-1] += " and parallel.vpp to 1"
+    return ", or ".join(remedies)

@@ -55,7 +55,8 @@ class Control:
             if not self._file.exists():
                 return Orders({})
             if not self._file.is_file():  # a pipe would be waited for
-                raise ConfigError(f"{self._file} is no file")
+                what = "is a folder" if self._file.is_dir() else "is no regular file"
+                raise ConfigError(f"{self._file} {what}; put a file of YAML there, or take it away")
             with self._file.open("rb") as file:
                 data = file.read(plain_yaml.LARGEST + 1)
             return Orders(self._values(data), state=_digest(data))

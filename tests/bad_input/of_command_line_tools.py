@@ -406,7 +406,17 @@ AGAIN = [
         *("FOLDER/r", "--step", "1", "--break", "no_lab:loss"),
         prepare=run(),
     ),
-    again("a step that was not recorded", ("no rollouts of step 2 ",), "FOLDER/r", "--step", "2", prepare=replayable),
+    again(
+        "a step that was not recorded",
+        ("--step 2", "has recorded steps 1 to 1"),
+        "FOLDER/r",
+        "--step",
+        "2",
+        prepare=replayable,
+    ),
+    again(
+        "a step that no run comes to", ("--step 999", "steps 1 to 1"), "FOLDER/r", "--step", "999", prepare=replayable
+    ),
     again(
         "a change that is none",
         ("FOLDER/r/changes.jsonl: no change of a key: '[1]'",),

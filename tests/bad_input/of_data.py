@@ -43,6 +43,14 @@ def bare_template(folder: Path) -> None:
     (folder / "model/chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
+def refusing_template(folder: Path) -> None:
+    third(TALK, TALK)(folder)
+    (folder / "model/chat_template.jinja").write_text("{{ raise_exception('never') }}")
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
+
+
 def cut_parquet(folder: Path) -> None:
     parquet([PROMPT] * 100)(folder)
     whole = (folder / "own.parquet").read_bytes()
@@ -239,7 +247,20 @@ CONVERSATIONS = [
     talk("parameters that are text", ("parameters",), TALK | {"tools": [{"name": "f", "parameters": "x"}]}),
     talk("not JSON", ("not JSON",), "{"),
     talk("latin-1", ("not UTF-8",), '{"messages": "é"}'),
-    Case("sft: a template without an end of turn", ("own.jsonl:1", "<|im_end|>"), SFT, bare_template),
+    Case("sft: a template without an end of turn", ("model.path: the chat", "<|im_end|>"), SFT, bare_template),
+    Case(
+        "sft: a template that refuses all",
+        ("model.path: the chat", "never", "any conversation"),
+        SFT,
+        refusing_template,
+    ),
+    of_file("a pointer of Git LFS", ("own.jsonl is a pointer of Git LFS", "git lfs pull"), holds(LFS_POINTER)),
+    of_file(
+        "a pointer of Git LFS for parquet",
+        ("own.parquet is a pointer of Git LFS",),
+        holds(LFS_POINTER, "own.parquet"),
+        "own.parquet",
+    ),
     Case("sft: empty", ("holds no conversation",), SFT, holds(b"\n")),
     Case("sft: prompts for conversations", ("train.jsonl:1", "`messages`"), ("algorithm=sft",)),
     Case("sft: no data", ("data.train is not set", "conversations"), ("algorithm=sft", "data.train=")),

@@ -62,8 +62,26 @@ CASES = [
     Case("tp beyond the world", ("parallel.world_size=1", "tp x pp", "2"), ("parallel.tp=2",)),
     Case("ep without a divisor", ("parallel.ep=3", "possible"), ("parallel.world_size=2", "parallel.ep=3")),
     Case("pp without a divisor", ("4 layers", "parallel.pp=3"), ("parallel.world_size=3", "parallel.pp=3")),
-    Case("tp beyond the heads", ("num_key_value_heads=2", "1, 2"), ("parallel.world_size=4", "parallel.tp=4")),
+    Case(
+        "tp beyond the heads",
+        ("parallel.tp=4: num_key_value_heads=2", "1, 2"),
+        ("parallel.world_size=4", "parallel.tp=4"),
+    ),
     Case("ep beyond the experts", ("parallel.ep=16", "8 experts"), ("parallel.world_size=16", "parallel.ep=16")),
+    Case(
+        "etp without a divisor of the experts' size",
+        ("parallel.etp=3: moe_intermediate_size=64", "1, 2, 4"),
+        ("parallel.world_size=3", "parallel.etp=3"),
+    ),
+    Case(
+        "stages of other numbers of layers than there are",
+        ("4 layers", "remove model.megatron.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"),
+        (
+            "parallel.world_size=2",
+            "parallel.pp=2",
+            "model.megatron={num_layers_in_first_pipeline_stage: 9, num_layers_in_last_pipeline_stage: 2}",
+        ),
+    ),
     Case("etp without a divisor", ("parallel.etp=3",), ("parallel.world_size=4", "parallel.etp=3")),
     Case("cp beyond the world", ("tp x cp x pp",), ("parallel.cp=5",)),
     Case("parts of two stages", ("parallel.vpp=2", "3"), ("parallel.world_size=2", "parallel.pp=2", "parallel.vpp=2")),

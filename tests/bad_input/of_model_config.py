@@ -56,6 +56,14 @@ def without(name: str) -> Prepare:
     return lambda folder: (folder / "model" / name).unlink()
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
+
+
+def of_peft(folder: Path) -> None:
+    (folder / "model/config.json").unlink()
+    (folder / "model/adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+
+
 def weights(edit: Callable[[dict[str, Any]], Any]) -> Prepare:
     """The weights, with some changed."""
 
@@ -240,6 +248,9 @@ CASES = [
     ),
     # --- files
     Case("no config.json", ("there is no config.json in FOLDER/model",), prepare=without("config.json")),
+    Case("a pointer of Git LFS", ("is a pointer of Git LFS", "git lfs pull"), prepare=holds("model.safetensors", LFS)),
+    Case("config.json is one, too", ("config.json is a pointer of Git LFS",), prepare=holds("config.json", LFS)),
+    Case("a folder of PEFT's", ("is a folder of PEFT's", "'base'", "merge"), prepare=of_peft),
     Case("config.json is empty", ("config.json is not valid JSON",), prepare=holds("config.json", "")),
     Case("config.json has a BOM", ("config.json is not valid JSON", "BOM"), prepare=holds("config.json", "\ufeff{}")),
     Case(
@@ -259,9 +270,7 @@ CASES = [
         prepare=holds("config.json", f'{{"a": {"9" * 5000}}}'),
     ),
     Case("no folder", ("model.path=FOLDER/nowhere", "no such folder"), ("model.path=FOLDER/nowhere",)),
-    Case(
-        "a file for a folder", ("model.path=FOLDER/train.jsonl", "no such folder"), ("model.path=FOLDER/train.jsonl",)
-    ),
+    Case("a file for a folder", ("model.path=FOLDER/train.jsonl is a file",), ("model.path=FOLDER/train.jsonl",)),
     Case("no model", ("model.path is not set",), ("model.path=",)),
     Case("no critic", ("critic.path=FOLDER/nowhere", "no such folder"), ("critic.path=FOLDER/nowhere",)),
     Case("data for a critic", ("config.json",), ("critic.path=FOLDER",)),

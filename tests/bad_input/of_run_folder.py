@@ -157,7 +157,11 @@ CASES = [
     Case("run.dir below a file", (*UNUSABLE, "train.jsonl is not a folder"), ("run.dir=FOLDER/train.jsonl/a/b",)),
     Case("run.dir a device", (*UNUSABLE, "/dev/null is not a folder"), ("run.dir=/dev/null",)),
     Case("run.dir below a device", (*UNUSABLE, "/dev/null is not a folder"), ("run.dir=/dev/null/x",)),
-    Case("run.dir in proc", ("run.dir=/proc/x", "another disk"), ("run.dir=/proc/x",)),
+    Case(
+        "run.dir in proc",
+        ("run.dir=/proc/x is in a file system of the kernel", "a folder on a disk"),
+        ("run.dir=/proc/x",),
+    ),
     Case("run.dir too long a name", ("run.dir", "too long; choose another"), (f"run.dir=FOLDER/{'x' * 300}",)),
     Case("run.dir too long further in", ("too long; choose another",), (f"run.dir=FOLDER/a/b/{'x' * 300}",)),
     Case("run.dir too long a path", ("too long", "another folder"), (f"run.dir=FOLDER/{'x/' * 3000}",)),

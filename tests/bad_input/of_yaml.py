@@ -46,7 +46,7 @@ def bomb() -> str:
 
 FILES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no file": (no_config, ("there is no configuration file", FILE)),
-    "a folder": (a_folder, ("there is no configuration file", FILE)),
+    "a folder": (a_folder, ("is a folder; name the configuration file", FILE)),
     "binary": (holds(bytes(range(256))), ("not UTF-8 text", "save it as UTF-8")),
     "zeros": (holds(b"run: {seed: 1}\0\0"), ("no text", FILE)),
     "Latin-1": (holds("run:\n  dir: läufe\n".encode("latin-1")), ("not UTF-8 text", "line 2")),

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import re
+from itertools import product
+
 import pytest
 
 from megarl.config import ConfigError
-from megarl.models.stages import stage_layers
+from megarl.models.stages import FIRST, LAST, stage_layers
 
 
 def test_stages_as_megatron_deals_them_out() -> None:
@@ -41,3 +44,26 @@ def test_an_impossible_pipeline() -> None:
         stage_layers(2, 3, {})
     with pytest.raises(ConfigError, match="parallel.pp=1"):
         stage_layers(4, 1, {"num_layers_in_last_pipeline_stage": 1})
+
+
+def test_advice_about_layers_can_be_followed() -> None:
+    """Whatever it says, done as it says, is dealt out; also where the ends have numbers that are wrong."""
+    keys = (FIRST, LAST)
+    for layers, pp, vpp, first, last in product(range(1, 10), range(1, 6), (1, 2), (None, 2, 9), (None, 1)):
+        settings = {name: count for name, count in zip(keys, (first, last), strict=True) if count is not None}
+        try:
+            stage_layers(layers, pp, settings, vpp)
+            continue
+        except ConfigError as error:
+            text = str(error)
+        if "cannot be dealt out" not in text:
+            continue
+        for advice in text.split("; ")[1].split(", or "):
+            ends = dict(settings) if "remove" not in advice else {}
+            parts = 1 if "parallel.vpp to 1" in advice else vpp
+            given = {key: int(found[1]) for key in keys if (found := re.search(rf"{key}=(\d+)", advice))}
+            ends = {**ends, **given} if "remove" not in advice else given
+            sizes = re.search(r"parallel\.pp to one of ([\d, ]+)", advice)
+            for size in map(int, sizes[1].strip(", ").split(", ")) if sizes else [pp]:
+                stages = stage_layers(layers, size, ends, parts)
+                assert sum(map(len, stages)) == layers and all(stages), (text, advice)
