@@ -179,9 +179,8 @@ def require(value: Any, kind: Any, name: str) -> None:
             fault = "without control characters and halves of characters" if odd else "that is a name"
             why = "" if odd else ", which is too long; choose another"
             raise ConfigError(f"{name} must be text {fault}, not {shown(value)}{why}")
-        if base is str and isinstance(value, int | float):
-            text = f"'{value}'" if not isinstance(value, bool) else f"'{str(value).lower()}'"
-            hint = f'; in quotes it is text: {name}: {text} in a file, "{name}={text}" on a command line'
+        if base is str and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15:
+            hint = f"; in quotes it is text: {name}: '{value}' in a file, \"{name}='{value}'\" on a command line"
         raise ConfigError(f"{name} must be {describe(kind)}, not {shown(value)}{hint}")
     if isinstance(value, dict):
         _require_plain(value, name)
