@@ -407,8 +407,8 @@ def test_rewards_that_are_all_too_slow_end_the_run_once_too_many_have_failed(
     done = start(folder, tmp_path / "run", *slow, f"rollout.replay={ppo_run}")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
-    said = r"error: (\d+) of 16 rollouts have no reward \(the other (\d+) were not judged any more\), more than "
-    match = re.match(said + r"reward.max_failed=0.1 allows: \1 x hanging: it took longer than reward.timeout=4 s", line)
+    said = r"error: (\d+) of 16 rollouts have no reward, more than reward.max_failed=0.1 allows \(the other (\d+) were "
+    match = re.match(said + r"not judged any more\): \1 x hanging: it took longer than reward.timeout=4 s", line)
     assert match and int(match[1]) in (2, 3, 4) and int(match[1]) + int(match[2]) == 16, line
 
 

@@ -52,6 +52,6 @@ def check_unscored(rollouts: Rollouts, config: RewardConfig) -> None:
         dropped = sum(why == NOT_JUDGED.why for _, why, _ in rollouts.unscored_for)
         others = f" (the other {dropped} were not judged any more)" if dropped else ""
         raise ConfigError(
-            f"{count - dropped} of {of} rollouts have no reward{others}, more than reward.max_failed="
-            f"{config.max_failed:g} allows: {unscored_reasons(rollouts)}"
+            f"{count - dropped} of {of} rollouts have no reward, more than reward.max_failed={config.max_failed:g} "
+            f"allows{others}: {unscored_reasons(rollouts)}"
         )
