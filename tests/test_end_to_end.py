@@ -34,6 +34,9 @@ from whole_run import (
     with_host,
 )
 
+sys.path.insert(0, str(Path(__file__).parent / "rewards"))
+from judging_server import Judging
+
 from megarl.config import LoraConfig, ParallelConfig
 from megarl.models.memory import stage_elements
 from megarl.models.registry import load_hf_config
@@ -192,6 +195,35 @@ def test_grpo_by_one_key_and_by_the_reward_model_alone(
     mean = sum(rollout.reward_parts["model"] for rollout in recorded) / len(recorded)
     assert row["rollout/reward_mean"] == pytest.approx(mean)
     assert "actor/ppo_kl" in row and not any(name.startswith("critic/") for name in row)
+
+
+def test_a_function_a_reward_model_and_a_service_at_once(
+    ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Weighted 0.4, 0.5 and 0.1; each part is recorded as it is, and has its own metrics."""
+    replay = f"rollout.replay={ppo_run}"
+    model, weights = f"reward.model={reward_run}/export", "reward.weights={even: 0.4, model: 0.5, service: 0.1}"
+    with Judging() as server:
+        service = f"roles={{reward: {{backend: http, options: {{url: {server.url}, private: true, batch: 5}}}}}}"
+        train(folder, tmp_path / "run", "algorithm=grpo", replay, "run.num_rollout=1", model, weights, service)
+        asked = [one for batch in server.batches() for one in batch]
+    (row,) = metrics_of(tmp_path / "run")
+    recorded, scored = read_rollouts(ppo_run, 1), read_rollouts(tmp_path / "run", 1)
+    assert sorted(one["answer"] for one in asked) == sorted(one.answer for one in recorded)
+    of_service = dict.fromkeys(("service", "service/style"))
+    for before, after in zip(recorded, scored, strict=True):
+        parts = after.reward_parts
+        assert parts.keys() == {"even", "model", *of_service}
+        assert parts["even"] == before.reward_parts["even"]
+        assert parts["model"] == pytest.approx(before.reward_parts["model"], abs=1e-5)
+        assert (parts["service"], parts["service/style"]) == (len(after.answer.split()), 0.5)
+        whole = 0.4 * parts["even"] + 0.5 * parts["model"] + 0.1 * parts["service"]
+        assert after.reward == pytest.approx(whole)
+    for name, weight in (("even", 0.4), ("model", 0.5), ("service", 0.1)):
+        mean = sum(one.reward_parts[name] for one in scored) / len(scored)
+        assert row[f"reward/{name}"] == pytest.approx(mean, abs=1e-5)
+        assert row[f"reward/{name}_weight"] == weight and f"reward/{name}_failed_frac" not in row
+    assert row["rollout/reward_mean"] == pytest.approx(sum(one.reward for one in scored) / len(scored))
 
 
 def test_replayed_routing_closes_the_gap_of_bf16(

@@ -227,7 +227,7 @@ def test_a_script_says_what_the_configuration_would() -> None:
     assert (config.critic.path, config.critic.parallel) == ("/critic", {"pp": 2})
     assert (config.parallel.tp, config.reward.model) == (4, "/judge")
     judge = role_settings(config, "reward")
-    assert (judge.backend, judge.parallel, judge.worker) == ("transformers", {"pp": 2}, "")
+    assert (judge.backend, judge.parallel, judge.worker) == (("transformers",), {"pp": 2}, "")
     named = from_dict({"roles": {"reward": {"worker": "lab:Judge", "options": {"batch": 2}}}})
     assert role_settings(with_role(named, "reward", None, None, "http"), "reward").worker == ""
     assert options_of(named, "reward", Registered(options={"url": "u"})) == {"batch": 2, "url": "u"}

@@ -19,7 +19,8 @@ from megarl.models.family import HFConfig
 from megarl.models.memory import ServedStage, served_stages, served_whole
 from megarl.models.registry import param_count
 from megarl.parallel.placement import role_config
-from megarl.parallel.roles import OURS, on_megatron, role_settings
+from megarl.parallel.roles import OURS, backends_of, on_megatron, role_settings
+from megarl.rewards.backends import options_for_model
 from megarl.rewards.classifier import ClassifierOptions, label_of, positions
 from megarl.types.declared import Declared
 from megarl.workers.registry import TEACHER, Registered, options_of, who_plays
@@ -115,9 +116,10 @@ def _classifier(
 ) -> tuple[HFConfig, int, str] | None:
     """As `Served.judge`. It may have a tokenizer of its own. given: options of its worker."""
     path = config.reward.model
-    if not path or role_settings(config, "reward").backend != "transformers":
+    model, service = backends_of(config, "reward")
+    if not path or model != "transformers":
         return None
-    options = ClassifierOptions.read({name: value for name, value in given.items() if name != "reward_fn"})
+    options = ClassifierOptions.read(options_for_model(given, service))
     if dry_run and not Path(path).exists():
         warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
         return hf, sum(param_count(hf).values()), options.dtype

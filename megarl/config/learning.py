@@ -144,8 +144,9 @@ class RewardConfig:
     run in processes beside the ranks while generation goes on, coroutine functions many at once. The reward is their
     sum."""
     weights: dict[str, Any] = field(default_factory=dict)
-    """What each part of the reward counts for in that sum: functions by name, `model`, `service`; others count as they
-    are. Changes while the run goes on where `control.yaml` in the run folder says so, see `rewards/README.md`."""
+    """What each part of the reward counts for in that sum: functions by name, `environment`, `model`, `service`,
+    `judge`; others count as they are. Changes while the run goes on where `control.yaml` in the run folder says so, see
+    `rewards/README.md`."""
     model: PathStr = ""
     """HF folder of a reward model, as `algorithm: reward_model` exports it, with the policy's tokenizer: its score of
     the whole conversation is added to the reward. It is computed in fp32 on the job's ranks, laid out as the policy, or

@@ -26,15 +26,17 @@ OURS: dict[str, tuple[str, str]] = {
 
 
 MEGATRON = "megatron"
+SERVICES = ("http", "judge")
+"""Backends of the reward that are asked elsewhere, beside whatever computes `reward.model`."""
 
 
 @dataclass(frozen=True)
 class RoleConfig:
     worker: str = ""
     """Who plays it, as `module:name`; empty for who the controller says, or is known to."""
-    backend: str = ""
+    backend: tuple[str, ...] = ()
     """Which of those that are known to play it; empty for the first of them. Of a worker of your own: what computes its
-    model, empty for Megatron."""
+    model, empty for Megatron. The reward may name two: what computes `reward.model`, and http or judge."""
     model: str = ""
     """HF folder of a model of its own, with the policy's vocabulary."""
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -53,6 +55,23 @@ def role_settings(config: Config, role: str) -> RoleConfig:
     return found
 
 
+def backends_of(config: Config, role: str) -> tuple[str, str]:
+    """What computes the role's model, and which of `SERVICES` is asked besides; each empty where there is none, or
+    nothing is said. Beside a service `reward.model` is computed by Megatron unless another is named. Raises ConfigError
+    for two of a kind."""
+    named = role_settings(config, role).backend
+    services = [name for name in named if role == "reward" and name in SERVICES]
+    models = [name for name in named if name not in services]
+    for several in (services, models):
+        if len(several) > 1:
+            raise ConfigError(
+                f"roles.{role}.backend=[{', '.join(named)}]: name one of {' and '.join(several)}"
+                + (", and http or judge beside it" if several is models and role == "reward" else "")
+            )
+    model, service = ("".join(models), "".join(services))
+    return (MEGATRON if service and not model and config.reward.model else model), service
+
+
 def has_model(config: Config, role: str) -> bool:
     """Whether it computes on ranks, as all of ours do but a reward without a model."""
     if role == "reward":
@@ -63,7 +82,7 @@ def has_model(config: Config, role: str) -> bool:
 def on_megatron(config: Config, role: str) -> bool:
     """Whether it has a model that is laid out over its ranks, as those of Megatron are."""
     laid_out = role not in ("rollout", "reference") and has_model(config, role)
-    return laid_out and role_settings(config, role).backend in ("", MEGATRON)
+    return laid_out and backends_of(config, role)[0] in ("", MEGATRON)
 
 
 def with_role(

@@ -104,6 +104,8 @@ class JudgeOptions(AskingOptions):
 
 
 class Judge:
+    part = PART
+
     def __init__(self, options: JudgeOptions) -> None:
         self.options = options
         self.asker = Asker(options, "judge")

@@ -45,6 +45,8 @@ class ServiceOptions(AskingOptions):
 
 
 class Service:
+    part = PART
+
     def __init__(self, options: ServiceOptions) -> None:
         self.options = options
         self.asker = Asker(options, "reward service")

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl import forks
 from megarl.config import Config, ConfigError
-from megarl.parallel.roles import role_settings
+from megarl.parallel.roles import backends_of, role_settings
 from megarl.types.declared import Declared
 
 TEACHER = "megarl.workers.teacher:TeacherWorker"
@@ -27,8 +27,8 @@ WORKERS: dict[str, dict[str, str]] = {
         "megatron": "megarl.workers.reward_serving:MegatronRewardWorker",
         "transformers": "megarl.workers.reward_classifier:ClassifierRewardWorker",
         "pool": "megarl.workers.reward:RewardWorker",
-        "http": "megarl.workers.reward_service:ServiceRewardWorker",
-        "judge": "megarl.workers.reward_service:JudgeRewardWorker",
+        "http": "megarl.workers.reward:RewardWorker",
+        "judge": "megarl.workers.reward:RewardWorker",
     },
     "reward_model": {"megatron": "megarl.workers.reward_model:RewardModelWorker"},
     "teacher": {"megatron": TEACHER},
@@ -67,13 +67,15 @@ def who_plays(config: Config, declared: Declared, role: str, registered: Registe
     known = WORKERS.get(role, {})
     if found := registered.worker or settings.worker:
         return found
-    if settings.backend in known:
-        return known[settings.backend]
+    model, service = backends_of(config, role)
+    backend = model or service
+    if backend in known:
+        return known[backend]
     if role in declared.workers:
         return declared.workers[role]
-    if settings.backend:
+    if backend:
         have = f"it has {', '.join(known)}" if known else "it has none that are known by name"
-        raise ConfigError(f"roles.{role}.backend={settings.backend}: there is no such backend of the {role}; {have}")
+        raise ConfigError(f"roles.{role}.backend={backend}: there is no such backend of the {role}; {have}")
     if known:
         return next(iter(known.values()))
     if entry := forks.entries(GROUP).get(role):

@@ -1,7 +1,7 @@
-"""Rewards by functions, in processes beside the ranks, while generation goes on; and what all backends have in common.
+"""Rewards by functions, in processes beside the ranks, while generation goes on; and by what answers over HTTP.
 
-The numbers go everywhere, the texts nowhere. What else judges rollouts, a model or a service, is a backend of its own,
-which adds a part to those of the functions.
+The numbers go everywhere, the texts nowhere. What computes a model is a backend of its own, which adds a part to those
+of the functions, the environments and the service.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megarl.parallel.ranks import patient, together
 from megarl.processes.limits import Limits
 from megarl.rewards import by_environment
 from megarl.rewards.ahead import Ahead
-from megarl.rewards.backends import check_names
+from megarl.rewards.backends import check_names, service_of
 from megarl.rewards.deadline import GRACE_S
 from megarl.rewards.functions import checked, load_functions
 from megarl.rewards.fusion import checked_weights, fused_episodes
 from megarl.rewards.in_process import score
 from megarl.rewards.pool import AT_ONCE, Judging, Pool, Verdicts
 from megarl.rewards.unscored import check_unscored, given_up, has_failed, too_many
-from megarl.types import Reward, Rollout, Rollouts, Verdict
+from megarl.types import Failed, Reward, Rollout, Rollouts, Verdict
 from megarl.workers.context import Context, Worker
 
 _A_DAY_S = 86400.0
@@ -41,19 +41,25 @@ _MOST = 64
 
 
 class RewardWorker(Worker):
-    """The backend `pool` of the role: functions alone.
+    """The backends of the role that have no model: `pool`, functions alone; `http` and `judge`, which add a part, for
+    which each rank asks about its own rollouts. Options are those of `rewards/service.py` or `rewards/judge.py`.
 
     Those of `reward.functions` are called in a pool of processes by each rank that generates, for each conversation as
     soon as it has ended. One that a script hands over is called in the ranks' own processes when all have ended: a
     machine's ranks share its rollouts evenly, and what it does to its process, ending it included, is that rank's.
     """
 
-    judges = ""
-    """Name of the part that a backend adds to those of the functions; empty where it adds none."""
+    model_part = ""
+    """Name of the part that a backend computes by a model; empty where there is none."""
 
-    def __init__(self, context: Context, reward_fn: Callable[[Rollout], Any] | None = None) -> None:
+    def __init__(self, context: Context, reward_fn: Callable[[Rollout], Any] | None = None, **options: Any) -> None:
         super().__init__(context)
         config = self.config.reward
+        self.service = service_of(self.config, options)
+        self.judges = tuple(
+            name for name in (self.model_part, "" if self.service is None else self.service.part) if name
+        )
+        """Names of the parts that are judged when all conversations have ended."""
         if reward_fn is not None:
             self.functions = {getattr(reward_fn, "__name__", "reward_fn"): checked(reward_fn, "reward_fn")}
         else:
@@ -91,11 +97,17 @@ class RewardWorker(Worker):
     def parts(self) -> tuple[str, ...]:
         """Names of the parts of a reward, each of which may have a weight."""
         own = (by_environment.PART,) if self._by_environments else ()
-        return (*self.functions, *own, *((self.judges,) if self.judges else ()))
+        return (*self.functions, *own, *self.judges)
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         self.scored = []
+
+    def start(self) -> None:
+        """Raises ConfigError where the service does not answer."""
+        if self.service is not None:
+            together(self.service.asker.check_here)
+            together(self.service.look, lead=True)
 
     def ready(self) -> None:
         """Raises ConfigError where the functions cannot be had in the pool's processes."""
@@ -122,11 +134,12 @@ class RewardWorker(Worker):
                     verdicts[by_environment.PART] = by_environment.NOBODY
             if self.judges and len(whole):
                 together(lambda: None)  # who judges has a patience of its own, which begins when all are there
-                if self.functions and self._too_many(sum(map(has_failed, found)), whole):
-                    found = [given_up(verdicts, [*verdicts, self.judges]) for verdicts in found]
-                else:
-                    for verdicts, verdict in zip(found, self.judged(whole), strict=True):
-                        verdicts[self.judges] = verdict
+                for place, part in enumerate(self.judges):
+                    if (self.functions or place) and self._too_many(sum(map(has_failed, found)), whole):
+                        found = [given_up(verdicts, [*verdicts, *self.judges]) for verdicts in found]
+                        break
+                    for verdicts, verdict in zip(found, self.judged(whole, part), strict=True):
+                        verdicts[part] = verdict
             scored = rollouts.with_(fused_episodes(rollouts, found, self.weights))
         self.scored.append((rollouts, scored))
         check_unscored(scored, self.config.reward)
@@ -140,9 +153,21 @@ class RewardWorker(Worker):
             return {by_environment.PART: Reward(rollout.reward_parts[by_environment.PART])}
         return {}
 
-    def judged(self, whole: Rollouts) -> Sequence[Verdict]:
-        """What the backend says of each of those that are here, of rollouts none of which was aborted; collective."""
-        raise NotImplementedError
+    def judged(self, whole: Rollouts, part: str) -> Sequence[Verdict]:
+        """What a part of `judges` is of each of those that are here, of rollouts none of which was aborted;
+        collective."""
+        service = self.service
+        assert service is not None and part == service.part
+        fullest = int(torch.bincount(whole.home).max())
+        found: list[Verdict] = []
+
+        def ask() -> None:
+            for said in service.scores(whole.here, self.config.reward.max_failed * len(whole)):
+                found.append(said if isinstance(said, Failed) else Reward(*said))
+
+        with patient(max(self.config.run.timeout_s, service.longest(fullest))):
+            together(ask)
+        return found
 
     def controls(self) -> Mapping[str, Callable[[Any], Any]]:
         return {"reward.weights": lambda given: checked_weights(given, self.parts)}

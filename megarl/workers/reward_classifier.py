@@ -13,6 +13,8 @@ from megarl.data.partition import partition
 from megarl.models.registry import load_hf_config
 from megarl.parallel.placement import placement_of
 from megarl.parallel.ranks import together
+from megarl.parallel.roles import backends_of
+from megarl.rewards.backends import options_for_model
 from megarl.rewards.classifier import Classifier, ClassifierOptions, Reader, label_of
 from megarl.rewards.functions import of_model
 from megarl.types import Rollout, Rollouts
@@ -25,11 +27,11 @@ class ClassifierRewardWorker(RewardWorker):
     """The backend `transformers` of the role: `reward.model` whole on each of its ranks, of which each scores a share
     of all conversations, about equally many tokens. Options are those of `rewards/classifier.py`."""
 
-    judges = "model"
+    model_part = "model"
 
     def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None, **options: Any) -> None:
-        super().__init__(context, reward_fn)
-        self.options = ClassifierOptions.read(options)
+        super().__init__(context, reward_fn, **options)
+        self.options = ClassifierOptions.read(options_for_model(options, backends_of(self.config, "reward")[1]))
         self.members = placement_of(self.config).of("reward")
         self._cut = 0.0
 
@@ -43,8 +45,11 @@ class ClassifierRewardWorker(RewardWorker):
             if self.job.rank in self.members:
                 self.classifier = Classifier(path, label, self.options)
                 self.context.models.add(self.classifier)
+        super().start()
 
-    def judged(self, whole: Rollouts) -> Sequence[Verdict]:
+    def judged(self, whole: Rollouts, part: str) -> Sequence[Verdict]:
+        if part != self.model_part:
+            return super().judged(whole, part)
         texts: list[torch.Tensor] = []
         cut = []
 

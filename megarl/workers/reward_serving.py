@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megarl.config import LoraConfig
 from megarl.models.registry import load_hf_config
@@ -23,9 +24,9 @@ class MegatronRewardWorker(RewardWorker, ModelWorker):
     role = "reward_model"
     placed = "reward"
 
-    def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None) -> None:
-        self.judges = "model" if context.config.reward.model else ""
-        super().__init__(context, reward_fn)
+    def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None, **options: Any) -> None:
+        self.model_part = "model" if context.config.reward.model else ""
+        super().__init__(context, reward_fn, **options)
 
     def start(self) -> None:
         """Load it in fp32, whatever the policy's type: weights alone."""
@@ -34,13 +35,16 @@ class MegatronRewardWorker(RewardWorker, ModelWorker):
             settings = dataclasses.replace(config.model, dtype="float32")
             config = dataclasses.replace(config, model=settings, lora=LoraConfig())
             self.build(load_hf_config(path), path, config, trains=False)
+        RewardWorker.start(self)
 
     def ready(self) -> None:
         if self.config.reward.model:
             ModelWorker.ready(self)
         RewardWorker.ready(self)
 
-    def judged(self, whole: Rollouts) -> Sequence[Verdict]:
+    def judged(self, whole: Rollouts, part: str) -> Sequence[Verdict]:
+        if part != self.model_part:
+            return super().judged(whole, part)
         batch = TrainBatch.from_rollouts(whole).with_(routing=None)
         found = self._forward(batch, "scores", every=None).scores
         assert found is not None

@@ -61,7 +61,8 @@ CASES = [
     reward("a service of no address", "{backend: http, options: {url: judge}}", "'judge' is no address"),
     reward("an option that is none", "{backend: http, options: {urls: x}}", "did you mean roles.reward.options.url"),
     reward("an option of nobody", "{options: {url: x}}", "roles.reward.options.url", "takes no options"),
-    reward("a service and a model", "{backend: http, options: {url: 'http://a'}}", "has no model", given=MODEL),
+    reward("two services", "{backend: [http, judge]}", "name one of http and judge"),
+    reward("a pool and a model", "{backend: pool}", "has no model", given=MODEL),
     reward(
         "a service with a password",
         "{backend: http, options: {url: 'http://a:b@c'}}",

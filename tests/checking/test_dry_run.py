@@ -564,7 +564,20 @@ def test_a_reward_model_may_have_a_layout_of_its_own(plan) -> None:
     [
         ("{backend: http}", [], "roles.reward.options.url is not set"),
         ("{backend: http, options: {url: judge}}", [], "'judge' is no address"),
-        ("{backend: http, options: {url: http://a/b}}", ["reward.model=/x"], "=http, which has no model: leave one"),
+        ("{backend: [http, judge]}", [], r"roles.reward.backend=\[http, judge\]: name one of http and judge"),
+        ("{backend: [pool, megatron]}", [], "name one of pool and megatron, and http or judge beside it"),
+        ("{backend: [grpc, http]}", [], "roles.reward.backend=grpc: there is no such backend"),
+        ("{backend: [transformers, http], options: {label: x}}", ["reward.model=/x"], "options.url is not set"),
+        (
+            "{backend: [transformers, http], options: {url: http://a/b, labels: 1}}",
+            ["reward.model=/x"],
+            "unknown key roles.reward.options.labels",
+        ),
+        (
+            "{backend: http, options: {url: http://a/b, label: 1}}",
+            ["reward.model=/x"],
+            "unknown key roles.reward.options.label",
+        ),
         ("{backend: pool}", ["reward.model=/x"], "reward.model=/x with roles.reward.backend=pool, which has no model"),
         ("{backend: pool}", ["reward.functions=[]"], "reward.functions is empty; ppo needs at least one"),
         ("{backend: transformers}", [], "roles.reward.backend=transformers needs reward.model"),
@@ -592,6 +605,16 @@ def test_a_service_needs_no_functions(plan) -> None:
     assert report.ok and report.warnings == []
     script = {"reward": Registered(options={"url": ["http://a/b", "http://c/d"]})}
     assert plan("reward.functions=[]", "roles={reward: {backend: http}}", registered=script).ok
+
+
+@pytest.mark.parametrize("backend", ["http", "[megatron, http]", "[transformers, http]"])
+def test_a_function_a_model_and_a_service_go_together(plan, backend: str) -> None:
+    weights = "reward.weights={gsm8k: 0.4, model: 0.5, service: 0.1}"
+    roles = f"roles={{reward: {{backend: {backend}, options: {{url: http://a:80/b}}}}}}"
+    report = plan("reward.model=/x", weights, roles)
+    assert report.ok, report.errors
+    (said,) = plan("reward.model=/x", weights.replace("service", "servise"), roles).errors
+    assert "no part of the reward is called 'servise'; did you mean service? (it has gsm8k, model, service)" in said
 
 
 def test_training_a_reward_model_needs_no_engine(plan) -> None:

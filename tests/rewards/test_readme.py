@@ -48,7 +48,8 @@ def config(number: int) -> Config:
 
 
 def test_there_are_some_and_they_are_short() -> None:
-    assert [name for _, name, _ in EXAMPLES] == ["my_rewards.py", *["config"] * 3, "server.py", "config", "control"]
+    names = ["my_rewards.py", *3 * ["config"], "server.py", *2 * ["config"], "control"]
+    assert [name for _, name, _ in EXAMPLES] == names
     assert all(len(text.splitlines()) < 15 for _, _, text in EXAMPLES)
 
 
@@ -67,7 +68,7 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scored.reward == 2.0 and [turn.reward for turn in scored.turns] == [0.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_configurations_are_accepted(number: int) -> None:
     found = config(number)
     options = dict(found.roles.get("reward", {}).get("options", {}))
@@ -86,6 +87,9 @@ def test_a_service() -> None:
         server.shutdown()
 
 
+PARTS = ("gsm8k", "model", "service")
+
+
 class Parts:
     """A reward of the parts that the example has."""
 
@@ -93,18 +97,18 @@ class Parts:
         self.weights = weights
 
     def controls(self) -> Any:
-        return {"reward.weights": lambda given: checked_weights(given, ("gsm8k", "model"))}
+        return {"reward.weights": lambda given: checked_weights(given, PARTS)}
 
     def control(self, key: str, value: Any) -> None:
         self.weights = value
 
 
 def test_weights_and_the_control_file(tmp_path: Path) -> None:
-    reward = Parts(checked_weights(config(3).reward.weights, ("gsm8k", "model")))
-    said = {"gsm8k": Reward(1.0), "model": Reward(-0.5)}
-    assert fused(ROLLOUT, said, reward.weights).reward == pytest.approx(0.4 - 0.3)
+    reward = Parts(checked_weights(config(3).reward.weights, PARTS))
+    said = {"gsm8k": Reward(1.0), "model": Reward(-0.5), "service": Reward(2.0)}
+    assert fused(ROLLOUT, said, reward.weights).reward == pytest.approx(0.4 - 0.25 + 0.2)
     control = Control(tmp_path, [reward], lambda line: None)
     (tmp_path / "control.yaml").write_text(example("control"))
     control.take(2, control.read())
-    assert fused(ROLLOUT, said, reward.weights).reward == pytest.approx(0.8 - 0.1)
+    assert fused(ROLLOUT, said, reward.weights).reward == pytest.approx(0.8 - 0.05 + 0.2)
     assert replace(fused(ROLLOUT, said, reward.weights), reward=0.0, reward_parts={}) == ROLLOUT

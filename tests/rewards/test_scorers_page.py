@@ -46,7 +46,7 @@ def test_the_examples_are_read() -> None:
     blocks = re.findall(r"(?:^    .*\n)+", PAGE, re.MULTILINE)
     found = [yaml.safe_load(block) for block in blocks if block.lstrip().startswith("roles:")]
     settings = [role_settings(from_dict(tree), "reward") for tree in found]
-    assert [one.backend for one in settings] == ["http", "judge"]
+    assert [one.backend for one in settings] == [("http",), ("judge",)]
     assert ServiceOptions.read(settings[0].options).url == ("https://judge.lab.org/score",)
     assert JudgeOptions.read(settings[1].options).url == ("http://10.0.0.7:30000/v1",)
 

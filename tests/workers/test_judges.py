@@ -130,7 +130,11 @@ def found(
     asked = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
     judging = {"reward": {"backend": "judge", "options": asked}}
     narrow = {"reward": {"backend": "judge", "options": {**asked, "most": 5}}}
+    own = judge("own", functions=True, **service["reward"]["options"])
+    own["config"]["roles"]["reward"]["backend"] = ["transformers", "http"]
+    own["config"]["reward"]["weights"] = {"length": 0.4, "model": 0.5, "service": 0.1}
     jobs = {
+        "all": own,
         "own": judge("own", functions=True),
         "bare": judge("bare"),
         "bert": judge("bert", label="good"),
@@ -240,7 +244,20 @@ def test_a_service_is_asked_by_the_ranks_that_have_rollouts(found: dict[str, Any
     lengths = of_all(found, "pool")["reward"]
     assert result["parts"] == {"length": lengths, "service": words, "service/style": [0.5 * bool(n) for n in words]}
     assert result["reward"] == [a + b for a, b in zip(lengths, words, strict=True)]
-    assert sorted(len(batch) for batch in server.batches()) == [2, 2, 2]
+    assert sorted(len(batch) for batch in server.batches()) == [2] * 6  # for two jobs
+
+
+def test_a_function_a_classifier_and_a_service_at_once(found: dict[str, Any]) -> None:
+    result = of_all(found, "all")
+    words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(SAID)]
+    lengths, model = of_all(found, "pool")["reward"], scores(found, "own")
+    assert result["parts"].keys() == {"length", "model", "service", "service/style"}
+    assert (result["parts"]["length"], result["parts"]["service"]) == (lengths, words)
+    assert result["parts"]["model"] == pytest.approx(model, abs=1e-5)
+    whole = [0.4 * one + 0.5 * two + 0.1 * three for one, two, three in zip(lengths, model, words, strict=True)]
+    assert result["reward"] == pytest.approx(whole, abs=1e-5)
+    weights = {"reward/length_weight": 0.4, "reward/model_weight": 0.5, "reward/service_weight": 0.1}
+    assert weights.items() <= result["figures"].items()
 
 
 def test_a_judge_is_asked_by_the_ranks_that_have_rollouts(found: dict[str, Any]) -> None:
