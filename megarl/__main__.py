@@ -1,5 +1,7 @@
 """What works on this machine, in a few seconds: .venv/bin/python -m megarl
 
+`megarl train`, `megarl eval`, `megarl chat` and `megarl torchrun` are `python -m megarl.train` and so on.
+
 Version, devices, packages and programs, room. Nothing heavy is imported but torch: that a package is there does not say
 that it imports, and a run looks again before it starts. Ends with 1 where something is missing that every run needs.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,10 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl import __version__
-from megarl.command_line import Parser, ends_in_a_line
+from megarl.command_line import INSTALL, WRONG, Parser, ends_in_a_line, missing_package
 
 NEEDED = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
-INSTALL = "bash launch/install.sh"
+PROGRAMS = ("train", "eval", "chat", "torchrun")
 
 
 class Line(NamedTuple):
@@ -51,7 +54,7 @@ def packages() -> Iterator[Line]:
     for name, module in NEEDED.items():
         found = installed(name)
         good = bool(found) and there(module)
-        yield Line(name, "yes" if good else "MISSING", found or f"{INSTALL} installs it")
+        yield Line(name, "yes" if good else "MISSING", found or INSTALL)
     yield _optional("transformer-engine", "transformer_engine", "fused attention and norms, FP8; needed on a GPU")
     yield _optional("apex", "apex", "fused optimizers, from NVIDIA's source; nothing needs it")
 
@@ -115,7 +118,25 @@ def found() -> list[Line]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in PROGRAMS:
+        return run(*arguments)
     return ends_in_a_line(lambda: show(arguments))
+
+
+def run(program: str, *arguments: str) -> int:
+    """Do as `python -m megarl.<program>` does, which ends this process; returns only where a package is missing."""
+    sys.argv = [program, *arguments]
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # for the user's modules, as -m has it
+    try:
+        runpy.run_module(f"megarl.{program}", run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        if not (text := missing_package(error)):
+            raise
+        print(f"error: {text}", file=sys.stderr)
+        return WRONG
+    return 0
 
 
 def show(arguments: Sequence[str] | None) -> int:
@@ -127,7 +148,7 @@ def show(arguments: Sequence[str] | None) -> int:
         print(f"  {name:<20}{state:<9}{said}")
     missing = [line.name for line in lines if line.state == "MISSING"]
     if missing:
-        print(f"\nmissing: {', '.join(missing)}. {INSTALL} installs what is needed.")
+        print(f"\nmissing: {', '.join(missing)}. To install what is needed: {INSTALL}")
     else:
         print("\nNext: bash launch/quickstart.sh, or .venv/bin/python -m megarl.train CONFIG --dry-run")
     return 1 if missing else 0

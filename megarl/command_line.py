@@ -7,17 +7,19 @@ import math
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from megarl import __version__
-from megarl.config.paths import expand
+from megarl.paths import expand
 from megarl.strict import ConfigError
 
 WRONG = 2
 """Exit status of a program that was told something wrong."""
 _PYTHON = Path(sys.executable)
+INSTALL = "bash launch/install.sh in a checkout, or by pip as launch/README.md says"
 _LONGEST_NAMES = 50
 """Characters of the names of other runs in the name of a file."""
 
@@ -144,12 +146,25 @@ def ends_in_a_line(program: Callable[[], int]) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (ConfigError, OSError) as error:
-        text = str(error)
+    except (ConfigError, OSError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and not missing_package(error):
+            raise
+        text = missing_package(error) or str(error)
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
         return WRONG
+
+
+def missing_package(error: BaseException) -> str:
+    """What to do about a package that MegaRL imports and that is not installed; empty for any other error."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None or error.name.partition(".")[0] == "megarl":
+        return ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [frame.f_code.co_filename for frame in frames if "importlib" not in frame.f_code.co_filename]
+    if not files or Path(__file__).parent not in Path(files[-1]).parents:  # not imported by us
+        return ""
+    return f"the package {error.name.partition('.')[0]} is not installed: {INSTALL}"
 
 
 def one_line(text: str) -> str:

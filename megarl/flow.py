@@ -21,7 +21,6 @@ from megarl.checking.named_models import vocabulary_hash
 from megarl.checkpoint import room
 from megarl.command_line import to_paste
 from megarl.config import Config, ConfigError, load_config
-from megarl.config.paths import with_expanded_paths
 from megarl.controllers.base import StepResult
 from megarl.controllers.registry import declare, make_controller
 from megarl.data.prompts import PromptLoader
@@ -44,6 +43,7 @@ from megarl.parallel import device, everyone, last_words, ranks, watching
 from megarl.parallel.layouts import lay_out
 from megarl.parallel.placement import placement_of
 from megarl.parallel.roles import with_role
+from megarl.paths import with_expanded_paths
 from megarl.rollout.beforehand import check_enough_prompts
 from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker

@@ -63,7 +63,7 @@ Seconds = Annotated[float, Range(above=0, most=2_000_000)]
 
 @dataclass(frozen=True)
 class IsPath:
-    """Marks text that is a path, in which `~` and `$NAME` are expanded (`config/paths.py`)."""
+    """Marks text that is a path, in which `~` and `$NAME` are expanded (`megarl/paths.py`)."""
 
 
 PathStr = Annotated[str, IsPath()]

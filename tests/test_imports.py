@@ -14,7 +14,7 @@ FILES = {
 
 # Lower layers come first. A module may import its own layer and those below.
 LAYERS = (
-    {"types", "config", "forks", "plain_yaml", "strict", "annotated", "command_line", "recipes"},
+    {"types", "config", "forks", "plain_yaml", "strict", "paths", "annotated", "command_line", "recipes"},
     {"algorithms", "models", "data", "parallel", "processes", "sandbox", "evaluation"},
     {"megatron", "rollout", "sessions", "rewards", "environments", "reshard", "checkpoint", "observe", "view"},
     {"workers"},

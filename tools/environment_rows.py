@@ -15,8 +15,8 @@ from typing import Any
 
 from megarl.command_line import Parser, ends_in_a_line
 from megarl.config import ConfigError
-from megarl.config.paths import expand_spec
 from megarl.environments import harbor, verifiers
+from megarl.paths import expand_spec
 
 
 def rows_of(spec: str, evaluation: bool = False) -> list[dict[str, Any]]:

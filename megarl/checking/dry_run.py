@@ -43,7 +43,7 @@ from megarl.rewards.backends import check_reward
 from megarl.rollout.beforehand import check_asynchronous, check_oversampling, check_replayed_prefixes
 from megarl.rollout.chat import Chat
 from megarl.rollout.engine import check_here
-from megarl.rollout.server_args import check_sampling
+from megarl.rollout.server_args import check_installed, check_sampling
 from megarl.rollout.waits import check_waits
 from megarl.types.declared import Declared
 from megarl.workers.registry import Registered, check_own_workers, check_roles, options_of, ours
@@ -162,7 +162,12 @@ def validate(
         passes(check_waits, config, warnings)
     if declared.has_engines(config):
         divides = passes(checks.check_engine, hf, config) and divides
-        if not dry_run:
+        if dry_run:
+            try:
+                check_installed()
+            except ConfigError as error:  # plans are made on other machines, too
+                warnings.append(f"a run would be refused: {error}")
+        else:
             passes(check_here, config)
         divides = divides and passes(engine_layout, config)
         divides = divides and (not declared.trains or passes(planned_push, hf, config))

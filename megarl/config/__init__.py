@@ -3,7 +3,7 @@
 What Megatron or SGLang already names is not named again: `model.megatron` and `rollout.sglang` pass through, checked
 against the fields of `TransformerConfig` and `ServerArgs` when the run starts.
 
-Keys that are paths are of the type `PathStr`: `~` and `$NAME` in them are expanded (`paths.py`).
+Keys that are paths are of the type `PathStr`: `~` and `$NAME` in them are expanded (`megarl/paths.py`).
 
 `job.py` has the run, its models, ranks and optimizers; `generation.py` data and sampling; `learning.py` rewards,
 advantages and losses; `sandbox.py` where code runs. What the name of an algorithm sets of them, where the user does
@@ -35,8 +35,8 @@ from megarl.config.job import (
     Weight,
 )
 from megarl.config.learning import AdvantageConfig, CorrectionConfig, GuardsConfig, KLConfig, LossConfig, RewardConfig
-from megarl.config.paths import expand, with_expanded_paths
 from megarl.config.sandbox import SandboxConfig
+from megarl.paths import expand, with_expanded_paths
 from megarl.recipes import with_recipe
 from megarl.strict import ConfigError, Range, to_dict
 
@@ -182,9 +182,9 @@ class Config:
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides, whose values are YAML too.
 
-    Paths in it, and the file's own, are expanded (`paths.py`). Models that are named as on the Hub are the copies in
-    this machine's cache. Raises ConfigError, naming the key and
-    the nearest known one, for anything unknown, of the wrong type, out of range or given twice.
+    Paths in it, and the file's own, are expanded (`megarl/paths.py`). Models that are named as on the Hub are the
+    copies in this machine's cache. Raises ConfigError, naming the key and the nearest known one, for anything unknown,
+    of the wrong type, out of range or given twice.
     """
     file = Path(expand(str(path), "the configuration file"))
     try:

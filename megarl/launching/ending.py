@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
+from megarl.command_line import missing_package
 from megarl.config import ConfigError
 from megarl.processes import memory_files, node, strangers
 from megarl.processes.parent import die_with_parent
@@ -238,6 +239,8 @@ def describe(error: BaseException) -> tuple[Kind, int, str]:
         )
     if isinstance(error, ConfigError):
         return "mistake", 2, _line(f"error: {error}")
+    if missing := missing_package(error):
+        return "mistake", 2, _line(f"error: {missing}")
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     line = _line(f"error: {who} failed: {type(error).__name__}: {error}{place}" + (f"; {where}" if where else ""))

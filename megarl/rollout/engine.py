@@ -75,7 +75,8 @@ def _platform() -> ModuleType:
 
 
 def check_here(config: Config) -> None:
-    """Raise ConfigError for a setting of `rollout.sglang` that an engine on this machine cannot have."""
+    """Raise ConfigError where no SGLang is installed, and for settings of it that this machine's engines cannot have."""
+    server_args.check_installed()
     _platform().check(config.rollout.sglang)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import annotated
+from megarl.command_line import INSTALL
 from megarl.config import ConfigError, RolloutConfig
 
 _OURS = {
@@ -80,8 +81,13 @@ _LISTS = {
 def _source() -> Path:
     spec = importlib.util.find_spec("sglang")  # finds the package without running it
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("SGLang is not installed; run `bash launch/install.sh`")
+        raise ConfigError(f"the package sglang is not installed: {INSTALL}")
     return Path(spec.submodule_search_locations[0], "srt")
+
+
+def check_installed() -> None:
+    """Raise ConfigError where SGLang is not installed, without which nothing is generated."""
+    _source()
 
 
 def _tree(file: str) -> ast.Module:

@@ -12,8 +12,8 @@ import yaml
 
 from megarl.command_line import Parser, path_text
 from megarl.config import Config, ConfigError, RunConfig, from_dict, load_config, to_dict
-from megarl.config.paths import expand, expand_spec, with_expanded_paths
 from megarl.data.rows import open_parquet
+from megarl.paths import expand, expand_spec, with_expanded_paths
 from megarl.strict import is_path, keys_of, kinds_of
 
 # Keys that hold text which is no path. A new key of text belongs here, or is a PathStr.

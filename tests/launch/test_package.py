@@ -1,0 +1,156 @@
+"""What `pip install` makes of the project: its dependencies, its command, its types, and all files that it needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.alone
+ASKED_FOR = {"mcp", "mlflow", "sglang", "swanlab", "verifiers", "wandb"}
+"""Packages that are imported where somebody asks for what needs them, and are extras, or are installed without theirs."""
+DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core"}
+WITH_OTHERS = {"latex2sympy2_extended"}
+"""Of math-verify's own requirements."""
+
+
+def build(target: Path, *options: str) -> Path:
+    """The wheel, of a copy: setuptools leaves folders where it builds."""
+    copy = target / "copy"
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    wanted = ("megarl/", "launch/requirements", "setup.py", "MANIFEST.in")
+    for name in files.stdout.splitlines():
+        if name.startswith(wanted) and (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "wheel"]
+    command = [*pip, "--no-deps", "--no-build-isolation", "--no-index", *options, "-w", str(target), str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def metadata(installed: Path, name: str) -> str:
+    (file,) = installed.glob(f"megarl-*.dist-info/{name}")
+    return file.read_text(encoding="utf-8")
+
+
+def test_every_package_that_is_imported_is_a_dependency(installed: Path) -> None:
+    import ast
+
+    lines = message_from_string(metadata(installed, "METADATA")).get_all("Requires-Dist") or []
+    requirements = [Requirement(line) for line in lines]
+    needed = {canonicalize_name(one.name) for one in requirements if one.marker is None}
+    imported = set()
+    for file in (ROOT / "megarl").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            imported |= {name.partition(".")[0] for name in names}
+    theirs = imported - sys.stdlib_module_names - {"megarl"} - ASKED_FOR - WITH_OTHERS
+    assert "torch" in theirs and {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in theirs} <= needed
+    assert not needed & {"pytest", "mypy", "ruff", "sglang", "transformer-engine"}
+    (torch,) = (one for one in requirements if one.name == "torch" and one.marker is None)
+    assert "2.13.0" in torch.specifier and "2.14.1" in torch.specifier and "2.15.0" not in torch.specifier
+
+
+def test_every_file_of_the_package_is_there(installed: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "megarl"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    left_out = [name for name in listed if not (installed / name).is_file() and not name.endswith(".png")]
+    assert len(listed) > 300 and not left_out
+    assert (installed / "megarl" / "py.typed").is_file()
+
+
+def test_the_command(installed: Path, tmp_path: Path) -> None:
+    assert "megarl = megarl.__main__:main" in metadata(installed, "entry_points.txt")
+    (tmp_path / "my_reward.py").write_text("raise ValueError('imported')")
+    (tmp_path / "a.yaml").write_text("algorithm: grpo\nreward: {functions: [my_reward:right]}\n")
+
+    def said(*arguments: str) -> tuple[int, str]:
+        code = "import sys; sys.path[:] = [p for p in sys.path if p]; from megarl.__main__ import main; sys.exit(main())"
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code, *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed), "HOME": str(tmp_path)},
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    assert said("train", "--version") == (0, f"MegaRL {message_from_string(metadata(installed, 'METADATA'))['Version']}\n")
+    status, text = said("train", "nowhere.yaml")
+    assert status == 2 and text == "error: there is no configuration file nowhere.yaml\n"
+    status, text = said("train", "a.yaml", "--dry-run")
+    assert status == 2 and "ValueError: imported" in text  # it is found in the folder that the command is started in
+
+
+def test_a_package_that_is_missing_is_one_line(installed: Path, tmp_path: Path) -> None:
+    """Without any dependency, and with all of them but one."""
+    (tmp_path / "a.yaml").write_text("algorithm: sft\n")
+    for options, package in (("-I", "yaml"), ("-P", "safetensors")):
+        block = f"sys.modules.update({{name: None for name in ({package!r},)}})"
+        hook = (
+            "import importlib.abc\n"
+            "class Missing(importlib.abc.MetaPathFinder):\n"
+            "    def find_spec(self, name, path, target=None):\n"
+            f"        if name.partition('.')[0] == {package!r}:\n"
+            "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+            "sys.meta_path.insert(0, Missing())\n"
+        )
+        assert block
+        code = f"import sys\nsys.path.insert(0, {str(installed)!r})\n{hook}from megarl.__main__ import main\nsys.exit(main())"
+        done = subprocess.run(
+            [sys.executable, options, "-W", "ignore", "-c", code, "train", "a.yaml"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 2
+        assert done.stderr == (
+            f"error: the package {package} is not installed: bash launch/install.sh in a checkout, or by pip as "
+            "launch/README.md says\n"
+        )
+
+
+def test_type_checkers_know_the_editable_install(tmp_path: Path) -> None:
+    """The project's own install is editable: mypy reads a path that it writes, and no import hook."""
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-index"]
+    copy = tmp_path / "copy"
+    build(tmp_path)
+    command = [*pip, "--no-deps", "--no-build-isolation", "--target", str(site), "--editable", str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [file.read_text().strip() for file in site.glob("*.pth")] == [str(copy)]
+    (tmp_path / "mine.py").write_text(
+        "from megarl.types import Rollout\n\ndef right(rollout: Rollout) -> float:\n    return rollout.answer\n"
+    )
+    check = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "mine.py"]
+    done = subprocess.run(
+        check, cwd=tmp_path, capture_output=True, text=True, timeout=300, env={"PATH": "/usr/bin:/bin", "MYPYPATH": str(copy)}
+    )
+    assert 'Incompatible return value type (got "str", expected "float")' in done.stdout, done.stdout + done.stderr
