@@ -75,7 +75,7 @@ def _platform() -> ModuleType:
 
 
 def check_here(config: Config) -> None:
-    """Raise ConfigError where no SGLang is installed, and for settings of it that this machine's engines cannot have."""
+    """Raise ConfigError where SGLang is not installed, and for a setting of it that an engine here cannot have."""
     server_args.check_installed()
     _platform().check(config.rollout.sglang)
 

@@ -12,10 +12,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import megarl
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.alone
 ASKED_FOR = {"mcp", "mlflow", "sglang", "swanlab", "verifiers", "wandb"}
-"""Packages that are imported where somebody asks for what needs them, and are extras, or are installed without theirs."""
+"""Imported where somebody asks for what needs them: extras, or installed without their own dependencies."""
 DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core"}
 WITH_OTHERS = {"latex2sympy2_extended"}
 """Of math-verify's own requirements."""
@@ -89,7 +91,9 @@ def test_the_command(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("algorithm: grpo\nreward: {functions: [my_reward:right]}\n")
 
     def said(*arguments: str) -> tuple[int, str]:
-        code = "import sys; sys.path[:] = [p for p in sys.path if p]; from megarl.__main__ import main; sys.exit(main())"
+        code = (
+            "import sys; sys.path.remove(''); from megarl.__main__ import main; sys.exit(main())"  # as a script has it
+        )
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code, *arguments],
             cwd=tmp_path,
@@ -100,57 +104,50 @@ def test_the_command(installed: Path, tmp_path: Path) -> None:
         )
         return done.returncode, done.stdout + done.stderr
 
-    assert said("train", "--version") == (0, f"MegaRL {message_from_string(metadata(installed, 'METADATA'))['Version']}\n")
+    assert said("train", "--version") == (0, f"MegaRL {megarl.__version__}\n")
     status, text = said("train", "nowhere.yaml")
     assert status == 2 and text == "error: there is no configuration file nowhere.yaml\n"
     status, text = said("train", "a.yaml", "--dry-run")
     assert status == 2 and "ValueError: imported" in text  # it is found in the folder that the command is started in
 
 
-def test_a_package_that_is_missing_is_one_line(installed: Path, tmp_path: Path) -> None:
-    """Without any dependency, and with all of them but one."""
+@pytest.mark.parametrize("package", ["yaml", "safetensors", "torch"])
+def test_a_package_that_is_missing_is_one_line(package: str, installed: Path, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("algorithm: sft\n")
-    for options, package in (("-I", "yaml"), ("-P", "safetensors")):
-        block = f"sys.modules.update({{name: None for name in ({package!r},)}})"
-        hook = (
-            "import importlib.abc\n"
-            "class Missing(importlib.abc.MetaPathFinder):\n"
-            "    def find_spec(self, name, path, target=None):\n"
-            f"        if name.partition('.')[0] == {package!r}:\n"
-            "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-            "sys.meta_path.insert(0, Missing())\n"
-        )
-        assert block
-        code = f"import sys\nsys.path.insert(0, {str(installed)!r})\n{hook}from megarl.__main__ import main\nsys.exit(main())"
-        done = subprocess.run(
-            [sys.executable, options, "-W", "ignore", "-c", code, "train", "a.yaml"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 2
-        assert done.stderr == (
-            f"error: the package {package} is not installed: bash launch/install.sh in a checkout, or by pip as "
-            "launch/README.md says\n"
-        )
+    (tmp_path / "program.py").write_text(f"""
+import sys
+
+sys.modules[{package!r}] = None  # importing it raises ModuleNotFoundError
+sys.path.insert(0, {str(installed)!r})
+from megarl.__main__ import main
+
+sys.exit(main())
+""")
+    command = [sys.executable, "-I", "-W", "ignore", str(tmp_path / "program.py"), "train", str(tmp_path / "a.yaml")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    remedy = "bash launch/install.sh in a checkout, or by pip as launch/README.md says"
+    assert (done.returncode, done.stderr) == (2, f"error: the package {package} is not installed: {remedy}\n")
 
 
 def test_type_checkers_know_the_editable_install(tmp_path: Path) -> None:
-    """The project's own install is editable: mypy reads a path that it writes, and no import hook."""
-    site = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-index"]
-    copy = tmp_path / "copy"
+    """Mypy reads the path that an editable installation writes, and runs no import hook; without py.typed it would say
+    that the module has no types."""
+    copy, site, place = tmp_path / "copy", tmp_path / "site", tmp_path / "place"
     build(tmp_path)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-index"]
     command = [*pip, "--no-deps", "--no-build-isolation", "--target", str(site), "--editable", str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [file.read_text().strip() for file in site.glob("*.pth")] == [str(copy)]
-    (tmp_path / "mine.py").write_text(
-        "from megarl.types import Rollout\n\ndef right(rollout: Rollout) -> float:\n    return rollout.answer\n"
-    )
-    check = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "mine.py"]
-    done = subprocess.run(
-        check, cwd=tmp_path, capture_output=True, text=True, timeout=300, env={"PATH": "/usr/bin:/bin", "MYPYPATH": str(copy)}
-    )
-    assert 'Incompatible return value type (got "str", expected "float")' in done.stdout, done.stdout + done.stderr
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True, timeout=120)
+    (packages,) = place.glob("lib/python*/site-packages")
+    for file in site.iterdir():
+        if file.is_file():
+            (packages / file.name).write_bytes(file.read_bytes())
+    wrong = "from megarl.strict import fits\n\n\ndef right() -> str:\n    return fits(1, int)\n"
+    (tmp_path / "mine.py").write_text(wrong)
+    options = ["--config-file=", "--python-executable", str(place / "bin" / "python"), "--follow-imports=silent"]
+    check = [sys.executable, "-m", "mypy", *options, "mine.py"]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    assert 'Incompatible return value type (got "bool", expected "str")' in done.stdout, done.stdout + done.stderr
+    assert "Found 1 error" in done.stdout
