@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 import yaml
 
 from megarl.config import Config, ConfigError, load_config, to_dict
+from megarl.observe import user_code
 from megarl.observe.earlier import has_checkpoints, is_finished
 from megarl.observe.webhook import BY_NAME
 
@@ -57,6 +58,8 @@ changes.jsonl    keys that were changed when the run was resumed, each with the 
                  the last values. What a run is cannot change: algorithm, run.seed, model.path, model.dtype, data.train
                  and how it is dealt out, lora, critic.path, and whether train.mtp is 0;
                  run.resume=forced goes on all the same, as far as the checkpoint fits
+code/            your own modules that config.yaml names, such as a reward function, and what they import; a resume says
+                 which of them changed. code/changes.jsonl has the steps, code/until_step_000020/ what they were
 control.yaml     yours, if you like: what may change while it runs, from the next step on, such as
                  reward: {weights: {gsm8k: 0.5, model: 0.5}}
 log.txt          what the run said, with the time
@@ -115,8 +118,8 @@ class RunFolder:
         """What was made for the claim, the innermost first."""
 
     def begin(self, step: int = 0) -> list[Change]:
-        """Write config.yaml and README.txt; the run goes on after step `step`, from which on the changes hold that are
-        returned. Raises ConfigError where that cannot be written."""
+        """Write config.yaml, README.txt and the user's code; the run goes on after step `step`, from which on the
+        changes hold that are returned. Raises ConfigError where that cannot be written."""
         changes = earlier_run(self.path, self._config, self.resumes)
         text = yaml.safe_dump(without_secrets(self._config), sort_keys=False, allow_unicode=True)
         try:
@@ -126,10 +129,11 @@ class RunFolder:
                     file.write(json.dumps(record, default=str) + "\n")
             _write(self.path / "config.yaml", text)
             _write(self.path / "README.txt", README)
+            code = user_code.record(self.path, self._config, step, self.resumes)
         except OSError as error:
             raise _unusable(self.path, error) from None
         self._made = []
-        return changes
+        return changes + [Change(f"{user_code.FOLDER}/{name}", old, new) for name, old, new in code]
 
     def release(self) -> None:
         if self._lock is not None:

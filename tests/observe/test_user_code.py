@@ -1,0 +1,103 @@
+"""The user's modules are copied into the run folder, and a resume says which of them changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Config, ConfigError, from_dict
+from megarl.observe import user_code
+from megarl.observe.run_folder import claim, prepare
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): file.read_text() for file in sorted(folder.rglob("*.py"))}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Modules of rewards and a tool, which import others, in a folder of their own."""
+    source = tmp_path / "source"
+    (source / "lab/deep").mkdir(parents=True)
+    written = {
+        "right_reward.py": "import json\nimport numpy\nfrom lab import words\nfrom shared_by_both import LIMIT\n",
+        "count_tool.py": "def run():\n    import shared_by_both\n",
+        "shared_by_both.py": "LIMIT = 1\n",
+        "not_imported.py": "raise SystemExit('nobody imports this')\n",
+        "lab/__init__.py": "raise SystemExit('nothing is imported to find out')\n",
+        "lab/words.py": "from .deep import numbers\nfrom . import letters\n",
+        "lab/letters.py": "",
+        "lab/sign.py": "from megarl.controllers.grpo import GRPOController\n",
+        "lab/deep/numbers.py": "this is no Python\n",
+    }
+    for name, text in written.items():
+        (source / name).write_text(text)
+    monkeypatch.syspath_prepend(str(source))
+    functions = ["right_reward:right", "lab.sign:signed", "megarl.rewards.gsm8k:gsm8k", "no_such_module:x"]
+    tree = {
+        "reward": {"functions": functions},
+        "rollout": {"tools": ["count_tool:run", "mcp:servers.json", "program:python agent.py"]},
+    }
+    return from_dict(tree)
+
+
+def test_what_is_named_and_what_that_imports_is_copied(config: Config, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    prepare(run, config, resume=False).release()
+    copied = files(run / "code")
+    expected = {f"lab/{name}.py" for name in ("__init__", "words", "letters", "sign", "deep/numbers")}
+    assert expected | {"right_reward.py", "count_tool.py", "shared_by_both.py"} <= set(copied)
+    assert "not_imported.py" not in copied and not [name for name in copied if "megarl" in name or "numpy" in name]
+    assert copied["shared_by_both.py"] == "LIMIT = 1\n" and "lab" not in sys.modules
+
+
+def test_a_resume_says_what_changed_and_keeps_what_it_was(config: Config, tmp_path: Path) -> None:
+    run, source = tmp_path / "run", tmp_path / "source"
+    prepare(run, config, resume=False).release()
+    (run / "metrics.jsonl").write_text('{"step": 20}\n')
+    (run / "checkpoints").mkdir()
+
+    def resumed(step: int) -> list[str]:
+        folder = claim(run, config, resume=True)
+        changes = [str(change) for change in folder.begin(step)]
+        folder.release()
+        return changes
+
+    assert resumed(20) == []
+    (source / "shared_by_both.py").write_text("LIMIT = 2\n")
+    (source / "lab/words.py").write_text("from .deep import numbers\n")
+    changes = resumed(20)
+    assert [change.partition(": ")[0] for change in changes] == [
+        "code/lab/letters.py",
+        "code/lab/words.py",
+        "code/shared_by_both.py",
+    ]
+    assert changes[0].endswith("-> None")
+    assert (run / "code/until_step_000020/shared_by_both.py").read_text() == "LIMIT = 1\n"
+    assert (run / "code/shared_by_both.py").read_text() == "LIMIT = 2\n"
+    lines = [json.loads(line) for line in (run / "code/changes.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["file"]) for line in lines][2] == (21, "shared_by_both.py")
+    assert resumed(30) == []
+    (source / "shared_by_both.py").write_text("LIMIT = 1\n")
+    assert len(resumed(30)) == 1 and (run / "code/until_step_000030/shared_by_both.py").read_text() == "LIMIT = 2\n"
+
+
+def test_a_folder_of_that_name_that_is_somebody_elses_is_left_alone(config: Config, tmp_path: Path) -> None:
+    mine = tmp_path / "run/code/mine.py"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("x = 1\n")
+    with pytest.raises(ConfigError, match="has a code that is not of a run"):
+        prepare(tmp_path / "run", config, resume=False)
+    assert mine.read_text() == "x = 1\n"
+
+
+def test_a_script_that_builds_the_flow_is_code_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text("import beside_it\n")
+    (tmp_path / "beside_it.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    assert set(user_code.find(Config())) == {"hello.py", "beside_it.py"}
