@@ -100,8 +100,8 @@ class RolloutConfig:
     """Seconds that an engine may go without a sign of life while it is asked for something, or take to write a bucket
     of weights, before it is ended and started again. Kernels that are compiled at the first request count."""
     max_aborted: Share = 0.1
-    """Share of a step's rollouts that may be aborted, by a failure or a time-out; beyond it the run stops. They are
-    recorded, and neither a loss nor a statistic contains them."""
+    """Share of a step's rollouts that may be aborted, by a failure or a time-out; beyond it the run stops, and waits
+    for no others. They are recorded, and neither a loss nor a statistic contains them."""
     start_timeout: Seconds = 600.0
     """Seconds that an engine may take to start, and to do what it is told: wake, sleep, take weights."""
     push_bucket_mb: Batch = 1024

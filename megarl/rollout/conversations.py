@@ -96,6 +96,7 @@ class Conversations:
         first_group: int = 0,
         needed: int | None = None,
         carried: Sequence[Group] = (),
+        of: int | None = None,
         look: Callable[[], None] = lambda: None,
         held_out: bool = False,
     ) -> Future[Gathered]:
@@ -130,6 +131,7 @@ class Conversations:
                     needed=needed,
                     carried=carried,
                     version=engine.version,
+                    of=of,
                     watch=partial(self._watch, client, engine.starts),
                     opened=lambda room: self._open.update({room: client}),
                 )

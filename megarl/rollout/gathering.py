@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.rollout.aborted import TooManyAborted, too_many
 from megarl.rollout.agents import run_agent
 from megarl.rollout.chat import Chat
 from megarl.rollout.faults import EngineLost
@@ -95,6 +96,7 @@ async def gather_rollouts(
     needed: int | None = None,
     carried: Sequence[Group] = (),
     version: int = 0,
+    of: int | None = None,
     watch: Callable[[], Coroutine[Any, Any, None]] = nothing_to_watch,
     opened: Callable[[Room], None] = lambda room: None,
 ) -> Gathered:
@@ -107,6 +109,9 @@ async def gather_rollouts(
     the place of the prompt's number; what is complete after them is a partial, too, and counts at once in a later step.
     carried: partials to go on with, before a new group is begun; only where `needed` is given. version: of the policy's
     weights; a conversation with a token of weights more than `config.max_lag` versions older is begun anew.
+
+    of: rollouts of the generation, of all engines. When more than `config.max_aborted` of these are aborted while
+    others are under way, TooManyAborted is raised; without it, and at the deadline, all are waited for.
 
     What is not done at `deadline`, in the event loop's time, is aborted, also if its turn has not come by then.
 
@@ -162,9 +167,19 @@ async def gather_rollouts(
                 return
         complete[number] = group
 
+    failures: list[str] = []
+
+    async def note_aborted(why: str) -> None:
+        if of is None or (deadline is not None and asyncio.get_running_loop().time() >= deadline):
+            return
+        failures.append(why)
+        count = await asyncio.to_thread(tickets.aborted, 1)
+        if count < of and too_many(count, of, around.config):
+            raise TooManyAborted(count, of, failures)
+
     async def work(turn: int, seats: dict[int, Seat]) -> None:
         number, group = begun[turn]
-        await carry_on(group, seats, around, greedy, deadline)
+        await carry_on(group, seats, around, greedy, deadline, note_aborted)
         del begun[turn]
         if _ended(group):
             await counting.do(finish(number, tuple(group)))
@@ -259,9 +274,15 @@ def take_seats(group: Sequence[Partial], room: Room) -> dict[int, Seat]:
 
 
 async def carry_on(
-    group: list[Partial], seats: dict[int, Seat], around: Surroundings, greedy: bool, deadline: float | None
+    group: list[Partial],
+    seats: dict[int, Seat],
+    around: Surroundings,
+    greedy: bool,
+    deadline: float | None,
+    aborted: Callable[[str], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """Have the group's conversations as far as they come, side by side; each is in its place in `group` then."""
+    """Have the group's conversations as far as they come, side by side; each is in its place in `group` then. aborted:
+    is told why one is, when it is."""
 
     async def converse(sample: int, seat: Seat) -> None:
         one = group[sample]
@@ -276,6 +297,8 @@ async def carry_on(
         group[sample] = done
         if done.status not in (None, "aborted"):
             around.ended(done.rollout(0))  # an episode is scored by its last branch
+        if done.status == "aborted" and aborted is not None:
+            await aborted(done.failure)
 
     async with asyncio.TaskGroup() as own:
         for sample, seat in seats.items():

@@ -95,6 +95,10 @@ class Tickets:
         """How many groups are complete."""
         return self._board.add(f"{self._complete}/{of}", 0)
 
+    def aborted(self, more: int = 0) -> int:
+        """How many conversations are aborted, over all engines, with so many more."""
+        return self._board.add(f"{self._name}/aborted", more)
+
     # --- engines that are lost
 
     def give_back(self, what: Any) -> None:

@@ -16,7 +16,7 @@ from megarl.observe.recorded import Recorded, needs_records
 from megarl.observe.rollout_log import read_records
 from megarl.parallel import everyone, ranks
 from megarl.parallel.board import Board
-from megarl.rollout.aborted import check_aborted
+from megarl.rollout.aborted import TooManyAborted, check_aborted, complaint
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.gathering import Gathered, Group, Returned, at_their_beginning
@@ -215,18 +215,22 @@ class RolloutWorker(Worker):
 
             def work(talks: Conversations) -> Gathered:
                 with self.clock.span(f"generation of step {self.step}", "rollout", self.engines.devices):
-                    return talks.generate(
-                        plan.prompts,
-                        tickets=tickets,
-                        samples=samples,
-                        greedy=greedy,
-                        seed=self._seed(self.step),
-                        first_group=first_group,
-                        needed=plan.needed,
-                        carried=carried,  # noqa: B023  it is called at once
-                        look=lambda: self._look(alarm),  # noqa: B023
-                        held_out=held_out,
-                    )
+                    try:
+                        return talks.generate(
+                            plan.prompts,
+                            tickets=tickets,
+                            samples=samples,
+                            greedy=greedy,
+                            seed=self._seed(self.step),
+                            first_group=first_group,
+                            needed=plan.needed,
+                            carried=carried,  # noqa: B023  it is called at once
+                            of=len(plan.prompts) * samples if plan.needed is None else None,
+                            look=lambda: self._look(alarm),  # noqa: B023
+                            held_out=held_out,
+                        )
+                    except TooManyAborted as many:
+                        raise RuntimeError(complaint(many.count, many.of, many.failures, self.config)) from None
 
             found, lost = self._gather(work, alarm)
             mine = found if mine is None else mine if found is None else mine.and_then(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from scripted import CHAT, CONFIG, PROMPT, Fails, Script, Writer, begun, call, p
 
 from megarl.environments.protocol import ToolResult
 from megarl.environments.sessions import Sessions
+from megarl.rollout.aborted import TooManyAborted
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.gathering import Gathered, Group, gather_rollouts
 from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed
@@ -40,6 +42,7 @@ def gather(
     seed: int = 1,
     first_group: int = 0,
     deadline_in: float | None = None,
+    of: int | None = None,
     **config: Any,
 ) -> list[Rollout]:
 
@@ -54,6 +57,7 @@ def gather(
             seed=seed,
             first_group=first_group,
             deadline=None if deadline_in is None else asyncio.get_running_loop().time() + deadline_in,
+            of=of,
         )
         assert not gathered.partials
         return gathered.rollouts
@@ -92,6 +96,17 @@ def test_what_is_not_done_at_the_deadline_is_aborted_also_what_has_not_begun() -
     assert {rollout.failure for rollout in rollouts} == {"", "it was not done within rollout.step_timeout"}
     assert rollouts[3].num_actions == len(said(call("4")).token_ids) and rollouts[3].tool_calls == 1
     assert rollouts[6].num_actions == 0
+
+
+def test_once_too_many_are_aborted_the_others_are_not_waited_for() -> None:
+    """The third of 20 is one too many for a tenth; the others would hang until the deadline, at which all are taken."""
+    late = [RequestFailed("late")] * 3
+    began = time.monotonic()
+    with pytest.raises(TooManyAborted, match="3 of 20 rollouts were aborted") as raised:
+        gather(Fails("1", *late, *[None] * 16), [PROMPT] * 5, 4, deadline_in=60.0, of=20, concurrency=20)
+    assert raised.value.failures == ["late"] * 3 and time.monotonic() - began < 20.0
+    rollouts = gather(Fails("1", *late[:2], *[None] * 17), [PROMPT] * 5, 4, deadline_in=0.5, of=20, concurrency=20)
+    assert [rollout.status for rollout in rollouts].count("aborted") == 19
 
 
 def test_a_failing_engine_is_one_error() -> None:
