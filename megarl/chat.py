@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.command_line import Parser, ends_in_a_line, path_text
 from megarl.config import Config, ConfigError
+from megarl.processes.scratch import Scratch
 
 if TYPE_CHECKING:
     from megarl.environments.protocol import ToolResult
@@ -82,7 +82,7 @@ def talk(options: Namespace) -> int:
     from megarl import targets
 
     target = targets.find(options.target)
-    with tempfile.TemporaryDirectory(prefix="megarl-chat-") as place:
+    with Scratch("megarl-chat-") as place:
         data = Path(place, "row.jsonl")
         data.write_text(json.dumps({"prompt": "x"}))
         own: dict[str, dict[str, Any]] = {

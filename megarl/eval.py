@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from megarl import train
 from megarl.command_line import Parser, amount, count, ends_in_a_line, folder_to_write, path_text, to_paste
 from megarl.config import Config, ConfigError
 from megarl.launching import ending
+from megarl.processes.scratch import Scratch
 
 SAMPLES = 100_000
 
@@ -81,7 +81,7 @@ def evaluate(options: Namespace) -> int:
         "data.prompts_per_step": "it is all of the data",
         "rollout.samples_per_prompt": "--samples says it",
     }
-    with tempfile.TemporaryDirectory(prefix="megarl-eval-") as place:
+    with Scratch("megarl-eval-") as place:
         file = Path(place, "eval.yaml")
         config = targets.configured(target, own, options.overrides, file, taken)
         if samples > 1 and config.rollout.held_out.temperature == 0:

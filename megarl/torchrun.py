@@ -15,10 +15,8 @@ import io
 import logging
 import os
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +31,7 @@ from megarl.launching.stopped import Stopped
 from megarl.parallel.secret import SealedPickle, of_launchers
 from megarl.processes.family import children, end_orphans
 from megarl.processes.parent import inherit_orphans
+from megarl.processes.scratch import Scratch
 
 _LOOK_S = 1.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,7 +47,7 @@ class _Watch(threading.Thread):
         self.asked = 0
         self.has_killed = False
         self.has_failed: Callable[[], bool] = bool  # on another node
-        self.logs = tempfile.mkdtemp(prefix="megarl-torchrun-")  # else the agent makes one, and leaves it
+        self.logs = Scratch("megarl-torchrun-")  # else the agent makes one, and leaves it
         self._again = False  # they have been asked twice
         self._deadline = float("inf")
         self._notice = float("inf")
@@ -113,7 +112,7 @@ class _Watch(threading.Thread):
             os._exit(128 + number)
 
     def tidy(self) -> None:
-        shutil.rmtree(self.logs, ignore_errors=True)
+        self.logs.close()
 
 
 def _say_last(text: str) -> None:
@@ -166,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"MegaRL {__version__}")
             return 0
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        options.log_dir = options.log_dir or watch.logs
+        options.log_dir = options.log_dir or watch.logs.path
         options.signals_to_handle = "SIGQUIT"
         options.shutdown_timeout = int(launcher.GRACE_S)
         return _until_it_ends(options, watch)

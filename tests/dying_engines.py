@@ -2,7 +2,9 @@
 
 What is to happen is in the environment, DYING: {step: [what, engine]}. `kill` and `stop` send an engine's scheduler
 SIGKILL or SIGSTOP when the first of its conversations in that step has ended, `push` SIGKILL in the middle of the push
-that ends the step. Each appends a line [step, what, engine, time.time()] to the file `died` in the run's folder.
+that ends the step. `host` sends SIGKILL to the process that all engines of the launcher are started from, `stopped`
+SIGSTOP, and SIGKILL to the scheduler. Each appends a line [step, what, engine, time.time()] to the file `died` in the
+run's folder.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class Dying(RolloutWorker):
             engine.order = and_die  # type: ignore[method-assign]
 
     def _one_has_ended(self, rollout: Rollout) -> None:
-        self._die("kill")
-        self._die("stop")
+        for how in ("kill", "stop", "host", "stopped"):
+            self._die(how)
 
     def _die(self, how: str) -> None:
         engine = self.engines.lead
@@ -45,7 +47,18 @@ class Dying(RolloutWorker):
         del self._plan[self.step]
         with open(f"{self.config.run.dir}/died", "a") as file:
             file.write(json.dumps([self.step, how, engine.index, time.time()]) + "\n")
-        scheduler_of(engine).send_signal(signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+        if how in ("host", "stopped"):
+            host_of_engines().send_signal(signal.SIGKILL if how == "host" else signal.SIGSTOP)
+        if how != "host":
+            scheduler_of(engine).send_signal(signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+
+
+def host_of_engines() -> psutil.Process:
+    """The one that the launcher of this rank has started."""
+    launcher = psutil.Process(os.getppid())
+    living = [one for one in launcher.children() if one.status() != psutil.STATUS_ZOMBIE]
+    (found,) = [one for one in living if "megarl.rollout.engine_host" in one.cmdline()]
+    return found
 
 
 def scheduler_of(engine: Any) -> psutil.Process:

@@ -98,3 +98,21 @@ def test_one_that_is_killed_beside_training_is_back_in_the_next_step(
         found = read_rollouts(tmp_path / "run", int(row["step"]))
         assert len(found) == 16 and [one for one in found if one.status == "aborted"] == []
         assert row["rollout/lag_max"] <= 1
+
+
+def test_the_process_that_engines_are_started_from_is_killed_then_stopped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both engines are lost with it, then one that needs it to start again; the run goes on, and leaves nothing."""
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
+    done = run(monkeypatch, folder, tmp_path / "run", "", {1: ["host", 0], 2: ["stopped", 1]})
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = steps_of(tmp_path / "run")
+    assert [(row["step"], row.get("rollout/engine_restarts", 0)) for row in rows] == [(1, 2), (2, 1), (3, 0)]
+    for step in (1, 2, 3):
+        found = read_rollouts(tmp_path / "run", step)
+        assert len(found) == 16 and [one for one in found if one.status == "aborted"] == []
+        assert versions(tmp_path / "run", step) == {step - 1}
+    assert "engines are started from ended (SIGKILL), and is started again" in done.stderr
+    assert "engines are started from was stopped (SIGSTOP), and is continued" in done.stderr
+    assert list(tmp_path.glob("megarl-*")) == []

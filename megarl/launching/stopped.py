@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from megarl.launching.restarts import Rules
+from megarl.processes.family import is_stopped
 
 FURTHER_S = 15.0
 """How long behind `run.timeout_s`: where others notice they know more."""
@@ -40,7 +41,7 @@ class Stopped:
             self._since.clear()
         self._looked = now
         for rank, pid in ranks().items():
-            if not _is_stopped(pid):
+            if not is_stopped(pid):
                 self._since.pop(pid, None)
                 continue
             seconds = now - self._since.setdefault(pid, now)
@@ -51,12 +52,3 @@ class Stopped:
                 why = f"for {seconds:.0f} s, longer than run.timeout_s={rules.timeout_s:g}"
                 return rank, f"error: rank {rank} has been stopped (SIGSTOP) {why}, and was killed"
         return None
-
-
-def _is_stopped(pid: int) -> bool:
-    """By a signal, not by a debugger, which is `t`."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False

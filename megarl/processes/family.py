@@ -36,3 +36,22 @@ def end_orphans(spared: Collection[int], patience_s: float) -> list[int]:
                 killed.append(pid)
         time.sleep(_LOOK_S)
     return killed
+
+
+def is_stopped(pid: int) -> bool:
+    """By a signal, not by a debugger, which is `t`."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether it is a resource tracker of Python's, which ends by itself after those that it works for, and only then
+    removes the semaphores that these have left in shared memory."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as command:
+            return b"resource_tracker" in command.read()
+    except OSError:
+        return False

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl import forks
+from megarl.processes.family import is_tracker
 from megarl.processes.limits import restrict
 from megarl.processes.parent import die_with_parent, inherit_orphans
 
@@ -36,6 +37,7 @@ PRINTED, PRINTED_S = 1 << 18, 1 << 12
 """Bytes of what a process prints that are kept, and those that it may print for each second that it lives besides."""
 _LOOK_MS = 50
 _END_LIMIT_S = 5.0
+_TRACKERS_S = 2.0
 
 
 def main(orders: socket.socket, parent: int, serve: Serve, given: dict[str, Any]) -> None:
@@ -61,7 +63,7 @@ def main(orders: socket.socket, parent: int, serve: Serve, given: dict[str, Any]
             children[pid] = said["number"]
         for pid, status in _ended():
             if pid in children:
-                _kill(set(_own()) - children.keys())  # left by one that was killed itself
+                _kill(_without_trackers(set(_own()) - children.keys()))  # left by one that was killed itself
                 with contextlib.suppress(OSError):
                     orders.send(json.dumps({"number": children.pop(pid), "status": status}).encode())
     _end_all(_END_LIMIT_S)
@@ -183,11 +185,16 @@ def _kill(pids: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _without_trackers(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if not is_tracker(pid)}
+
+
 def _end_all(seconds: float) -> None:
-    """Kill the children, and theirs as they arrive here, until none is left or time is up."""
+    """Kill the children, and theirs as they arrive here, until none is left or time is up; those that remove what the
+    others leave in shared memory only after a moment, in which they end by themselves."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and (pids := set(_own())):
-        _kill(pids)
+        _kill(pids if time.monotonic() > deadline - seconds + _TRACKERS_S else _without_trackers(pids))
         _ended()
         time.sleep(0.002)
 

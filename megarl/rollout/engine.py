@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from megarl.config import Config
 from megarl.models.registry import load_hf_config
 from megarl.parallel import device, secret
@@ -37,7 +39,7 @@ from megarl.rollout.tool_calls import parser_name
 
 _LOG_LINES = 20
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port (at )?\d+ is (already )?(in use|not available)", re.I)
-_PORT_TRIES = 3
+_TRIES = 3
 _NOISE = re.compile(
     r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$"
     r"|\[[^]]*\] Ignore import error|Multi-thread loading shards"
@@ -80,8 +82,15 @@ def check_here(config: Config) -> None:
     _platform().check(config.rollout.sglang)
 
 
+def allocate(size: int) -> torch.Tensor:
+    """[size] uint8 where an engine's rank beside this one can be handed it, see `packed`."""
+    tensor: torch.Tensor = _platform().allocate(size)
+    return tensor
+
+
 def packed(tensors: NamedTensors) -> str:
-    """A payload for the engine's rank beside this one: it says where the data are, which must stay there meanwhile."""
+    """A payload for the engine's rank beside this one: it says where the data are, which must stay there meanwhile.
+    tensors: of `allocate`."""
     return base64.b64encode(_platform().pack(tensors)).decode()
 
 
@@ -160,9 +169,6 @@ class Engine:
         self._asleep.clear()
         if server is not None:
             server.close()
-        if self._host is not None and self._host.process.poll() is not None:
-            self._host.close()
-            self._host = None
         with self.log.open("ab") as log:
             log.write(b"--- started again\n")
         self._tries = 1
@@ -224,7 +230,8 @@ class Engine:
         """Block until the engine answers; `timeout` defaults to `rollout.start_timeout` seconds.
 
         Raises EngineError with the last log lines when it dies or does not get there in time. A port that another
-        process took in the meantime is replaced by another, a few times.
+        process took in the meantime is replaced by another, and an engine that was killed with its host is started
+        again, a few times.
         """
         limit = self.config.rollout.start_timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
@@ -232,7 +239,8 @@ class Engine:
             if self._ended or self._server is None:
                 raise EngineError(f"engine {self.index} was ended before it was ready")
             if self._server.poll() is not None:
-                if self._port_taken() and self._tries < _PORT_TRIES:
+                again = self._server.is_abandoned or self._port_taken()
+                if again and self._tries < _TRIES:
                     self._tries += 1
                     self._launch()
                 else:

@@ -13,8 +13,9 @@ subreaper it inherits whatever the server leaves behind, so nothing escapes. The
 SIGTERM, which the kernel sends when the process that started it dies.
 
 Each supervisor has a folder for what its engine leaves lying about, named by its pid, in the host's. It is removed with
-what SGLang has put in shared memory besides, by the supervisor, or by the host where that was killed. The last to end
-removes the host's folder.
+what SGLang has put in shared memory besides, by the supervisor, or by the host where that was killed. The host's folder
+is removed by the process that started it, or, where that is gone, by the last of these to end. A host that was killed
+is started again with the same folder and the same socket.
 
 A connection carries one line of JSON {"log": path, "environment": {...}, "settings": {...}} and, when the server has
 ended, its exit status as a line.
@@ -39,6 +40,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from megarl.processes.family import is_tracker
 from megarl.processes.parent import die_with_parent, inherit_orphans
 
 _LOOK_S = 0.5
@@ -47,14 +49,6 @@ _LOOK_S = 0.5
 def _children() -> list[int]:
     with open(f"/proc/self/task/{os.getpid()}/children") as listing:
         return [int(pid) for pid in listing.read().split()]
-
-
-def _is_tracker(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as command:
-            return b"resource_tracker" in command.read()
-    except OSError:
-        return False
 
 
 def _reap() -> bool:
@@ -112,14 +106,24 @@ def _clear(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def clear_all(path: str) -> None:
+    """Remove the folder of a host, and what its engines have left."""
+    with contextlib.suppress(OSError):
+        for folder in Path(path).iterdir():
+            if folder.is_dir():
+                _clear(folder)
+    shutil.rmtree(path, ignore_errors=True)
+
+
 class EngineHost:
     """listener: where ranks connect; its starter has bound it. folder: its own, with the listener's socket in it.
-    preload: import SGLang here, for all engines."""
+    preload: import SGLang here, for all engines. starter: handle (pidfd) of the process that has started it."""
 
-    def __init__(self, listener: socket.socket, folder: Path, preload: bool) -> None:
+    def __init__(self, listener: socket.socket, folder: Path, preload: bool, starter: int) -> None:
         self._listener = listener
         self._folder = folder
         self._preload = preload
+        self._starter = starter
         self._pid = os.getpid()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  what the import prints belongs to each engine's log
         self._failed = False
@@ -127,6 +131,7 @@ class EngineHost:
     def run(self) -> None:
         """Serve until SIGTERM."""
         inherit_orphans()
+        self._clear_after_the_killed()  # of a host before this one
         if self._preload:
             self._import()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until here there was nothing to end but this
@@ -146,20 +151,17 @@ class EngineHost:
             os._exit(0)  # taking SGLang's modules apart would take two seconds
 
     def _clear_after_the_killed(self) -> None:
-        """A supervisor that was killed has left its folder, and may have left processes, which come here and are of
-        no use to anybody."""
-        alive = set(_children())
-        for folder in self._folder.iterdir():
-            if folder.is_dir() and int(folder.name) not in alive:
-                _clear(folder)
+        """A supervisor that was killed has left its folder."""
+        with contextlib.suppress(OSError):
+            for folder in self._folder.iterdir():
+                if folder.is_dir() and not Path(f"/proc/{folder.name}").exists():
+                    _clear(folder)
 
     def _leave(self) -> None:
-        """Remove the host's folder, but for what others still need."""
-        for folder in self._folder.iterdir():
-            if folder.is_dir() and not Path(f"/proc/{folder.name}").exists():
-                _clear(folder)
+        """Remove what nobody needs any more: of the host's folder all, where whoever has started it is gone."""
+        self._clear_after_the_killed()
         with contextlib.suppress(OSError):
-            if not any(path.is_dir() for path in self._folder.iterdir()):
+            if _has_ended(self._starter) and not any(path.is_dir() for path in self._folder.iterdir()):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _import(self) -> None:
@@ -202,9 +204,7 @@ class EngineHost:
             time.sleep(0.2)  # let its last lines reach the log
             connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(ended[1]))
         finally:
-            # Python's resource trackers end by themselves after the others, and only they remove the semaphores that
-            # the others leave in shared memory.
-            _end_all(_is_tracker, grace=5.0)
+            _end_all(is_tracker, grace=5.0)
             _clear(scratch)
             if os.getppid() != self._pid:
                 self._leave()
@@ -230,14 +230,26 @@ def _print_to(file: IO[bytes]) -> None:
     os.dup2(file.fileno(), 2)
 
 
-def _leave_at_once(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def _has_ended(process: int) -> bool:
+    """By its handle (pidfd)."""
+    return bool(select.select([process], [], [], 0)[0])
+
+
+def _leave_at_once(folder: str, starter: int) -> None:
+    if _has_ended(starter):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
+def _main(listener: int, parent: int, folder: str, preload: bool) -> None:
+    starter = os.pidfd_open(os.getppid())
+    if os.getppid() != parent:  # it was killed before this one had begun
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: _leave_at_once(folder, starter))
+    die_with_parent(parent, signal.SIGTERM)
+    EngineHost(socket.socket(fileno=listener), Path(folder), preload, starter).run()
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: _leave_at_once(sys.argv[3]))
-    if os.getppid() != int(sys.argv[2]):
-        _leave_at_once(sys.argv[3])  # it was killed before this one had begun
-    die_with_parent(int(sys.argv[2]), signal.SIGTERM)
-    EngineHost(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[3]), preload="preload" in sys.argv[4:]).run()
+    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], preload="preload" in sys.argv[4:])

@@ -20,7 +20,7 @@ class Revival:
         self.engine = engine
         self._lock = threading.Lock()
         self._found: EngineLost | None = None
-        self._thread = ThreadPoolExecutor(1, "engine start")  # lives on, for a host ends with the thread that began it
+        self._thread = ThreadPoolExecutor(1, "engine start")
         self._starting: Future[None] | None = None
         self._took = 0.0
 

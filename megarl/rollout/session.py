@@ -9,15 +9,14 @@ bytes, little-endian; data never go this way. What either process dies of, the o
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megarl.processes.scratch import Scratch
 from megarl.rollout.faults import EngineError
 
 _LENGTH = struct.Struct("<q")
@@ -71,9 +70,8 @@ class Line:
     take to connect, and to do an order."""
 
     def __init__(self, patience: float) -> None:
-        place = tempfile.gettempdir()  # the name of a socket has at most 107 bytes, and TMPDIR may be long
-        self._folder = tempfile.mkdtemp(prefix="megarl-push-", dir=place if len(place) < 50 else "/tmp")
-        self.path = str(Path(self._folder, "socket"))
+        self._scratch = Scratch("megarl-push-")
+        self.path = str(Path(self._scratch.path, "socket"))
         self.patience = patience
         self._line: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX)
@@ -97,7 +95,7 @@ class Line:
                         raise Late(f"an engine's rank has not begun its push within {self.patience:g} s") from None
         finally:
             self._listener.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._scratch.close()
         return True
 
     def give(self, order: dict[str, Any]) -> None:
@@ -130,4 +128,4 @@ class Line:
         self._listener.close()
         if self._line is not None:
             self._line.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.types import Rollout
+from megarl.types import Prompt, Rollout
 from megarl.types.verdicts import Reward
 
 HERE = f"calls of the process {os.getpid()}"
@@ -42,6 +43,7 @@ def odd(rollout: Rollout) -> Any:
         "print": lambda: print("said by a function") or 0.5,
         "close": lambda: os.closerange(3, 100) or 1.0,
         "leave": lambda: leave(argument),
+        "semaphores": lambda: semaphores(*argument.split("/", 1)),
         "touch": lambda: Path(argument).touch() or 1.0,
         "alarm": alarm,
         "memory": lambda: len(bytearray(3 << 30)) * 0.0,
@@ -66,6 +68,16 @@ def leave(mark: str) -> None:
         with open(mark, "a") as file:
             file.write(f"{child.pid}\n")
     time.sleep(600)
+
+
+_MADE: list[Any] = []
+
+
+def semaphores(how: str, mark: str) -> None:
+    """Leave some in shared memory, as what works with processes of its own has them, and end without a word."""
+    _MADE.extend(multiprocessing.get_context("spawn").Lock() for _ in range(3))
+    Path(f"/{mark}").write_text("\n".join(lock._semlock.name for lock in _MADE))
+    odd(Rollout(Prompt(how, ()), ()))
 
 
 def alarm() -> float:

@@ -155,6 +155,16 @@ def test_all_is_waited_for_or_nothing_is_left(made: Made, tmp_path: Path) -> Non
     pool.close()
 
 
+def test_semaphores_of_what_is_killed_do_not_stay_in_shared_memory(made: Made, tmp_path: Path) -> None:
+    hows = ("hang", "killed", "die", "fault")
+    samples = [f"semaphores/{how}{tmp_path}/{how}" for how in hows]
+    for how, said in zip(hows, verdicts(made("odd", limit=4.0), *samples), strict=True):
+        assert isinstance(said, Failed), (how, said)
+        names = (tmp_path / how).read_text().split()
+        assert len(names) == 3 and names[0].startswith("/mp-")
+        assert eventually(lambda names=names: not any(Path(f"/dev/shm/sem.{name[1:]}").exists() for name in names)), how
+
+
 @pytest.mark.parametrize("victim", ["rank", "nursery"])
 def test_nothing_outlives_a_rank_that_is_killed(tmp_path: Path, victim: str) -> None:
     mark, log = tmp_path / "pids", tmp_path / "log"

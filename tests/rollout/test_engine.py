@@ -32,6 +32,7 @@ from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.engine import Engine, EngineError, start_host
+from megarl.rollout.faults import EngineLost
 from megarl.rollout.hosting import SHARED, Hosted
 from megarl.rollout.policy import Generation, RequestFailed
 from megarl.rollout.queue import Tickets
@@ -429,9 +430,11 @@ def test_nothing_outlives_its_rank_its_supervisor_or_its_host(tmp_path: Path) ->
                 os.kill({"rank": rank.pid, "supervisor": supervisor, "host": own.pid}[victim], how)
                 await_end([*family, own] if victim == "host" else family)
                 until(lambda place=place: not place.exists() and not load_files(place), place)
-            assert place.parent.exists() == is_running(own) == (victim != "host")
+            assert place.parent.exists() and is_running(own) == (victim != "host")
+        until(lambda: shared.process.pid != own.pid and shared.process.poll() is None, "another host")
     finally:
         shared.close()
+    assert not Path(shared.path).parent.exists()
 
 
 def test_a_rank_that_is_killed_takes_its_own_host_along(tmp_path: Path) -> None:
@@ -444,6 +447,40 @@ def test_a_rank_that_is_killed_takes_its_own_host_along(tmp_path: Path) -> None:
         rank.kill()
         await_end([own])
         assert not folder.exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_is_started_through_a_host_that_is_killed_or_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    """While it imports SGLang, and again once the engine is there: which is lost then with the host that was killed."""
+    model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
+    shared = start_host(make_config(model, tmp_path / "run"), threads=1)
+    monkeypatch.setenv(SHARED, shared.path)
+    engine = Engine(make_config(model, tmp_path / "run"), threads=1)
+    try:
+        engine.start()
+        os.kill(first := shared.process.pid, how)
+        engine.wait_ready()
+        os.kill(second := shared.process.pid, how)
+        if how == signal.SIGKILL:
+            until(lambda: raised(engine.check_runs), "the engine is lost")
+        engine.restart()
+        engine.wait_ready()
+        engine.check_runs()
+        assert len({first, second, shared.process.pid}) == (3 if how == signal.SIGKILL else 1)
+    finally:
+        engine.shutdown()
+        shared.close()
+    assert not Path(shared.path).parent.exists()
+
+
+def raised(work: Callable[[], None]) -> bool:
+    try:
+        work()
+    except EngineLost:
+        return True
+    return False
 
 
 def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,12 +496,10 @@ def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, m
         engine.start()
         with pytest.raises(EngineError, match="did not start; (?s:.)*no kernel for this machine"):
             engine.wait_ready()
-        os.kill(shared.process.pid, signal.SIGKILL)
-        shared.process.wait()
-        with pytest.raises(EngineError, match="nobody at .*socket to start it"):
-            engine.start()
     finally:
         shared.close()
+    with pytest.raises(EngineError, match="nobody at .*socket to start it"):
+        engine.start()
 
 
 TAKEN = "OSError: [Errno 98] error while attempting to bind: address already in use\n" + "  a long traceback\n" * 200
@@ -479,6 +514,8 @@ def test_a_port_that_was_taken_is_replaced(
     ports: list[int] = []
 
     class Ended(Hosted):
+        is_abandoned = False
+
         def __init__(self, path: str, log: Path, environment: Any, settings: Any) -> None:
             ports.append(settings["server_args"]["port"])
             with log.open("a") as file:

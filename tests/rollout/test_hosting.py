@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
+import socket
 import subprocess
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +17,18 @@ from megarl.rollout.hosting import Host, secret_variables
 def test_engines_are_given_no_secret_and_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, str] = {}
 
-    def started(*_: Any, env: dict[str, str], **__: Any) -> None:
-        given.update(env)
+    class Started(subprocess.Popen[bytes]):
+        def __init__(self, *_: Any, env: dict[str, str], **__: Any) -> None:
+            given.update(env)
+            super().__init__(["sleep", "600"])
 
-    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(subprocess, "Popen", Started)
     secret = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "my_password", "SLACK_WEBHOOK", "TOKEN", "JUDGE")
     plain = ("TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
     for name in (*secret, *plain, "RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "1")
     host = Host({"OWN": "2"}, preload=False, hidden={"JUDGE"})
-    shutil.rmtree(host._folder)
+    host.close()
     assert given["OWN"] == "2" and all(given[name] == "1" for name in plain)
     assert not {*secret, "RANK", "MASTER_ADDR"} & given.keys()
 
@@ -34,3 +38,25 @@ def test_variables_that_a_configuration_names_are_secret() -> None:
     config = from_dict({"roles": roles, "track": {"webhook": "env:HOOK"}})
     assert secret_variables(config) == {"JUDGE", "HOOK"}
     assert secret_variables(from_dict({"track": {"webhook": "https://hooks.example.com/x"}})) == set()
+
+
+def test_a_host_that_ends_time_and_again_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Ends(subprocess.Popen[bytes]):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(["sh", "-c", "exit 3"])
+
+    monkeypatch.setattr(subprocess, "Popen", Ends)
+    host = Host({}, preload=False)
+    deadline = time.monotonic() + 20
+    while Path(host.path).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(OSError), socket.socket(socket.AF_UNIX) as rank:
+        rank.connect(host.path)
+    host.close()
+    said = capfd.readouterr().err.splitlines()
+    who = "the process that engines are started from"
+    again = [f"{who} ended (exit status 3), and is started again"] * 3
+    assert said == [*again, f"{who} ended 4 times within 60 s each, and is not started again"]
+    assert not Path(host.path).parent.exists()

@@ -1,0 +1,60 @@
+"""Folders in the temporary folder: who removes them, whoever has been killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.processes import scratch
+from megarl.processes.scratch import Scratch
+
+MAKES = """
+import os, sys, time
+from megarl.processes.scratch import Scratch
+folder = Scratch("megarl-test-")
+if os.fork():
+    print(folder.path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_nobody_holds_is_removed_by_the_next_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "_LONGEST", 1000)
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", f"from megarl.processes import scratch; scratch._LONGEST = 1000\n{MAKES}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as maker:
+        assert maker.stdout is not None
+        theirs = Path(maker.stdout.readline().strip())
+        (theirs / "file").write_text("x")
+        others = tmp_path / "megarl-test-public"
+        others.mkdir(mode=0o755)
+        (tmp_path / "megarl-test-link").symlink_to(theirs)
+        Scratch("megarl-test-").close()
+        monkeypatch.setattr(scratch, "_YOUNG_S", -1.0)
+        os.kill(maker.pid, signal.SIGKILL)
+        maker.wait()
+        Scratch("megarl-test-").close()
+        assert theirs.exists(), "a process that it has forked holds it"
+        os.killpg(maker.pid, signal.SIGKILL)
+    cleared: list[str] = []
+    for _ in range(100):
+        Scratch("megarl-test-", cleared.append)
+        if cleared:
+            break
+    assert cleared == [str(theirs)]
+    with Scratch("megarl-test-") as path:
+        assert not theirs.exists() and Path(path).stat().st_mode & 0o777 == 0o700
+    assert not Path(path).exists() and others.exists() and (tmp_path / "megarl-test-link").is_symlink()
