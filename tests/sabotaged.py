@@ -13,6 +13,7 @@ import torch
 
 from megarl.flow import HybridFlow
 from megarl.launching.ending import one_line
+from megarl.rollout.engine import allocate
 from megarl.rollout.handoff import HandOff
 from megarl.workers.push import WeightPush
 
@@ -26,9 +27,10 @@ def sabotaged(self: WeightPush, local: Mapping[str, torch.Tensor], version: int)
         self._on_engine(lambda engine: engine.begin_update())
         hand_over = HandOff(self.engine, self.collect)
         dtype, shape = hand_over.ask({"do": "describe"})["tensors"][LOST]
-        bytes_ = torch.randn(math.prod(shape)).to(getattr(torch, dtype)).view(torch.uint8)
+        data = torch.randn(math.prod(shape)).to(getattr(torch, dtype)).view(torch.uint8)
+        bytes_ = allocate(len(data)).copy_(data)
         whole = [LOST, -1, 0, shape[0], 0, shape[1], 0, -1]
-        hand_over.open([bytes_, torch.zeros(1, dtype=torch.uint8)])
+        hand_over.open([bytes_, allocate(1)])
         hand_over(bytes_, {"do": "write", "version": 1, "tensor_dtype": {LOST: dtype}, "slices": [whole]})
         assert hand_over.settle() == {"wrong": []}
         hand_over.close()

@@ -152,7 +152,7 @@ def test_no_file_has_one(ran: dict[str, Any]) -> None:
 def test_no_command_line_has_one_and_no_environment_but_that_of_the_ranks(ran: dict[str, Any]) -> None:
     kinds = " ".join(ran["watch"].kinds)
     assert "megarl.rollout.engine_host" in kinds and "megarl.processes" in kinds, kinds  # engines are forks of the host
-    assert "torch_shm_manager" in kinds, "a rank starts it where it hands over weights"
+    assert "torch_shm_manager" not in kinds, "torch starts it where a tensor is shared by a name, without being asked"
     assert sorted(ran["watch"].leaks) == []
 
 

@@ -2,7 +2,8 @@
 
 Nothing of it outlives its processes, however they end, and no limit of /dev/shm holds for it. A tensor onto such memory
 keeps it; with the last one it goes. Whoever is handed the file descriptor maps the same pages. It maps them privately:
-writing into them changes the writer's own copy of a page and nobody else's.
+writing into them changes the writer's own copy of a page and nobody else's. Whoever is told the numbers of `share` maps
+them as they are.
 """
 
 from __future__ import annotations
@@ -107,6 +108,32 @@ def attach(descriptor: int) -> torch.Tensor:
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return _tensor(descriptor, size, mmap.MAP_PRIVATE | _MAP_NORESERVE, made=False)
+
+
+def share(tensor: torch.Tensor) -> list[int]:
+    """Numbers by which any process of this user can map a contiguous tensor in memory of this process's making, see
+    `mapped`. Raises ValueError for any other tensor."""
+    size = tensor.numel() * tensor.element_size()
+    place = find(tensor)
+    if place is None and size:
+        raise ValueError("the tensor does not lie in shared memory")
+    if place is None:
+        return [os.getpid(), -1, 0, 0, 0]
+    return [os.getpid(), place.descriptor, os.fstat(place.descriptor).st_ino, place.offset, size]
+
+
+def mapped(process: int, descriptor: int, inode: int, offset: int, size: int) -> torch.Tensor:
+    """The bytes of a tensor that another process shares, [size] uint8: what either writes the other sees. Raises
+    OSError where they are not there any more."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(own).st_ino != inode:  # the number is another file's by now
+            raise FileNotFoundError(f"process {process} shares this memory no longer")
+        return _tensor(own, offset + size, mmap.MAP_SHARED, made=False)[offset:]
+    finally:
+        os.close(own)
 
 
 def _tensor(descriptor: int, size: int, flags: int, made: bool) -> torch.Tensor:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 from collections.abc import Mapping, Sequence
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.config import Config, ConfigError
-from megarl.rollout import torch_manager
+from megarl.parallel import shared_memory
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -89,12 +90,14 @@ def has_memory_saver() -> bool:
     return False
 
 
+def allocate(size: int) -> torch.Tensor:
+    """[size] uint8 that `pack` can share."""
+    return shared_memory.empty((size,), torch.uint8)
+
+
 def pack(tensors: NamedTensors) -> bytes:
-    """Pickle of [(name, tensor)] for a process on this machine; the data lie in shared memory, not in the pickle."""
-    torch_manager.start_without_secrets()
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")  # a file descriptor cannot be sent by HTTP
-    try:
-        return bytes(ForkingPickler.dumps(list(tensors)))
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
+    """Pickle of [("shared", tensor)] for a process on this machine: of JSON that says where the tensors lie, which is
+    memory of `allocate`; see `loader.opened`. Not torch's own way, for which it starts a process beside this one: when
+    that is killed nothing can be shared any more, and freeing what was shared aborts this process."""
+    places = json.dumps({name: shared_memory.share(tensor) for name, tensor in tensors})
+    return pickle.dumps([("shared", torch.frombuffer(bytearray(places.encode()), dtype=torch.uint8))])

@@ -11,6 +11,7 @@ import torch
 from megarl.config import Config
 from megarl.models.fp8 import is_fp8
 from megarl.models.registry import load_hf_config
+from megarl.parallel import device
 from megarl.reshard.engine_settings import safe_runner
 from megarl.reshard.runners import check_blackwell
 from megarl.rollout.allocator import check_allocator
@@ -50,6 +51,11 @@ def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
 def has_memory_saver() -> bool:
     """Whether sleeping frees the engine's memory."""
     return True
+
+
+def allocate(size: int) -> torch.Tensor:
+    """[size] uint8 that `pack` can share."""
+    return torch.empty(size, dtype=torch.uint8, device=device.device())
 
 
 def pack(tensors: NamedTensors) -> bytes:

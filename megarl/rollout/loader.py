@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megarl.parallel import device
+from megarl.parallel import device, shared_memory
 from megarl.reshard.checksum import device_hashes
 from megarl.reshard.copies import unpack
 from megarl.rollout.session import follow
@@ -47,7 +47,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     On a GPU SGLang moves every tensor to its device before this call: of what lies elsewhere we are given a copy, and
     nobody would see what is written there.
     """
-    shared = dict(named_tensors)
+    try:
+        shared = opened(named_tensors)
+    except Exception as error:  # of a rank that has ended meanwhile
+        print(f"what a rank shares is not there: {type(error).__name__}: {error}", flush=True)
+        return
     try:
         with torch.no_grad():
             order = json.loads(_bytes(shared["order"]))
@@ -63,6 +67,16 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         device.finish(shared["answer"], whole=True)
     except Exception as error:
         print(f"the answer {str(answer)[:500]} cannot be given: {error}", flush=True)  # the trainer finds none
+
+
+def opened(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors that a rank of the trainer shares, by name. On a CPU it says in one, "shared", where the others are;
+    see `engine_cpu.pack`."""
+    shared = dict(named_tensors)
+    if "shared" not in shared:
+        return shared
+    places = json.loads(_bytes(shared["shared"]))
+    return {name: shared_memory.mapped(*place) for name, place in places.items()}
 
 
 _JOINED: list[torch.nn.Module] = []

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from megarl.parallel import device
 from megarl.rollout import loader
-from megarl.rollout.engine import EngineError, packed
+from megarl.rollout.engine import EngineError, allocate, packed
 
 ROOM = 1 << 20
 """Bytes for an answer: the longest lists the tensors of a model, about 100 bytes each."""
@@ -23,19 +22,18 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device()) if device.has_cuda() else torch.device("cpu")
-        self._answer = torch.zeros(ROOM, dtype=torch.uint8, device=self._device)
+        self._answer = allocate(ROOM)
         self._order = self._answer  # stays alive from one order to the next, for the engine may look that long
 
     def payload(self, order: dict[str, Any], *buckets: torch.Tensor) -> str:
         """For `Engine.order`, once: each call of it needs a payload of its own.
 
-        buckets: [n] uint8 each; one for an order to write, two for a session. They are in shared memory from their
-        first time on, so that the same one filled anew costs nothing more. Neither they nor this object may be used for
-        another order before the answer.
+        buckets: [n] uint8 each, of `engine.allocate`; one for an order to write, two for a session. Neither they nor
+        this object may be used for another order before the answer.
         """
         loader.clear(self._answer)
-        self._order = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8).to(self._device)
+        said = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
+        self._order = allocate(len(said)).copy_(said)
         tensors = [("order", self._order), ("answer", self._answer)]
         return packed(tensors + [(f"bucket{number or ''}", bucket) for number, bucket in enumerate(buckets)])
 

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from megarl.config import Config, ConfigError
 from megarl.models.cuts import HFConfig, Param
 from megarl.models.registry import family_of, trained_mtp
-from megarl.parallel import device
 from megarl.parallel.ranks import Job, all_gather_objects, host_group, new_host_group
 from megarl.reshard.check import digest, digest_problem, engine_problems, layout_problems, shard_problems
 from megarl.reshard.configured import engine_layout, push_plan
 from megarl.reshard.executor import Executor, PushError, is_full
-from megarl.rollout.engine import Collect, Engine
+from megarl.rollout.engine import Collect, Engine, allocate
 from megarl.rollout.faults import EngineError
 from megarl.rollout.handoff import HandOff
 
@@ -121,7 +120,7 @@ class WeightPush:
 
     def _run(self, local: Mapping[str, torch.Tensor], hand_over: HandOff, version: int, compares: bool = False) -> None:
         if self.executor is None:
-            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, _allocate)
+            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, allocate)
 
         def share(buckets: Sequence[torch.Tensor]) -> None:
             hand_over.open(buckets, self.plan.engine.draft)
@@ -233,7 +232,3 @@ class WeightPush:
             self._see(error)
             return [str(error)]
         return []
-
-
-def _allocate(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=device.device())

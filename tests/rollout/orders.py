@@ -17,7 +17,7 @@ from megarl.models.cuts import Param
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.checksum import slice_hash
 from megarl.reshard.layout import EngineLayout, engine_shapes
-from megarl.rollout.engine import Engine
+from megarl.rollout.engine import Engine, allocate
 from megarl.rollout.mailbox import Mailbox
 
 
@@ -100,4 +100,6 @@ def write_order(
                 where = add(box), add(torch.tensor([slice_hash(box)]))
                 stacked = index if slot.grid == "expert" else -1
                 slices.append([slot.name, stacked, r0, r1, c0, c1, *where])
-    return {"do": "write", "version": 1, "tensor_dtype": dtypes, "slices": slices}, torch.cat(parts)
+    data = torch.cat(parts)
+    order = {"do": "write", "version": 1, "tensor_dtype": dtypes, "slices": slices}
+    return order, allocate(len(data)).copy_(data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from orders import check_orders, overwrite
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from megarl.parallel import shared_memory
 from megarl.reshard.layout import EngineLayout
-from megarl.rollout.engine import Engine, EngineError
+from megarl.rollout.engine import Engine, EngineError, allocate
 from megarl.rollout.handoff import HandOff
 from megarl.rollout.mailbox import Mailbox
 
@@ -137,7 +137,7 @@ def test_an_order_that_does_not_fit_harms_nothing_but_the_engine_waits_for_a_who
     before = [out.token_ids.tolist() for out in generate(engine)]
     engine.begin_update()
     order = {"do": "write", "version": 1, "tensor_dtype": {}, "slices": [["no.such.tensor", -1, 0, 1, 0, 1, 0, -1]]}
-    engine.order([box.payload(order, torch.zeros(16, dtype=torch.uint8))])
+    engine.order([box.payload(order, allocate(16))])
     with pytest.raises(EngineError, match="the engine has no tensor no.such.tensor"):
         box.answer()
     engine.end_update(None)
@@ -156,7 +156,7 @@ def test_orders_belong_into_an_update(qwen3_moe: Running) -> None:
 
 def test_orders_leave_nothing_behind(qwen3_moe: Running) -> None:
     """Neither files in shared memory nor mappings in the engine's processes."""
-    engine, box, bucket = qwen3_moe.engine, Mailbox(), torch.zeros(1 << 20, dtype=torch.uint8)
+    engine, box, bucket = qwen3_moe.engine, Mailbox(), allocate(1 << 20)
     order = {"do": "write", "version": 1, "tensor_dtype": {}, "slices": []}
 
     def give(times: int) -> tuple[int, int]:
@@ -174,7 +174,7 @@ def test_orders_leave_nothing_behind(qwen3_moe: Running) -> None:
 def test_a_session_writes_what_it_is_given_and_leaves_nothing_behind(qwen3_moe: Running) -> None:
     """Its buckets are there before and after it; while it lasts the engine has them once, and it takes any number of
     orders by one request."""
-    engine, buckets = qwen3_moe.engine, [torch.zeros(1 << 10, dtype=torch.uint8) for _ in range(2)]
+    engine, buckets = qwen3_moe.engine, [allocate(1 << 10) for _ in range(2)]
     dtype, (size,) = looked_at(engine)[0]["tensors"]["model.norm.weight"]
     order = {"do": "write", "version": 1, "push": "a", "tensor_dtype": {"model.norm.weight": dtype}}
     order["slices"] = [["model.norm.weight", -1, 0, size, 0, 1, 0, -1]]
@@ -207,12 +207,11 @@ def test_a_session_writes_what_it_is_given_and_leaves_nothing_behind(qwen3_moe: 
 
 
 def shared(engine: Engine) -> tuple[int, int]:
-    """Files in shared memory that torch made in this process, and how often its children, the engine's processes among
-    them, have mapped one of these."""
-    own = f"/dev/shm/torch_{os.getpid()}_"
+    """Bytes of memory that this process shares, and how often its children, the engine's processes among them, have
+    mapped such memory."""
     children, mapped = psutil.Process().children(recursive=True), 0
     assert len(children) > 2  # by whatever names
     for process in children:
         with contextlib.suppress(OSError):  # of another test's, that has just ended
-            mapped += Path(f"/proc/{process.pid}/maps").read_text().count(own)
-    return len(list(Path("/dev/shm").glob(f"{Path(own).name}*"))), mapped
+            mapped += Path(f"/proc/{process.pid}/maps").read_text().count("/memfd:megarl")
+    return shared_memory.held(), mapped

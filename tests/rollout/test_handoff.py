@@ -17,7 +17,7 @@ import torch
 
 from megarl.parallel import device
 from megarl.rollout import loader, session
-from megarl.rollout.engine import Engine, EngineError
+from megarl.rollout.engine import Engine, EngineError, allocate
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.handoff import HandOff
 
@@ -52,7 +52,7 @@ def order(offset: int, row: int) -> dict[str, Any]:
 
 
 def bucket(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32).view(torch.uint8).clone()
+    return allocate(4 * len(values)).copy_(torch.tensor(values, dtype=torch.float32).view(torch.uint8))
 
 
 def hand_off(patience: float = 20.0) -> tuple[HandOff, Obedient]:
@@ -166,7 +166,7 @@ def test_an_engine_that_refuses_is_noted(draft: bool) -> None:
 
 def test_other_bits_than_were_sent_are_noted_by_name() -> None:
     hand_over, _ = hand_off()
-    buckets = [torch.cat([bucket(1, 2), torch.zeros(8, dtype=torch.uint8)]), bucket(0, 0)]
+    buckets = [bucket(1, 2, 0, 0), bucket(0, 0)]
     wrong = order(0, 0)
     wrong["slices"][0][-1] = 8  # a hash of 0 is not that of these values
     hand_over.open(buckets)

@@ -15,7 +15,7 @@ import torch
 
 from megarl.reshard.checksum import slice_hash
 from megarl.rollout import loader
-from megarl.rollout.engine import EngineError
+from megarl.rollout.engine import EngineError, allocate
 from megarl.rollout.mailbox import Mailbox
 
 
@@ -54,7 +54,11 @@ def bucket_of(*tensors: torch.Tensor) -> torch.Tensor:
     for tensor in tensors:
         data = tensor.contiguous().view(-1).view(torch.uint8)
         parts += [data, data.new_zeros(-len(data) % 16)]
-    return torch.cat(parts)
+    return shared(torch.cat(parts))
+
+
+def shared(data: torch.Tensor) -> torch.Tensor:
+    return allocate(len(data)).copy_(data)
 
 
 def test_describe_lists_what_a_checkpoint_has() -> None:

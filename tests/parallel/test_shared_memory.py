@@ -1,0 +1,43 @@
+"""Memory that another process maps by numbers: what either writes the other sees, and nothing stands beside it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megarl.parallel import shared_memory
+
+WRITES = """
+import json, sys
+from megarl.parallel import shared_memory
+tensor = shared_memory.mapped(*json.loads(sys.argv[1]))
+print(tensor.tolist())
+tensor[1] = 9
+"""
+
+
+def test_another_process_reads_and_writes_it_and_no_further_one_is_started() -> None:
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    whole = shared_memory.empty((8,), torch.uint8)
+    whole[2:5] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    numbers = json.dumps(shared_memory.share(whole[2:5]))
+    assert not [one for one in psutil.Process().children() if "torch_shm" in one.name()]
+    assert not [name for name in {path.name for path in Path("/dev/shm").iterdir()} - before if "torch" in name]
+    done = subprocess.run([sys.executable, "-c", WRITES, numbers], capture_output=True, text=True)
+    assert done.stdout == "[1, 2, 3]\n", done.stderr
+    assert whole.tolist() == [0, 0, 1, 9, 3, 0, 0, 0]
+    del whole
+    gone = subprocess.run([sys.executable, "-c", WRITES, numbers], capture_output=True, text=True)
+    assert gone.returncode == 1 and "FileNotFoundError" in gone.stderr
+
+
+def test_only_what_lies_there_can_be_shared() -> None:
+    with pytest.raises(ValueError, match="does not lie in shared memory"):
+        shared_memory.share(torch.zeros(3))
+    assert shared_memory.mapped(*shared_memory.share(torch.zeros(0, dtype=torch.uint8))).numel() == 0
