@@ -29,7 +29,7 @@ class Mailbox:
         """For `Engine.order`, once: each call of it needs a payload of its own.
 
         buckets: [n] uint8 each, of `engine.allocate`; one for an order to write, two for a session. Neither they nor
-        this object may be used for another order before the answer.
+        this object may be used for another order, or dropped, before the answer.
         """
         loader.clear(self._answer)
         said = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)

@@ -133,11 +133,11 @@ def checksums(engine: Engine) -> list[dict[str, str]]:
 
 
 def test_an_order_that_does_not_fit_harms_nothing_but_the_engine_waits_for_a_whole_set(qwen3_moe: Running) -> None:
-    engine, box = qwen3_moe.engine, Mailbox()
+    engine, box, bucket = qwen3_moe.engine, Mailbox(), allocate(16)
     before = [out.token_ids.tolist() for out in generate(engine)]
     engine.begin_update()
     order = {"do": "write", "version": 1, "tensor_dtype": {}, "slices": [["no.such.tensor", -1, 0, 1, 0, 1, 0, -1]]}
-    engine.order([box.payload(order, allocate(16))])
+    engine.order([box.payload(order, bucket)])
     with pytest.raises(EngineError, match="the engine has no tensor no.such.tensor"):
         box.answer()
     engine.end_update(None)
