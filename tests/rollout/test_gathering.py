@@ -329,10 +329,10 @@ def test_no_more_conversations_are_begun_than_twice_what_the_engine_has_room_for
     """All tools hang until the deadline, so that every slot is free all the time."""
 
     class Hangs(Calculator):
-        calls = 0
+        begun = 0
 
         async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-            self.calls += 1
+            self.begun += 1
             await asyncio.sleep(3600)
             raise AssertionError
 
@@ -344,10 +344,10 @@ def test_no_more_conversations_are_begun_than_twice_what_the_engine_has_room_for
         task = asyncio.create_task(
             gather_rollouts(PROMPTS, tickets, Script(call("1+2")), around, **options)  # type: ignore[arg-type]
         )
-        while tools.calls < 6:
+        while tools.begun < 6:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        assert (tools.calls, tickets.taken()) == (6, 6)
+        assert (tools.begun, tickets.taken()) == (6, 6)
         task.cancel()
         await asyncio.wait([task])
 
