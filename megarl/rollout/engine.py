@@ -62,6 +62,8 @@ def start_host(config: Config, threads: int = 0) -> Host:
 def _environment(config: Config, threads: int) -> dict[str, str]:
     engines = Counter(members[0] // config.parallel.ranks_per_node for members in engine_ranks(config))
     return {
+        # A port that takes in whoever comes, and for whose messages tensor parallel ranks then wait in vain.
+        "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",
         "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
         # From when the engine begins to work on a request, so without the time that it waits in its queue.
         "SGLANG_REQ_RUNNING_TIMEOUT": str(config.rollout.request_timeout),
