@@ -1,6 +1,6 @@
 """What works on this machine, in a few seconds: .venv/bin/python -m megarl
 
-`megarl train`, `megarl eval`, `megarl chat` and `megarl torchrun` are `python -m megarl.train` and so on.
+`megarl train`, `megarl eval`, `megarl chat` and `megarl torchrun` run the modules of these names.
 
 Version, devices, packages and programs, room. Nothing heavy is imported but torch: that a package is there does not say
 that it imports, and a run looks again before it starts. Ends with 1 where something is missing that every run needs.
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(program: str, *arguments: str) -> int:
-    """Do as `python -m megarl.<program>` does, which ends this process; returns only where a package is missing."""
+    """Run the module `megarl.PROGRAM` as -m does, which ends this process; returns only where a package is missing."""
     sys.argv = [program, *arguments]
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # for the user's modules, as -m has it

@@ -32,6 +32,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "tie_word_embeddings": True},
     "deepseek_v3": {
         "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 4,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
         "first_k_dense_replace": 1,
         "n_routed_experts": 4,
         "n_shared_experts": 1,

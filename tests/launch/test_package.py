@@ -19,8 +19,6 @@ pytestmark = pytest.mark.alone
 ASKED_FOR = {"mcp", "mlflow", "sglang", "swanlab", "verifiers", "wandb"}
 """Imported where somebody asks for what needs them: extras, or installed without their own dependencies."""
 DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core"}
-WITH_OTHERS = {"latex2sympy2_extended"}
-"""Of math-verify's own requirements."""
 
 
 def build(target: Path, *options: str) -> Path:
@@ -71,7 +69,7 @@ def test_every_package_that_is_imported_is_a_dependency(installed: Path) -> None
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names = [node.module]
             imported |= {name.partition(".")[0] for name in names}
-    theirs = imported - sys.stdlib_module_names - {"megarl"} - ASKED_FOR - WITH_OTHERS
+    theirs = imported - sys.stdlib_module_names - {"megarl"} - ASKED_FOR
     assert "torch" in theirs and {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in theirs} <= needed
     assert not needed & {"pytest", "mypy", "ruff", "sglang", "transformer-engine"}
     (torch,) = (one for one in requirements if one.name == "torch" and one.marker is None)
