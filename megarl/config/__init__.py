@@ -192,7 +192,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     except OSError:  # a name that is too long
         there = False
     if not there:
-        if os.path.isdir(file):
+        if str(path) and os.path.isdir(file):
             raise ConfigError(f"{path} is a folder; name the configuration file, which is YAML")
         raise ConfigError(f"there is no configuration file {path}")
     if any(text.startswith("track.webhook=") and "://" in text for text in overrides):

@@ -287,7 +287,7 @@ CASES = [
     Case(
         "weights are text",
         ("model.safetensors is truncated or not",),
-        prepare=holds("model.safetensors", "version https://git-lfs"),
+        prepare=holds("model.safetensors", "these are no weights"),
     ),
     Case("weights are cut", ("model.safetensors is truncated",), prepare=cut(0.5)),
     Case("weights are cut in the header", ("model.safetensors is truncated",), prepare=cut(0.0005)),

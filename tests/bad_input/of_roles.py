@@ -77,14 +77,16 @@ CASES = [
         "roles.reward.options.model is not set",
     ),
     reward(
-        "a judge and a model", "{backend: judge, options: {url: 'http://a', model: m}}", "has no model", given=MODEL
+        "a judge and a policy as a model",
+        "{backend: judge, options: {url: 'http://a', model: m}}",
+        "has no score.weight: it is no reward model",
+        given=MODEL,
     ),
     reward(
         "a judge that sees nothing",
         "{backend: judge, options: {url: 'http://a', model: m, prompt: 'grade'}}",
         "has no {answer}",
     ),
-    reward("a pool and a model", "{backend: pool}", "has no model", given=MODEL),
     reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
     reward("a policy as a classifier", "{backend: transformers}", "is no sequence classifier", given=MODEL),
     reward("options that are a list", "{options: [1]}", "roles.reward.options must be a mapping"),
