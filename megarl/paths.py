@@ -18,7 +18,7 @@ from megarl.strict import ConfigError, is_path, require, types_of
 if TYPE_CHECKING:
     from megarl.config import Config
 
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\}|(?=\{))", re.ASCII)
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\}|(?=\{))", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PATH_NAME = re.compile(r"(.*_)?(path|dir|folder|file)")
 """Keys that are paths in mappings which pass through: `rollout.sglang.download_dir`, `options.tasks_file`."""

@@ -142,10 +142,7 @@ def test_what_cannot_be_expanded_is_said(
 
 def test_dollars_and_tildes_that_are_none_stay(tmp_path: Path) -> None:
     for text in ("a$", "cost$.jsonl", "a~b", "runs/~x", "a$1", "s3://bucket/$"):
-        if text != "a$1":
-            assert expand(text, "run.dir") == text
-    with pytest.raises(ConfigError, match=r"'\$1' is no variable"):
-        expand("a$1", "run.dir")
+        assert expand(text, "run.dir") == text
     config = from_dict({"data": {"prompt_key": "$x"}, "loss": {"policy": "~a"}})
     assert config.data.prompt_key == "$x" and config.loss.policy == "~a"
 

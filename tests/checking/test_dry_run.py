@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from megarl.checking.dry_run import Report, render, validate
 from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
+from megarl.rollout import server_args
 from megarl.workers.registry import Registered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -330,7 +331,7 @@ def test_what_is_legal_but_odd_is_a_warning(plan, overrides: list[str], message:
     assert message in " ".join(render(report).split())
 
 
-def test_a_run_needs_its_files(plan, tmp_path: Path) -> None:
+def test_a_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other than a dry run: the weights, the tokenizer and the data must be there."""
     folder = tmp_path / "model"
     overrides = [f"model.path={folder}", "data.train=nowhere.jsonl"]
@@ -346,6 +347,18 @@ def test_a_run_needs_its_files(plan, tmp_path: Path) -> None:
             write_weights(folder, MOE)
     write_tokenizer(folder, ("a",))
     assert plan(f"model.path={folder}", dry_run=False).ok
+    with monkeypatch.context() as patch:
+        patch.setattr(server_args, "_source", server_args._source.__wrapped__)
+        find = server_args.importlib.util.find_spec
+        patch.setattr(
+            server_args.importlib.util, "find_spec", lambda name, *more: None if name == "sglang" else find(name, *more)
+        )
+        absent = "the package sglang is not installed: bash launch/install.sh"
+        (warning,) = plan().warnings
+        assert warning.startswith(f"a run would be refused: {absent}")
+        (error,) = plan(f"model.path={folder}", dry_run=False).errors
+        assert error.startswith(absent)
+        assert plan(f"model.path={folder}", "algorithm=sft", "reward.functions=[]", dry_run=False).ok
     # A critic that reads other tokens.
     other = tmp_path / "critic"
     other.mkdir()
