@@ -6,13 +6,12 @@ A field's annotation says what fits it. What YAML cannot give (a function, a dty
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.strict import ConfigError
+from megarl.strict import ConfigError, nearest
 
 LARGEST = 2**31 - 1
 """No size or count that these packages know is larger, and beyond it their kernels' integers end."""
@@ -60,8 +59,8 @@ def check(where: str, value: Any, field: Field) -> None:
 
 def near(name: Any, known: Iterable[Any]) -> str:
     """A hint at the nearest of the known names."""
-    found = difflib.get_close_matches(str(name), [str(item) for item in known], n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    found = nearest(str(name), map(str, known))
+    return f"; did you mean {found}?" if found else ""
 
 
 def literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:

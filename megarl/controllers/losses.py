@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from megarl import forks, strict
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from megarl.algorithms.weights import constant_weights, sequence_mean_weights, token_mean_weights
 from megarl.config import Config, ConfigError
+from megarl.strict import nearest
 from megarl.types import Counts, TrainBatch
 
 
@@ -19,8 +19,8 @@ def find_policy_loss(name: str) -> PolicyLoss:
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
     if ":" not in name:
-        near = difflib.get_close_matches(name, POLICY_LOSSES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(name, POLICY_LOSSES)
+        hint = f"; did you mean {near}?" if near else ""
         raise ConfigError(
             f"loss.policy must be one of {', '.join(POLICY_LOSSES)}, or module:name of a loss, not {name[:200]!r}{hint}"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from megarl.environments.protocol import Described
 from megarl.environments.tools import Tool
 from megarl.processes.limits import NO_LIMITS, Limits
 from megarl.processes.process import Gone, Nursery
-from megarl.strict import ConfigError
+from megarl.strict import ConfigError, nearest
 
 if TYPE_CHECKING:
     from megarl.config import RolloutConfig
@@ -57,8 +56,8 @@ class Known:
         elif isinstance(name, str) and name in self.environments:
             found = self.environments[name]
         else:
-            near = difflib.get_close_matches(str(name), self.environments, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(str(name), self.environments)
+            hint = f"; did you mean {near}?" if near else ""
             have = ", ".join(self.environments)
             raise ConfigError(
                 f"prompt {prompt.id}: its {COLUMN!r}, {str(name)[:80]!r}, is none of {ENVIRONMENTS}{hint} ({have})"

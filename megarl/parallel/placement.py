@@ -7,7 +7,6 @@ world_size, with the sizes of `parallel`, which are the actor's, or those of `cr
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 from megarl import strict
 from megarl.config import Config, ConfigError, ParallelConfig, to_dict
 from megarl.parallel.roles import has_model, on_megatron, role_settings
+from megarl.strict import nearest
 
 ALL, HOST = "all", "cpu"
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -159,8 +159,8 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
     """
     for role in config.placement:
         if role not in roles:
-            near = difflib.get_close_matches(str(role), list(roles), n=1)
-            hint = f"; did you mean placement.{near[0]}?" if near else ""
+            near = nearest(str(role), roles)
+            hint = f"; did you mean placement.{near}?" if near else ""
             raise ConfigError(
                 f"placement.{role}: {config.algorithm} has no such role{hint} (it has {', '.join(roles)})"
             )

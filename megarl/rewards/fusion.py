@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.rewards.functions import LARGEST, RewardError, number_of, worth
-from megarl.strict import shown
+from megarl.strict import nearest, shown
 from megarl.types import Episodes, Rollout, Rollouts
 from megarl.types.verdicts import Failed, Verdict
 
@@ -24,8 +23,8 @@ def checked_weights(given: Any, parts: Collection[str], key: str = "reward.weigh
         raise ConfigError(f"{key} must be a mapping of parts to numbers, such as {{gsm8k: 0.5}}, not {shown(given)}")
     for name, weight in given.items():
         if name not in parts:
-            near = difflib.get_close_matches(str(name), parts, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(str(name), parts)
+            hint = f"; did you mean {near}?" if near else ""
             raise ConfigError(f"{key}: no part of the reward is called {shown(name)}{hint} (it has {', '.join(parts)})")
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not number or not abs(weight) <= LARGEST:

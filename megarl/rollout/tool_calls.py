@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from megarl.rollout.call_formats import Guarded, guard
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
 from megarl.rollout.server_args import parsers
+from megarl.strict import nearest
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def parser_name(setting: str, hf: HFConfig) -> str:
     """The parser that `rollout.tool_call_parser` names, or the family's where it is empty. Raises ConfigError for one
     that SGLang does not have."""
     if setting and parsers() and setting not in parsers():
-        near = difflib.get_close_matches(setting, parsers(), n=1)
-        hint = f"did you mean {near[0]}? Leave it empty" if near else "leave it empty"
+        near = nearest(setting, parsers())
+        hint = f"did you mean {near}? Leave it empty" if near else "leave it empty"
         raise ConfigError(
             f"rollout.tool_call_parser={setting} is no parser of SGLang's; {hint} for that of the model's family"
         )

@@ -5,7 +5,6 @@ All by `module:name`, so that a plan on paper need not import Megatron to know t
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 from megarl import forks
 from megarl.config import Config, ConfigError
 from megarl.parallel.roles import backends_of, role_settings
+from megarl.strict import nearest
 from megarl.types.declared import Declared
 
 TEACHER = "megarl.workers.teacher:TeacherWorker"
@@ -53,8 +53,8 @@ def check_roles(config: Config, declared: Declared, registered: Mapping[str, Reg
     here knows. Nothing is imported."""
     for role in (*registered, *config.roles):
         if role not in declared.roles and role not in WORKERS:
-            near = difflib.get_close_matches(str(role), declared.roles, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(str(role), declared.roles)
+            hint = f"; did you mean {near}?" if near else ""
             where = f"register_worker({role!r})" if role in registered else f"roles.{role}"
             raise ConfigError(f"{where}: {declared.name} has no such role{hint} (it has {', '.join(declared.roles)})")
     for role in declared.roles:

@@ -120,6 +120,7 @@ CASES = [
     parser("glm46", "did you mean glm4"),
     parser("deepseek", "is no parser of SGLang's", "deepseek"),
     parser("Qwen25", "did you mean qwen25"),
+    parser("HERMES", "did you mean hermes"),
     parser("none", "is no parser of SGLang's", "eave it empty"),
     parser("'../qwen25'", "is no parser of SGLang's"),
 ]

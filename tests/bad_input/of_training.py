@@ -102,6 +102,7 @@ CASES = [
         ("loss.policy must be one of ppo, gspo", "or module:name of a loss, not 'gpso'; did you mean gspo?"),
         ("loss.policy=gpso",),
     ),
+    Case("a policy loss in capitals", ("did you mean gspo?",), ("loss.policy=GSPO",)),
     Case(
         "an option of another loss",
         ("unknown key loss.options.tau_positive", "known here: clip_low, clip_high"),
