@@ -165,7 +165,9 @@ def test_slices_and_repetition(tmp_path: Path) -> None:
 def test_a_template_that_refuses_is_an_error_of_the_line(tmp_path: Path) -> None:
     class Strict(Letters):
         def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-            raise ValueError("roles must alternate")
+            if messages[0]["content"] != "a":
+                raise ValueError("roles must alternate")
+            return super().apply_chat_template(messages, **options)
 
     with pytest.raises(ConfigError, match=r"a.jsonl:1, 'chosen': the chat template cannot render.*must alternate"):
         read_preferences(write(tmp_path / "a.jsonl", IMPLICIT), Strict(), 100, 100)
