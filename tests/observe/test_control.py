@@ -130,7 +130,11 @@ def test_what_is_no_file_changes_nothing(tmp_path: Path, what: str, monkeypatch:
 
         monkeypatch.setattr(Path, "open", refuse)
     had, said = lab.steps(3)
-    complaints = {"a directory": "is no file", "a pipe": "is no file", "a secret": "cannot be read: Permission denied"}
+    complaints = {
+        "a directory": "is a folder",
+        "a pipe": "is no regular file",
+        "a secret": "cannot be read: Permission denied",
+    }
     assert had == [] and [complaints[what] in one for one in said] == [True] if what in complaints else not said
 
 
