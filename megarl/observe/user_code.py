@@ -91,6 +91,8 @@ def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tupl
             target.write_bytes(file.read_bytes())
     folder.mkdir(exist_ok=True)
     index.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    if not changed:
+        return []
     found = [(name, (old or {}).get(name), new.get(name)) for name in changed]
     with (folder / CHANGES).open("a", encoding="utf-8") as lines:
         for name, before, after in found:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +19,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.config import ConfigError
-from megarl.parallel import secret
 from megarl.parallel.addresses import is_public
 
 ALLOWS = "MEGARL_PUBLIC_NETWORK"
 """Environment variable; 1 where ranks may meet at an address of the public internet, behind a firewall."""
+STORE_FOLDER = "MEGARL_STORE_FOLDER"
+"""Environment variable of the processes of an engine on one machine: the folder in which they keep their store."""
 _WAITING = 4096
 _rendezvous = importlib.import_module("torch.distributed.rendezvous")  # not the function of that name
 
@@ -60,14 +60,14 @@ def keep(address: str, port: int, world: int | None, timeout: timedelta, wait: b
 
 
 def keep_near() -> None:
-    """From here on whatever meets by `tcp://ADDRESS:PORT` in this process keeps its store at that address alone; in an
-    engine of ours that is on one machine it has no port, but a file in the engine's folder, which only this user may
-    enter."""
+    """From here on whatever meets by `tcp://ADDRESS:PORT` in this process keeps its store at that address alone; where
+    STORE_FOLDER is set it has no port, but a file in that folder, which only this user may enter."""
     make: Callable[..., dist.Store] = vars(_rendezvous)["TCPStore"]
 
     def near(*arguments: Any, **named: Any) -> dist.Store:
-        if not arguments and named.get("host_name") in ("127.0.0.1", "localhost") and secret.VARIABLE in os.environ:
-            file = dist.FileStore(str(Path(tempfile.gettempdir(), f"store_{named['port']}")), -1)
+        folder = os.environ.get(STORE_FOLDER, "")
+        if not arguments and named.get("host_name") in ("127.0.0.1", "localhost") and folder:
+            file = dist.FileStore(str(Path(folder, f"store_{named['port']}")), -1)
             file.set_timeout(named["timeout"])
             return file
         made = listener(named["host_name"], named["port"]) if named.get("is_master") and not arguments else None

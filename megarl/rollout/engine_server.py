@@ -11,10 +11,12 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from megarl.parallel import secret
+from megarl.parallel.stores import STORE_FOLDER
 from megarl.rollout import cpu_plugin
 
 
@@ -64,6 +66,8 @@ def load() -> None:
 
 def main(settings: dict[str, Any]) -> None:
     os.environ[secret.VARIABLE] = settings["secret"]  # for SGLang's further processes, which may be no forks of this
+    if settings["server_args"].get("nnodes", 1) == 1:  # the parts of an engine across nodes have no folder in common
+        os.environ[STORE_FOLDER] = tempfile.gettempdir()
     load()
     cpu_plugin.seal_pickles()
     from sglang.launch_server import run_server

@@ -83,7 +83,11 @@ CASES = [
         ("kl.estimator=k3_unbiased with kl.place=reward", "null", "kl.place to loss"),
         ("kl.estimator=k3_unbiased",),
     ),
-    Case("the unbiased loss as GRPO's reward", ("kl.estimator=k3_unbiased",), (GRPO, "kl.estimator=k3_unbiased")),
+    Case(
+        "the unbiased loss as GRPO's reward",
+        ("kl.estimator=k3_unbiased",),
+        (GRPO, "kl.place=reward", "kl.estimator=k3_unbiased"),
+    ),
     Case(
         "an estimator that nobody knows",
         ("kl.estimator must be one of k1, k2, k3, k3_unbiased", "did you mean k3?"),

@@ -52,6 +52,7 @@ def test_what_is_named_and_what_that_imports_is_copied(config: Config, tmp_path:
     assert expected | {"right_reward.py", "count_tool.py", "shared_by_both.py"} <= set(copied)
     assert "not_imported.py" not in copied and not [name for name in copied if "megarl" in name or "numpy" in name]
     assert copied["shared_by_both.py"] == "LIMIT = 1\n" and "lab" not in sys.modules
+    assert not (run / "code/changes.jsonl").exists()
 
 
 def test_a_resume_says_what_changed_and_keeps_what_it_was(config: Config, tmp_path: Path) -> None:

@@ -466,10 +466,10 @@ def test_a_call_whose_tool_was_at_work_is_made_once() -> None:
     halt = asyncio.Event()
 
     class Tool(Sessions):
-        calls = 0
+        times = 0
 
         async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-            self.calls += 1
+            self.times += 1
             halt.set()
             await asyncio.sleep(0.1)
             return ToolResult("3", True)
@@ -486,7 +486,7 @@ def test_a_call_whose_tool_was_at_work_is_made_once() -> None:
     assert (stopped.status, stopped.whole, stopped.taken, stopped.tool_calls) == (None, True, 1, 0)
     assert [message["role"] for message in stopped.messages] == ["user"]
     assert [message["role"] for message in ended.messages] == ["user", "assistant", "tool", "assistant"]
-    assert (ended.status, ended.tool_calls, tools.calls, len(script.asked)) == ("stop", 1, 1, 2)
+    assert (ended.status, ended.tool_calls, tools.times, len(script.asked)) == ("stop", 1, 1, 2)
     assert [turn.is_action for turn in ended.turns] == [False, True, False, True]
 
 
