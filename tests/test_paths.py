@@ -16,6 +16,8 @@ from megarl.data.rows import open_parquet
 from megarl.paths import expand, expand_spec, with_expanded_paths
 from megarl.strict import is_path, keys_of, kinds_of
 
+pytestmark = pytest.mark.alone
+
 # Keys that hold text which is no path. A new key of text belongs here, or is a PathStr.
 NO_PATHS = {
     "algorithm",
