@@ -98,7 +98,13 @@ def test_a_dry_run_of_a_whole_configuration_starts_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    given = [f"model.path={model}", f"data.train={prompts(tmp_path)}", f"run.dir={run_dir}", "data.eval="]
+    given = [
+        "model.path=models/none",
+        f"model.hf_config={model}/config.json",
+        f"data.train={prompts(tmp_path)}",
+        f"run.dir={run_dir}",
+        "data.eval=",
+    ]
     assert main([QUICKSTART, "--dry-run", *given, "run.eval_every=0"]) == 0
     said = capsys.readouterr().out
     assert "the configuration fits together" in said and "would be refused" not in said
