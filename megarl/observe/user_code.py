@@ -71,14 +71,15 @@ def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tupl
     files = find(config)
     new = {name: _hash(file) for name, file in files.items()}
     index = folder / "files.json"
-    old = json.loads(index.read_text(encoding="utf-8")) if resumes and index.is_file() else None
+    old = _recorded(index) if resumes else None
     changed = [] if old is None else sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if old is None and not files:
         return []
     if old is None:
         if folder.exists() and not index.is_file():
             raise ConfigError(f"run.dir={run_dir} has a {FOLDER} that is not of a run; set run.dir to a new folder")
-        shutil.rmtree(folder, ignore_errors=True)  # of a start that came to nothing
+        if not resumes:
+            shutil.rmtree(folder, ignore_errors=True)  # left by a start that took no step
     elif not changed:
         return []
     for name in changed:
@@ -86,11 +87,13 @@ def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tupl
             _move(folder / name, folder / f"until_step_{step:06d}" / name)
     for name, file in files.items():
         target = folder / name
-        if not target.exists() and file.stat().st_size <= LARGEST:
+        if file.stat().st_size <= LARGEST:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
     folder.mkdir(exist_ok=True)
-    index.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    partial = index.with_suffix(".tmp")  # a start that is killed before the end leaves the index of before
+    partial.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    partial.replace(index)
     if not changed:
         return []
     found = [(name, (old or {}).get(name), new.get(name)) for name in changed]
@@ -167,6 +170,20 @@ def _hash(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:LETTERS]
 
 
+def _recorded(index: Path) -> dict[str, str] | None:
+    """The hashes of the last start by file; None where nothing of that form is there."""
+    try:
+        tree = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_ours = isinstance(tree, dict) and all(isinstance(text, str) for text in tree.values())
+    return tree if is_ours and all(".." not in Path(name).parts for name in tree) else None
+
+
 def _move(source: Path, target: Path) -> None:
+    """A copy that is there already is of the steps that were taken: of a later start at the same step none was."""
+    if target.exists():
+        source.unlink()
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     source.replace(target)

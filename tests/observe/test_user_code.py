@@ -84,6 +84,13 @@ def test_a_resume_says_what_changed_and_keeps_what_it_was(config: Config, tmp_pa
     assert resumed(30) == []
     (source / "shared_by_both.py").write_text("LIMIT = 1\n")
     assert len(resumed(30)) == 1 and (run / "code/until_step_000030/shared_by_both.py").read_text() == "LIMIT = 2\n"
+    # A second start at the same step: what the steps before it were taken with stays.
+    (source / "shared_by_both.py").write_text("LIMIT = 3\n")
+    assert len(resumed(30)) == 1 and (run / "code/until_step_000030/shared_by_both.py").read_text() == "LIMIT = 2\n"
+    # A start that was killed, or a disk that was full.
+    (run / "code/files.json").write_text("")
+    assert resumed(30) == [] and resumed(30) == []
+    assert (run / "code/until_step_000030/shared_by_both.py").read_text() == "LIMIT = 2\n"
 
 
 def test_a_folder_of_that_name_that_is_somebody_elses_is_left_alone(config: Config, tmp_path: Path) -> None:
