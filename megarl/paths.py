@@ -11,12 +11,9 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from megarl.strict import ConfigError, is_path, require, types_of
-
-if TYPE_CHECKING:
-    from megarl.config import Config
 
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\}|(?=\{))", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -83,12 +80,12 @@ def _expand_word(word: str, key: str) -> str:
     return shlex.quote(expand(word, key)) if is_plain else word
 
 
-def with_expanded_paths(config: Config) -> Config:
-    """Return the configuration with every path in it expanded. Raises ConfigError."""
-    return _with_expanded(config, "")
-
-
 _Section = TypeVar("_Section")
+
+
+def with_expanded_paths(config: _Section) -> _Section:
+    """Return the configuration, a dataclass of sections, with every path in it expanded. Raises ConfigError."""
+    return _with_expanded(config, "")
 
 
 def _with_expanded(section: _Section, prefix: str) -> _Section:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.tools import Tool
+from megarl.environments.tools import Tool
 
 
 def _tool(name: str, function: Any, **properties: str) -> Tool:

@@ -37,6 +37,7 @@ import numpy as np
 
 from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import from_dict
+from megarl.environments.describing import load_tools
 from megarl.environments.protocol import ToolResult
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
@@ -47,7 +48,6 @@ from megarl.rollout.multi_turn import Surroundings
 from megarl.rollout.policy import Generation, Policy
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import Call, Reply
-from megarl.rollout.tools import load_tools
 from megarl.types import Ids, Message, Prompt, ids_of
 
 TURNS, LOOP = "turn by turn", "by the loop"

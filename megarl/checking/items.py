@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Config, ConfigError
+from megarl.config.generation import under_way
 from megarl.data.first_rows import MOST, answer_key
 from megarl.data.mixture import names_of
 from megarl.data.order import check_known, key_of
@@ -32,7 +33,6 @@ from megarl.models.registry import family_of
 from megarl.rollout.beforehand import check_enough_prompts
 from megarl.rollout.chat import Chat
 from megarl.rollout.parsing import Parsing
-from megarl.rollout.queue import under_way
 from megarl.rollout.server_args import parsers
 from megarl.rollout.tool_calls import misread, parser_name
 from megarl.types import Prompt

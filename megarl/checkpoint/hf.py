@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 from megarl.checkpoint.tensor_files import INDEX, SINGLE, TYPES, Entry, ShardWriter, Unread, write_file
 from megarl.config import ConfigError
 from megarl.models.cuts import PADDING, Param, pieces
-from megarl.models.fp8 import SCALE, grid_shape, is_fp8
+from megarl.models.fp8 import SCALE, dequantise, grid_shape, is_fp8
 from megarl.models.registry import family_of, load_hf_config
-from megarl.reshard.quantise import dequantise
 from megarl.strict import lfs_pointer, read_json
 
 COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}  # config, tokenizer, code that config.json names

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 
 from megarl.config import Config
+from megarl.config.generation import under_way
 from megarl.models.adapters import adapter_params
 from megarl.models.cuts import Param
 from megarl.models.family import HFConfig
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, trained_mtp
 from megarl.models.routing import routing_shape
-from megarl.rollout.queue import under_way
 from megarl.types.declared import Declared
 
 STATES = 12

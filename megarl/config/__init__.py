@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import os
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megarl import plain_yaml, strict
 from megarl.config.generation import Batch, DataConfig, OnPush, RolloutConfig
-from megarl.config.hub import with_folders
+from megarl.config.hub import folder_of
 from megarl.config.job import (
     CriticConfig,
     LoraConfig,
@@ -204,7 +204,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}, not a mapping of sections")
-    return with_folders(from_dict(plain_yaml.overridden(tree, overrides, _sections())))
+    return _with_model_folders(from_dict(plain_yaml.overridden(tree, overrides, _sections())))
 
 
 def _sections() -> dict[str, str]:
@@ -238,3 +238,13 @@ def describe_ranges() -> dict[str, str]:
 def describe_meanings() -> dict[str, str]:
     """What each key is, in a sentence, where its name does not say it."""
     return strict.meanings_of(Config)
+
+
+def _with_model_folders(config: Config) -> Config:
+    """The same, with folders in place of the names of models that are in the cache."""
+    return replace(
+        config,
+        model=replace(config.model, path=folder_of(config.model.path)),
+        critic=replace(config.critic, path=folder_of(config.critic.path)),
+        reward=replace(config.reward, model=folder_of(config.reward.model)),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -150,3 +151,8 @@ class DataConfig:
     answer to the prompt."""
     shuffle: bool = True
     """Shuffle anew each epoch, by `run.seed`."""
+
+
+def under_way(needed: int, oversample: float) -> int:
+    """Groups that a step has under way at most, those of earlier steps among them, where it needs so many."""
+    return math.ceil(round(oversample * needed, 6))  # 1.1 * 10 is a little more than 11

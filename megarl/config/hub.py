@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megarl.config import Config
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -30,13 +25,3 @@ def folder_of(path: str) -> str:
         return str(snapshot_download(path, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
         return path
-
-
-def with_folders(config: Config) -> Config:
-    """The same, with folders in place of the names of models that are in the cache."""
-    return replace(
-        config,
-        model=replace(config.model, path=folder_of(config.model.path)),
-        critic=replace(config.critic, path=folder_of(config.critic.path)),
-        reward=replace(config.reward, model=folder_of(config.reward.model)),
-    )

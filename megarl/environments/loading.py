@@ -40,7 +40,7 @@ def load(spec: str, key: str) -> Loaded:
             made = Tool(schema_of(made, where), made, spec)
         if not isinstance(made, Tool):
             raise ConfigError(
-                f"{where} is a {type(made).__name__}, not a megarl.rollout.tools.Tool or a function with type hints"
+                f"{where} is a {type(made).__name__}, not a megarl.environments.tools.Tool or a function with type hints"
             )
         check_schema(made.schema, spec)
         check_function(made, spec)

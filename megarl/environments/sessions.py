@@ -20,8 +20,8 @@ from megarl.environments.tools import argument_error
 from megarl.forks import worded
 from megarl.processes.limits import NO_LIMITS, Limits
 from megarl.processes.process import Gone, Nursery, Process
-from megarl.rewards.functions import RewardError, reward_of
 from megarl.types import Failed, Message, Prompt, Verdict
+from megarl.types.verdicts import RewardError, reward_of
 
 OF_AGENTS = ("openai", "openai.resources.chat")
 """What most agents import, which takes a second: once for all of their processes, where it is installed."""

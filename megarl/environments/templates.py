@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from megarl.config import ConfigError
+from megarl.strict import ConfigError
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 

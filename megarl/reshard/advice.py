@@ -13,7 +13,8 @@ import numpy as np
 
 from megarl.models.cuts import HFConfig
 from megarl.models.stages import stage_layers
-from megarl.reshard.bound import Columns, Wire, members, whole
+from megarl.reshard.bound import Columns, members, whole
+from megarl.reshard.flows import Wire
 from megarl.reshard.layout import EngineLayout, TrainLayout
 from megarl.reshard.sides import sides_of
 

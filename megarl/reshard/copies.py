@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.models.fp8 import BLOCK, grid_shape
+from megarl.models.fp8 import BLOCK, FP8, block_amax, grid_shape, quantise, scales
 from megarl.reshard.boxes import Box, Scaled
-from megarl.reshard.quantise import FP8, block_amax, quantise, scales
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.models.cuts import Param, Slot
-from megarl.models.fp8 import BLOCK, SCALE, is_quantised
+from megarl.models.fp8 import BLOCK, FP8, SCALE, is_quantised, quantise
 from megarl.models.registry import family_of
 from megarl.reshard import copies
 from megarl.reshard.checksum import device_hashes
 from megarl.reshard.layout import Held
 from megarl.reshard.planner import ALIGN, Message, Piece, Plan, Round, offsets
-from megarl.reshard.quantise import FP8, Grids, quantise, scale_grids
+from megarl.reshard.quantise import Grids, scale_grids
 
 Slice = list[Any]
 """[name, index, r0, r1, c0, c1, offset, hash_offset]: a box of an engine's tensor and its place, see rollout.loader."""

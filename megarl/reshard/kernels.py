@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from megarl.models.fp8 import LEAST, MAX
 from megarl.reshard.boxes import Box, Scaled
 from megarl.reshard.flows import BLOCK
-from megarl.reshard.quantise import LEAST, MAX
 
 UNITS = 1024
 """Units, of 16 bytes where all of a box's places are multiples of that, which one program copies."""

@@ -18,9 +18,9 @@ from typing import Any, Literal
 from megarl import forks
 from megarl.config import ConfigError
 from megarl.processes.frames import frame, orders, read_order
-from megarl.rewards.functions import RewardError, RewardFunction, load_functions, number_of, reward_of
+from megarl.rewards.functions import RewardFunction, load_functions
 from megarl.types import Rollout
-from megarl.types.verdicts import Failed, Reward, Verdict
+from megarl.types.verdicts import Failed, Reward, RewardError, Verdict, number_of, reward_of
 
 Kind = Literal["sync", "async"]
 """Of functions: those that a process calls one after the other, and those that it awaits, many at once."""

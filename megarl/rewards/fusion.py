@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.rewards.functions import LARGEST, RewardError, number_of, worth
 from megarl.strict import nearest, shown
-from megarl.types import Episodes, Rollout, Rollouts
-from megarl.types.verdicts import Failed, Verdict
+from megarl.types import Episodes, Failed, Rollout, Rollouts
+from megarl.types.verdicts import LARGEST, RewardError, Verdict, number_of, worth
 
 Weights = Mapping[str, float]
 """By part; one that is not named weighs 1."""

@@ -15,10 +15,10 @@ from typing import Any
 from megarl.forks import is_async
 from megarl.rewards.calls import actions_of, call_async, late, raised
 from megarl.rewards.deadline import Deadline, TookTooLong
-from megarl.rewards.functions import RewardFunction, reward_of
+from megarl.rewards.functions import RewardFunction
 from megarl.rewards.unscored import given_up
 from megarl.types import Rollout
-from megarl.types.verdicts import Failed, Verdict
+from megarl.types.verdicts import Failed, Verdict, reward_of
 
 AT_ONCE = 64
 """Calls of a coroutine function at the same time."""

@@ -24,10 +24,9 @@ import regex
 from megarl import forks, strict
 from megarl.config import ConfigError
 from megarl.rewards.asking import WHERE, Answer, Asker, AskingOptions, shown
-from megarl.rewards.functions import LARGEST, Parts
 from megarl.rewards.unscored import NOT_JUDGED
 from megarl.types import Message, Rollout
-from megarl.types.verdicts import Failed
+from megarl.types.verdicts import LARGEST, Failed, Parts
 
 PART = "judge"
 """Name of its part of a reward."""

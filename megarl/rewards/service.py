@@ -26,11 +26,10 @@ import orjson
 
 from megarl import strict
 from megarl.rewards.asking import Answer, Asker, AskingOptions, shown
-from megarl.rewards.functions import Parts, RewardError, number_of
 from megarl.rewards.unscored import NOT_JUDGED
 from megarl.strict import Count
 from megarl.types import Rollout
-from megarl.types.verdicts import Failed
+from megarl.types.verdicts import Failed, Parts, RewardError, number_of
 
 PART = "service"
 """Name of its part of a reward."""

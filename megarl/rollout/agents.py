@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.environments.protocol import SessionLost
-from megarl.rewards.functions import RewardError, reward_of
 from megarl.rollout.partial import Partial
 from megarl.rollout.policy import Policy
 from megarl.types import Failed, Verdict
+from megarl.types.verdicts import RewardError, reward_of
 
 if TYPE_CHECKING:
     from megarl.rollout.multi_turn import Surroundings

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarl.config import Config, ConfigError
+from megarl.config.generation import under_way
 from megarl.parallel.placement import placement_of
-from megarl.rollout.queue import under_way
 from megarl.types.declared import Declared
 
 

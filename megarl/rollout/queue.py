@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from threading import Lock
@@ -47,11 +46,6 @@ class Counts:
 
     def get(self, name: str) -> Any:
         return self._notes.pop(name)
-
-
-def under_way(needed: int, oversample: float) -> int:
-    """Groups that a step has under way at most, those of earlier steps among them, where it needs so many."""
-    return math.ceil(round(oversample * needed, 6))  # 1.1 * 10 is a little more than 11
 
 
 class Tickets:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.environments.describing import load_tools
-from megarl.environments.protocol import ToolResult
 from megarl.environments.tools import Tool
 from megarl.rollout.calculator import calculate
-
-__all__ = ["Tool", "ToolResult", "calculator", "load_tools"]
 
 calculator = Tool(
     schema={

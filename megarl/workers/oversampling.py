@@ -15,9 +15,9 @@ import torch
 from megarl.checkpoint import manifest
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import ConfigError, RolloutConfig
+from megarl.config.generation import under_way
 from megarl.rollout.gathering import Gathered, Group
 from megarl.rollout.kept import dealt, write_groups
-from megarl.rollout.queue import under_way
 from megarl.types import Everyone, Prompt, Rollouts
 from megarl.workers.lag import lag_figures
 

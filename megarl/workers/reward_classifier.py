@@ -16,9 +16,8 @@ from megarl.parallel.ranks import together
 from megarl.parallel.roles import backends_of
 from megarl.rewards.backends import options_for_model
 from megarl.rewards.classifier import Classifier, ClassifierOptions, Reader, label_of
-from megarl.rewards.functions import of_model
 from megarl.types import Rollout, Rollouts
-from megarl.types.verdicts import Verdict
+from megarl.types.verdicts import Verdict, of_model
 from megarl.workers.context import Context
 from megarl.workers.reward import RewardWorker
 

@@ -9,9 +9,8 @@ from typing import Any
 from megarl.config import LoraConfig
 from megarl.models.registry import load_hf_config
 from megarl.parallel.placement import role_config
-from megarl.rewards.functions import of_model
 from megarl.types import Rollout, Rollouts, TrainBatch
-from megarl.types.verdicts import Verdict
+from megarl.types.verdicts import Verdict, of_model
 from megarl.workers.context import Context
 from megarl.workers.model import ModelWorker
 from megarl.workers.reward import RewardWorker

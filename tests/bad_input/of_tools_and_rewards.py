@@ -17,7 +17,7 @@ class Other(Own):
         'Look around.'
 """
 MUTE = "class Odd(Exception):\n    def __str__(self): return 1 / 0\nraise Odd"
-HEAD = "from megarl.rollout.tools import Tool\n"
+HEAD = "from megarl.environments.tools import Tool\n"
 
 
 def module(text: str, name: str = "mine") -> Callable[[Path], None]:
@@ -94,7 +94,7 @@ CASES = [
     tool(
         "a generator of coroutines", "async def f(x: int):\n    'It.'\n    yield x", "the function of mine:f is a gen"
     ),
-    tool("the class", "from megarl.rollout.tools import Tool as f", "mine:f is a type"),
+    tool("the class", "from megarl.environments.tools import Tool as f", "mine:f is a type"),
     tool("attribute that raises", "def __getattr__(name): raise OSError('far away')", "cannot import", "far away"),
     tool("no colon", "", "'mine' is not of the form module:name", spec="mine"),
     tool("no name", "", "is not of the form module:name", spec='"mine:"'),

@@ -6,9 +6,8 @@ import random
 
 import torch
 
-from megarl.models.fp8 import BLOCK, grid_shape
+from megarl.models.fp8 import BLOCK, block_amax, grid_shape, scales
 from megarl.reshard.copies import Box, Scaled
-from megarl.reshard.quantise import block_amax, scales
 
 TYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.uint8)
 

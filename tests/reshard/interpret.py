@@ -8,10 +8,10 @@ import sys
 import torch
 from boxes import noise, random_boxes, random_fp8
 
+from megarl.models.fp8 import FP8
 from megarl.reshard import copies, hash_kernel, kernels
 from megarl.reshard.checksum import slice_hash
 from megarl.reshard.copies import Scaled
-from megarl.reshard.quantise import FP8
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

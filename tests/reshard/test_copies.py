@@ -12,9 +12,8 @@ import pytest
 import torch
 from boxes import noise, random_boxes, random_fp8, weights
 
-from megarl.models.fp8 import grid_shape
+from megarl.models.fp8 import block_amax, grid_shape, quantise, scales
 from megarl.reshard.copies import Scaled, pack, pack_fp8, unpack
-from megarl.reshard.quantise import block_amax, quantise, scales
 
 ROOT = Path(__file__).resolve().parents[2]
 

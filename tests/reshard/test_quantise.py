@@ -13,10 +13,10 @@ import pytest
 import torch
 from boxes import weights
 
-from megarl.models.fp8 import grid_shape, is_quantised
+from megarl.models.fp8 import FP8, block_amax, dequantise, grid_shape, is_quantised, quantise, scales
 from megarl.models.registry import family_of
 from megarl.reshard.layout import TrainLayout
-from megarl.reshard.quantise import FP8, block_amax, dequantise, quantise, scale_grids, scales, straddles
+from megarl.reshard.quantise import scale_grids, straddles
 
 SHAPES = ((128, 128), (1, 1), (127, 129), (256, 384), (300, 200), (576, 130), (64, 1000))
 

@@ -9,9 +9,9 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.forks import is_async
-from megarl.rewards.functions import RewardError, checked, load_functions, of_model, reward_of, worth
+from megarl.rewards.functions import checked, load_functions
 from megarl.rewards.gsm8k import gsm8k
-from megarl.types.verdicts import Failed, Reward
+from megarl.types.verdicts import Failed, Reward, RewardError, of_model, reward_of, worth
 
 
 class Unshown:

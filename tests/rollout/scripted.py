@@ -15,12 +15,12 @@ import tiny_models
 import torch
 
 from megarl.config import RolloutConfig
+from megarl.environments.describing import load_tools
 from megarl.rollout.chat import Chat
 from megarl.rollout.faults import EngineLost
 from megarl.rollout.partial import Partial
 from megarl.rollout.policy import Generation
 from megarl.rollout.tool_calls import Call, Reply
-from megarl.rollout.tools import load_tools
 from megarl.types import Ids, Prompt, Turn, ids_of
 
 TOKENIZER = tiny_models.tokenizer()

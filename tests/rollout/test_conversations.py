@@ -14,6 +14,7 @@ import pytest
 from scripted import CHAT, CONFIG, PROMPT, TOKENIZER, Fails, Script, Writer, parse
 
 from megarl.config import OnPush
+from megarl.environments.describing import load_tools
 from megarl.rollout import conversations
 from megarl.rollout.chat import Chat
 from megarl.rollout.conversations import Conversations
@@ -22,7 +23,6 @@ from megarl.rollout.gathering import Gathered
 from megarl.rollout.multi_turn import Surroundings, sampling_params
 from megarl.rollout.policy import RequestFailed
 from megarl.rollout.queue import Tickets
-from megarl.rollout.tools import load_tools
 from megarl.types import Rollout, Status
 
 

@@ -14,6 +14,7 @@ from conftest import Running, start
 from drafter import Drafter, foreseeable
 from orders import overwrite
 
+from megarl.environments.describing import load_tools
 from megarl.observe.metrics import rollout_metrics
 from megarl.reshard.layout import EngineLayout
 from megarl.rollout import cpu_speculative as on_cpu
@@ -21,7 +22,6 @@ from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.policy import Generation
-from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, Rollouts
 
 DRAFTS = 3

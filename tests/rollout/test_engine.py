@@ -26,7 +26,7 @@ from conftest import Running, start
 from engine_config import make_config
 
 from megarl.config import ConfigError
-from megarl.environments.describing import known_of
+from megarl.environments.describing import known_of, load_tools
 from megarl.rollout import engine_cpu, engine_host, gathering
 from megarl.rollout.chat import Chat
 from megarl.rollout.client import Client
@@ -37,7 +37,6 @@ from megarl.rollout.hosting import SHARED, Hosted
 from megarl.rollout.policy import Generation, RequestFailed
 from megarl.rollout.queue import Tickets
 from megarl.rollout.tool_calls import rehearse
-from megarl.rollout.tools import load_tools
 from megarl.types import Message, Prompt, Reward, TrainBatch
 
 

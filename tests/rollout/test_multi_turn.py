@@ -32,6 +32,7 @@ from scripted import (
 )
 
 from megarl.config import ConfigError
+from megarl.environments.describing import load_tools
 from megarl.environments.protocol import ToolResult
 from megarl.environments.sessions import Sessions
 from megarl.observe import exact_json
@@ -40,7 +41,6 @@ from megarl.rollout.multi_turn import Surroundings, run_conversation, sampling_p
 from megarl.rollout.partial import Partial, from_record, to_record
 from megarl.rollout.policy import Generation, RequestFailed
 from megarl.rollout.tool_calls import Call, Reply
-from megarl.rollout.tools import load_tools
 from megarl.types import Prompt, Rollout, Support, TrainBatch, Turn
 
 

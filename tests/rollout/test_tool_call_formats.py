@@ -15,13 +15,14 @@ from reasoning_templates import NO_RESULTS, OTHERS, REASONING, reasoning_tokeniz
 from templates import Published
 
 from megarl.config import ConfigError
+from megarl.environments.tools import Tool
 from megarl.models.registry import FAMILIES
 from megarl.rollout.call_formats import guard
 from megarl.rollout.chat import Chat
 from megarl.rollout.messages import FORMS, call_id
 from megarl.rollout.server_args import parsers
 from megarl.rollout.tool_calls import Call, Reply, judge
-from megarl.rollout.tools import Tool, calculator
+from megarl.rollout.tools import calculator
 
 SEARCH = Tool(
     {

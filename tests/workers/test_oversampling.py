@@ -16,13 +16,14 @@ from thread_ranks import Thread, as_ranks
 
 from megarl.checkpoint import manifest
 from megarl.config import ConfigError
+from megarl.config.generation import under_way
 from megarl.data.prompts import PromptLoader
 from megarl.environments.protocol import ToolResult
 from megarl.environments.sessions import Sessions
 from megarl.rollout import gathering
 from megarl.rollout.gathering import gather_rollouts
 from megarl.rollout.multi_turn import Surroundings
-from megarl.rollout.queue import Counts, Tickets, under_way
+from megarl.rollout.queue import Counts, Tickets
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.types.everyone import ALONE
 from megarl.workers.oversampling import Oversampling

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from faults.judging import NOTES
+from megarl.environments.tools import Tool
 from megarl.rollout.calculator import calculate
-from megarl.rollout.tools import Tool
 from megarl.rollout.tools import calculator as plain
 from megarl.types import Rollout
 
