@@ -123,13 +123,12 @@ def _say_last(text: str) -> None:
 
 
 def _send(number: int) -> int:
-    """To all processes that this one has started, which are the ranks; their number."""
+    """Send a signal to all processes that this one has started, which are the ranks. Return their number."""
     sent = 0
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            for pid in (task / "children").read_text().split():
-                os.kill(int(pid), number)
-                sent += 1
+    for pid in children():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            sent += 1
     return sent
 
 

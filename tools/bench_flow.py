@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -145,6 +146,8 @@ def checked_out(revision: str) -> Iterator[Path]:
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which("git") is None:
+        raise ConfigError("--against: git is not installed, by which another revision is checked out; install it")
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 

@@ -12,12 +12,19 @@ _LOOK_S = 0.02
 
 
 def children() -> list[int]:
-    """Of all threads of this process; for one that inherits orphans, see `parent.py`, these, too."""
-    found: list[int] = []
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as listing:
-            found += map(int, listing.read().split())
-    return found
+    """Return the pids of the children of all threads; in a process that inherits orphans, see `parent.py`, of these, too.
+
+    The kernel hands the children of a thread that ends to another one, which may have been read by then: the listing is
+    read again until no thread has ended meanwhile.
+    """
+    while True:
+        pids: list[int] = []
+        threads = os.listdir("/proc/self/task")
+        for thread in threads:
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as listing:
+                pids += map(int, listing.read().split())
+        if set(threads) <= set(os.listdir("/proc/self/task")):
+            return pids
 
 
 def end_orphans(spared: Collection[int], patience_s: float) -> list[int]:

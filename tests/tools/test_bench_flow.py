@@ -74,7 +74,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     [
         (["--lengths", "many"], "--lengths: lengths are 2048-8192, 32768 or lognormal"),
         (["--ranks", "2", "--sequences", "40"], "--sequences 40 are not four times as many groups of 8 for each of "),
-        (["--ranks", "1", "--sequences", "32", "--lengths", "9", "--against", "no-such"], "--against no-such: "),
+        (["--ranks", "1", "--sequences", "32", "--lengths", "9", "--against", "no-such"], "--against"),
     ],
 )
 def test_mistakes_are_one_line(options: list[str], said: str) -> None:
